@@ -1,0 +1,338 @@
+"""Every knob of Rossby: frozen, typed dataclasses, filled from TOML and the command line.
+
+Precedence: the default below < the file a config `extends` < the config file < the command line. A key that
+is not below, a value of another type, or a combination that cannot work ends in a `ConfigError` of one line:
+key, value, reason, fix. The comment beside a field is also its `--help`.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import tomli_w
+
+from command_line import ConfigError, Range, help_text, merge, parse_command_line, read_toml
+
+DEFAULT_CONFIG = "train_configs/demo.toml"
+
+Count = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+NonNegative = Annotated[float, Range(0.0)]
+AboveZero = Annotated[float, Range(0.0, above=True)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Job:
+    config_file: str = DEFAULT_CONFIG  # the TOML file to run
+    dump_folder: str = ""  # the run's folder; empty: outputs/<name of the config file>
+    print_config: bool = False  # print the resolved configuration as TOML and end
+
+
+@dataclass(frozen=True)
+class Data:
+    # "simulated" (generated on first use), or a Zarr store, NetCDF file, folder, glob or fsspec URL
+    path: str = "simulated"
+    variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
+    levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"
+    static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
+    static_path: str = ""  # a file that holds the static variables, regridded; empty: they are in data.path
+    forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
+    step_hours: Positive = 6  # lead time of one step of the model
+    train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
+    validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
+    grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
+    cache_gib: NonNegative = 1.0  # selections up to this size are read once and kept in memory
+    # dates that the statistics are computed from, evenly spaced; 0: every date of the training period
+    statistics_dates: Count = 0
+    num_workers: Count = 0  # loader processes a rank; 0: read in the training process
+    prefetch_factor: Positive = 2  # batches each loader process reads ahead
+
+
+@dataclass(frozen=True)
+class Model:
+    patch_size: tuple[Positive, Positive] = (4, 4)  # latitudes x longitudes of one token
+    dim: Positive = 192  # width d of the residual stream
+    num_layers: Positive = 4  # transformer blocks
+    num_heads: Positive = 4  # attention heads; must divide dim
+    mlp_dim: Count = 0  # hidden width of the MLP; 0: 4 x dim
+    position: Literal["learned", "sincos"] = "learned"  # position embedding
+    qkv_bias: bool = True  # bias in the query, key and value projection
+    qk_norm: bool = False  # normalise queries and keys per head: steadier at large learning rates
+    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0  # share of samples that skip the last block
+    # kernel: "sdpa" lets torch choose, "math" is plain matmul (fastest on CPU at few tokens)
+    attention_backend: Literal["sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
+    predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: Literal["AdamW"] = "AdamW"  # no decay on norms, biases and positions
+    lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
+    beta1: Fraction = 0.9  # decay of the mean of gradients
+    beta2: Fraction = 0.95  # decay of the mean of squared gradients
+    eps: AboveZero = 1e-8  # added to the root of the second moment
+    weight_decay: NonNegative = 0.05  # decoupled
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # torch's kernel for the update
+    lr_scaling: Literal["linear", "sqrt"] = (
+        "linear"  # how lr grows from the reference batch to the global one
+    )
+    lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
+    lr_max: AboveZero = math.inf  # ceiling of the scaled learning rate
+
+
+@dataclass(frozen=True)
+class LrScheduler:
+    warmup_steps: Count = 100  # linear from 0
+    decay_type: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, to the last step
+    min_lr_factor: Fraction = 0.0  # last learning rate over the peak
+
+
+@dataclass(frozen=True)
+class Training:
+    steps: Positive = 1000  # optimiser steps of the run
+    seed: Count = 0  # weights and sample order are pure functions of it
+    local_batch_size: Positive = 16  # samples a rank takes through the model at once
+    global_batch_size: int = (
+        -1
+    )  # samples an optimiser step; above local x ranks: accumulated; -1: no accumulation
+    max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
+    mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
+    loss: Literal["mse", "relative_l2"] = (
+        "mse"  # area-weighted MSE, or the NERSC tutorial's unweighted |p-y|/|y|
+    )
+    variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
+    weight_by_change: bool = (
+        False  # weigh each variable by 1/(standard deviation of its change over a step)^2
+    )
+    tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
+    gc_freq: Positive = 50  # Python's garbage is collected every so many steps and not in between
+    deterministic: bool = False  # refuse kernels that do not repeat to the bit
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    data_parallel_replicate_degree: int = -1  # ranks with a full copy of the model (DDP); -1: the rest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
+    interval: Positive = 500  # steps between saves; the last step is always saved
+    async_mode: Literal["disabled", "async"] = "async"  # write in the background
+    keep_latest_k: Count = 5  # complete checkpoints kept; 0: all
+
+
+@dataclass(frozen=True)
+class Validation:
+    enable: bool = True  # score every date of data.validation_period
+    interval: Count = 0  # steps between validations; 0: only after the last step
+    lead_hours: tuple[Positive, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
+    local_batch_size: Positive = 16  # initial dates a rank takes through the model at once
+    plots: bool = True  # loss curve, error against lead time, and maps into plots/
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_freq: Positive = 10  # steps between log lines
+    enable_tensorboard: bool = True  # scalars into tensorboard/
+    peak_tflops: NonNegative = 0.0  # dense bf16 peak a device for MFU; 0: known GPUs by name, else no MFU
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False  # write torch profiler traces (Chrome, Perfetto) into traces/
+    profile_freq: Positive = 100  # steps between traces
+    profile_steps: Positive = 3  # steps in a trace
+    enable_memory_snapshot: bool = False  # CUDA allocator snapshots beside the traces
+
+
+@dataclass(frozen=True)
+class Comm:
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
+    timeout_seconds: Positive = 600  # a collective that takes longer ends the run
+
+
+@dataclass(frozen=True)
+class Config:
+    job: Job = field(default_factory=Job)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+
+    @property
+    def dump_folder(self) -> Path:
+        return Path(self.job.dump_folder or f"outputs/{Path(self.job.config_file).stem}")
+
+
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+
+
+def load_config(argv: list[str]) -> Config:
+    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError."""
+    overrides = parse_command_line(argv, SECTIONS)
+    config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
+    values = merge(read_toml(config_file, SECTIONS), overrides)
+    config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
+    config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Combinations that cannot work. What depends on the data is checked where the data are opened."""
+    _check_model(config.model)
+    _check_data(config.data)
+    _check_training(config)
+    for hours in config.validation.lead_hours:
+        if hours % config.data.step_hours:
+            _fail(
+                "validation.lead_hours",
+                hours,
+                f"not a multiple of data.step_hours = {config.data.step_hours}",
+            )
+
+
+def _check_model(model: Model) -> None:
+    if model.dim % model.num_heads:
+        choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
+        near = sorted(choices, key=lambda n: abs(n - model.num_heads))[:3]
+        _fail(
+            "model.num_heads",
+            model.num_heads,
+            f"does not divide model.dim = {model.dim}; near ones do: {near}",
+        )
+    if model.position == "sincos" and model.dim % 4:
+        _fail("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
+    if model.attention_backend in ("flash", "flash_attn", "cudnn") and (model.dim // model.num_heads) % 8:
+        _fail(
+            "model.num_heads",
+            model.num_heads,
+            "flash and cudnn kernels need head sizes that are multiples of 8",
+        )
+
+
+def _check_data(data: Data) -> None:
+    if not data.variables:
+        _fail(
+            "data.variables", [], 'name what is predicted, for example ["geopotential:500", "2m_temperature"]'
+        )
+    periods = [
+        (k, parse_period(f"data.{k}", getattr(data, k))) for k in ("train_period", "validation_period")
+    ]
+    spans = [(k, p) for k, p in periods if p is not None]
+    if len(spans) == 2 and spans[0][1][0] <= spans[1][1][1] and spans[1][1][0] <= spans[0][1][1]:
+        reason = (
+            f"overlaps data.train_period = {list(data.train_period)}; scores on training dates mean nothing"
+        )
+        _fail("data.validation_period", list(data.validation_period), reason)
+    if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
+        _fail(
+            "data.grid_shape", list(data.grid_shape), "give both numbers, or [0, 0] for the grid of the data"
+        )
+
+
+def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime] | None:
+    """First and last instant (UTC) of ["first", "last"]; a last day without an hour counts to its end."""
+    if not period:
+        return None
+    if len(period) != 2:
+        _fail(name, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
+    first, last = (_parse_date(name, text) for text in period)
+    if len(period[1]) <= len("2001-01-01"):
+        last += timedelta(days=1, seconds=-1)
+    if last < first:
+        _fail(name, list(period), "the last date lies before the first; exchange them")
+    return first, last
+
+
+def _parse_date(name: str, text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+    except ValueError:
+        _fail(name, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+
+
+def _check_training(config: Config) -> None:
+    world, replicate = num_ranks(), config.parallelism.data_parallel_replicate_degree
+    if replicate not in (-1, world):
+        reason = f"the run has {world} rank(s); use -1 or {world}, or start {max(replicate, 1)} with NGPU"
+        _fail("parallelism.data_parallel_replicate_degree", replicate, reason)
+    training, smallest = config.training, config.training.local_batch_size * world
+    if training.global_batch_size != -1 and (
+        training.global_batch_size < 1 or training.global_batch_size % smallest
+    ):
+        reason = f"not a multiple of training.local_batch_size x ranks = {smallest}; try {smallest} or -1"
+        _fail("training.global_batch_size", training.global_batch_size, reason)
+
+
+def num_ranks() -> int:
+    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return int(os.environ.get("NGPU") or 1) * int(os.environ.get("NNODES", "1").split(":")[0] or 1)
+
+
+def _fail(key: str, value: Any, reason: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r}: {reason}")
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration; running it again repeats the run."""
+    values = dataclasses.asdict(config)
+    values["job"] = {"dump_folder": str(config.dump_folder)}
+    return tomli_w.dumps(values)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Ends the program with exit code 2 after one line for a ValueError (bad input), said by one rank."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"rossby: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def start(argv: list[str]) -> Config:
+    """What every verb does first: answer --help and --job.print_config, or give the checked configuration."""
+    with one_line_errors():
+        if {"--help", "-h"} & set(argv):
+            print(help_text(SECTIONS))
+            sys.exit(0)
+        config = load_config(argv)
+    if config.job.print_config:
+        print(to_toml(config), end="")
+        sys.exit(0)
+    return config
+
+
+def main(argv: list[str]) -> None:
+    """Check a command line, and the data it names, before any rank starts (run_train.sh does)."""
+    config = start(argv)
+    from datasets.selection import open_selection  # here, because only this check needs xarray
+
+    with one_line_errors():
+        open_selection(config.data, config.model.patch_size)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""What the model is told besides the state: constant fields, and forcings computed from date and place.
+
+Shapes: B batch, V variables, S static fields, F forcings, H latitudes, W longitudes, C = V + S + F channels.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from datasets.forcings import compute_forcings
+from datasets.grid import Grid, area_weights
+
+
+class Conditions(nn.Module):
+    """Appends static fields and forcings to a state. Computed on the device: the loader moves states only."""
+
+    static: Tensor
+    latitude: Tensor
+    longitude: Tensor
+
+    def __init__(self, static: Sequence[np.ndarray], forcings: Sequence[str], grid: Grid) -> None:
+        """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`."""
+        super().__init__()
+        self.forcings = tuple(forcings)
+        fields = [standardize(field, area_weights(grid.latitude)) for field in static]
+        stacked = torch.stack(fields) if fields else torch.empty(0, *grid.shape)
+        self.register_buffer("static", stacked, persistent=False)  # (S, H, W)
+        self.register_buffer("latitude", torch.from_numpy(grid.latitude.copy()), persistent=False)
+        self.register_buffer("longitude", torch.from_numpy(grid.longitude.copy()), persistent=False)
+
+    @property
+    def num_channels(self) -> int:
+        return len(self.static) + len(self.forcings)
+
+    def append(self, state: Tensor, times: Tensor) -> Tensor:
+        """state (B, V, H, W) at `times` (B,) in seconds since 1970 -> (B, C, H, W)."""
+        parts = [state, self.static.expand(len(state), -1, -1, -1)]
+        if self.forcings:
+            parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
+        return torch.cat(parts, dim=1)
+
+
+def standardize(field: np.ndarray, area: np.ndarray) -> Tensor:
+    """(H, W) -> float32 of area mean 0 and deviation 1: orography is in thousands, a mask in [0, 1]."""
+    filled = np.where(np.isfinite(field), field, np.nanmean(field)).astype(np.float64)
+    weights = np.broadcast_to(area[:, None], filled.shape)
+    anomaly = filled - np.average(filled, weights=weights)
+    deviation = np.sqrt(np.average(anomaly**2, weights=weights))
+    return torch.from_numpy((anomaly / max(deviation, 1e-12)).astype(np.float32))

@@ -1,0 +1,302 @@
+"""Analyses (ERA5 and its like) on one grid, whatever file layout they came in.
+
+`open_archive` looks at coordinates only. `Archive.read` takes a date's variables from wherever they lie: one
+array for all levels, a file for each variable or each year. Values come as float32, NaN where missing,
+latitude north to south and longitude ascending.
+"""
+
+import difflib
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from datasets.files import DATA_FILES, is_url, is_zarr, open_file
+from datasets.grid import Grid, regrid_conservative
+from datasets.layouts import StoredField, stored_fields
+from datasets.variables import nearest_name
+
+# Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.
+Place = tuple[int, StoredField, int]
+# What one array gives to a block: the field, a slice of its levels, and pairs (row of the output, position in
+# the slice).
+Part = tuple[StoredField, slice, list[tuple[int, int]]]
+
+
+def find_files(path: str) -> list[str]:
+    """The files that a path stands for: itself, or what a folder or a glob holds, sorted by name.
+
+    ValueError naming the path where nothing is there.
+    """
+    path = path.removeprefix("file://")
+    if is_url(path) or os.path.isfile(path) or is_zarr(path):
+        return [path]
+    if os.path.isdir(path):
+        inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+        found = [name for name in inside if name.lower().endswith(DATA_FILES) or is_zarr(name)]
+        if not found:
+            folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
+            hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
+            raise ValueError(f"cannot read {path!r}: the folder holds no Zarr, NetCDF or HDF5{hint}")
+        return found
+    found = sorted(glob.glob(path))
+    if not found:
+        raise ValueError(f"cannot read {path!r}: there is no such file or folder{_nearest_path(path)}")
+    return found
+
+
+def _nearest_path(path: str) -> str:
+    folder = os.path.dirname(os.path.abspath(path))
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(os.path.basename(path), names, n=1)
+    return f"; nearest: {os.path.join(os.path.dirname(path), close[0])!r}" if close else ""
+
+
+class Archive:
+    """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
+
+    Where files cover different dates `times` is their union; a variable is NaN where it is absent, and `has`
+    says where. Of repeated dates the first in the order of the files counts. Can be pickled; each process
+    opens the files itself.
+    """
+
+    def __init__(self, path: str, fields: Sequence[StoredField], unreadable: dict[str, str] | None = None):
+        self.path = path
+        self.unreadable = dict(unreadable or {})
+        self.grid = _common_grid(path, fields, self.unreadable)
+        self._axes: list[np.ndarray] = []
+        self._places: dict[str, list[Place]] = {}
+        self._static: dict[str, tuple[StoredField, int]] = {}
+        for field in fields:
+            self._add(field)
+        self.variables, self.static_variables = list(self._places), list(self._static)
+        self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
+        self.times = self.times[~np.isnat(self.times)]
+        if not len(self.times):
+            raise ValueError(
+                f"cannot read {path!r}: nothing in it has a time axis with dates, only {self._content()}"
+            )
+        self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._plans: dict[Any, Any] = {}
+
+    def _add(self, field: StoredField) -> None:
+        if field.times is not None and not any(field.times is axis for axis in self._axes):
+            self._axes.append(field.times)
+        for position, name in enumerate(field.names):
+            if field.times is None:
+                self._static.setdefault(name, (field, position))
+            else:
+                axis = next(i for i, times in enumerate(self._axes) if times is field.times)
+                self._places.setdefault(name, []).append((axis, field, position))
+
+    def __repr__(self) -> str:
+        span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"
+        return f"Archive({self.path!r}: {span}, grid {self.grid.shape}, {len(self.variables)} variables)"
+
+    def index(self, time: Any) -> int:
+        """Position in `times` of a date (text, datetime or datetime64); ValueError naming the nearest one
+        present.
+        """
+        try:
+            wanted = np.datetime64(time, "s")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"date {time!r} is not a date such as '2020-01-31T06'") from error
+        i = int(np.searchsorted(self.times, wanted))
+        if i < len(self.times) and self.times[i] == wanted:
+            return i
+        nearest = self.times[np.argmin(np.abs(self.times - wanted))]
+        span = f"{self.times[0]} .. {self.times[-1]}"
+        raise ValueError(f"{self.path!r} has no analysis of {wanted}; nearest: {nearest}; it has {span}")
+
+    def has(self, variables: Sequence[str]) -> np.ndarray:
+        """Which dates (T,) bool have all these variables in some file; values may still be NaN there."""
+        signatures = {self._signature(name) for name in variables}
+        return np.all([self._locate(signature)[0] >= 0 for signature in signatures], axis=0)
+
+    def time_chunk(self, variables: Sequence[str]) -> int:
+        """How many dates are decoded together: reading fewer at once reads the same chunks again."""
+        return max(field.chunk("time") for name in variables for _, field, _ in self._placed(name))
+
+    def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
+        """The variables (V, H, W) float32 at times[i], NaN where missing; ValueError for a name that is not
+        there.
+        """
+        return self.read_block(i, i + 1, variables)[0]
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        """The variables (n, V, H, W) float32 at times[start:stop]: each array is read once for all dates and
+        levels.
+        """
+        if not 0 <= start < stop <= len(self.times):
+            raise ValueError(
+                f"{self.path!r} has dates 0 .. {len(self.times) - 1}: cannot read {start} .. {stop - 1}"
+            )
+        names = tuple(variables)
+        out = np.empty((stop - start, len(names), *self.grid.shape), np.float32)
+        for signature, outputs in self._groups(names):
+            owners, rows = (each[start:stop] for each in self._locate(signature))
+            for a, b in _runs(owners, rows):
+                if owners[a] < 0:
+                    out[a:b, outputs] = np.nan
+                    continue
+                for field, levels, pairs in self._parts(names, outputs, int(owners[a])):
+                    block = field.read(slice(int(rows[a]), int(rows[a]) + b - a), levels)
+                    for output, position in pairs:
+                        out[a:b, output] = block[:, position]
+        return out
+
+    def read_static(self, name: str) -> np.ndarray:
+        """A field without time (H, W) float32; of a variable with time the first date's. ValueError if not
+        there.
+        """
+        if name in self._static:
+            return _read_place(*self._static[name])
+        return self.read(int(np.argmax(self.has([name]))), [name])[0]
+
+    def _content(self) -> str:
+        """What there is, for an error: the first few names and why others are not read."""
+        names = [*self._places, *self._static][:5]
+        return (
+            ", ".join([*names, *(f"{name} ({why})" for name, why in self.unreadable.items())][:6])
+            or "no fields"
+        )
+
+    def _placed(self, name: str) -> list[Place]:
+        """All places of a variable, or a ValueError with the reason or the nearest name."""
+        if name in self._places:
+            return self._places[name]
+        if name in self._static:
+            raise ValueError(
+                f"{self.path!r} has {name!r} without a time axis: list it under static variables"
+            )
+        why = self.unreadable.get(name.partition(":")[0])
+        hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
+        raise ValueError(f"{self.path!r} has no variable {name!r}{hint}")
+
+    def _signature(self, name: str) -> tuple[int, ...]:
+        """The time axes on which a variable lies; variables with the same ones are read together."""
+        return tuple(axis for axis, _, _ in self._placed(name))
+
+    def _locate(self, signature: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """For every date (T,): which of a variable's places has it (-1: none), and the row of its time axis
+        there.
+        """
+        if signature not in self._located:
+            owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
+            for number, axis in enumerate(signature):
+                dates, first = np.unique(self._axes[axis], return_index=True)
+                dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
+                at = np.searchsorted(self.times, dates)
+                free = owners[at] < 0
+                owners[at[free]], rows[at[free]] = number, first[free]
+            self._located[signature] = owners, rows
+        return self._located[signature]
+
+    def _groups(self, names: tuple[str, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The output rows that share their time axes: (signature, rows) for each set of axes."""
+        if names not in self._plans:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for output, name in enumerate(names):
+                groups.setdefault(self._signature(name), []).append(output)
+            self._plans[names] = [(signature, tuple(outputs)) for signature, outputs in groups.items()]
+        return self._plans[names]
+
+    def _parts(self, names: tuple[str, ...], outputs: tuple[int, ...], owner: int) -> list[Part]:
+        """How to read these output rows from their place number `owner`: each array's slices of levels."""
+        key = names, outputs, owner
+        if key not in self._plans:
+            wanted: dict[StoredField, list[tuple[int, int]]] = {}
+            for output in outputs:
+                _, field, position = self._places[names[output]][owner]
+                wanted.setdefault(field, []).append((position, output))
+            self._plans[key] = [
+                part for field, pairs in wanted.items() for part in _level_slices(field, pairs)
+            ]
+        return self._plans[key]
+
+
+def _level_slices(field: StoredField, pairs: list[tuple[int, int]]) -> Iterator[Part]:
+    """Slices that cover the (position, output) pairs of a field without touching a chunk that none of them
+    needs.
+    """
+    chunk, pairs = field.chunk("level"), sorted(pairs)
+    while pairs:
+        end = 1
+        while end < len(pairs) and pairs[end][0] // chunk - pairs[end - 1][0] // chunk <= 1:
+            end += 1
+        near, pairs = pairs[:end], pairs[end:]
+        first = near[0][0]
+        yield field, slice(first, near[-1][0] + 1), [(output, position - first) for position, output in near]
+
+
+def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Stretches [a, b) that lie in one file on consecutive rows."""
+    broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
+    cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(owners)]
+    return zip(cuts[:-1], cuts[1:], strict=True)
+
+
+def _read_place(field: StoredField, position: int, row: int = 0) -> np.ndarray:
+    """(H, W) float32: one level of a field, at one row of its time axis if it has one."""
+    return field.read(slice(row, row + 1), slice(position, position + 1))[0, 0].astype(np.float32)
+
+
+def _common_grid(path: str, fields: Sequence[StoredField], unreadable: dict[str, str]) -> Grid:
+    """The grid of all fields, or a ValueError naming two files that differ."""
+    if not fields:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        raise ValueError(
+            f"cannot read {path!r}: no variable in it has latitude and longitude{'; ' * bool(why)}{why}"
+        )
+    first = fields[0]
+    for field in fields:
+        if not field.orientation.grid.same_as(first.orientation.grid):
+            files = [f"{f.file.path} {f.orientation.grid.shape}" for f in (first, field)]
+            raise ValueError(
+                f"cannot read {path!r} as one archive: grids differ: {' and '.join(files)}; name one file"
+            )
+    return first.orientation.grid
+
+
+def _all_fields(path: str) -> tuple[list[StoredField], dict[str, str]]:
+    """The fields of all files that a path stands for, and the arrays that cannot be read, with the reason."""
+    fields, unreadable = [], {}
+    for name in find_files(path):
+        found, reasons = stored_fields(open_file(name))
+        fields += found
+        unreadable |= reasons
+    return fields, unreadable
+
+
+def open_archive(path: str) -> Archive:
+    """Open analyses: a Zarr store (folder or fsspec URL), a NetCDF or HDF5 file, a folder or a glob of them.
+
+    ValueError, one line naming path and reason, for anything that cannot be read as analyses on one grid.
+    """
+    return Archive(path, *_all_fields(path))
+
+
+def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
+    """A field (H, W) float32 of some file, conservatively regridded if it does not lie on the target grid.
+
+    The file need not have times; of a variable with times the first date counts. NCAR's LSMASK is read as
+    "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. ValueError where the name is not
+    in the file, or the file's grid lies wholly outside the target.
+    """
+    fields, unreadable = _all_fields(path)
+    names = [each for field in fields for each in field.names]
+    place = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
+    if place is None:
+        why = unreadable.get(name)
+        raise ValueError(f"{path!r} has no field {name!r}{f': {why}' if why else nearest_name(name, names)}")
+    source, values = place[0].orientation.grid, _read_place(*place)
+    if source.same_as(target):
+        return values
+    regridded = regrid_conservative(values, source, target).astype(np.float32)
+    if np.isnan(regridded).all():
+        raise ValueError(
+            f"{path!r} has {name!r} nowhere on the grid wanted: latitudes {target.latitude[[0, -1]]}"
+        )
+    return regridded

@@ -1,0 +1,196 @@
+"""Files of analyses, described and read without knowing what is in them: Zarr 2 and 3, NetCDF 3 and 4, HDF5.
+
+Arrays are read as slices, straight from zarr, h5py or scipy: a training sample is read thousands of times,
+and there xarray's milliseconds an access count. What the arrays mean is datasets/layouts.py's affair.
+"""
+
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """What is known of an array without reading it; `dims` is empty names for plain HDF5."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    attrs: dict[str, Any]
+    chunks: tuple[int, ...] | None
+
+
+@dataclass(eq=False)
+class StoredFile:
+    """One Zarr store, NetCDF or HDF5 file. It can be pickled: every process opens it anew on first use."""
+
+    path: str
+    kind: str
+    arrays: dict[str, StoredArray] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def fetch(self, name: str, selection: Any = ...) -> np.ndarray:
+        """The values of a slice as they are stored: packed, in the file's own order."""
+        root, found = _handles(self)
+        if (
+            self.kind == "netcdf3"
+        ):  # not kept: scipy warns on closing a file whose arrays are still referred to
+            return np.asarray(root.variables[name][selection])
+        if name not in found:  # kept: zarr parses an array's metadata anew at every look-up
+            found[name] = root[name]
+        return np.asarray(found[name][selection])
+
+
+# Open files: (process, file, arrays looked up). They close with the StoredFile, or when too many are open.
+_OPEN: weakref.WeakKeyDictionary[StoredFile, tuple[int, Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+MAX_OPEN = 128  # a folder may hold more files than a process may open (1024)
+
+
+def _handles(file: StoredFile) -> tuple[Any, dict[str, Any]]:
+    """The open file and its arrays. A handle inherited through fork would share its position in the file."""
+    process, root, found = _OPEN.get(file, (0, None, {}))
+    if process != os.getpid():
+        while len(_OPEN) >= MAX_OPEN:
+            _OPEN.pop(next(iter(_OPEN)), None)
+        root, found = _OPENERS[file.kind](file.path), {}
+        _OPEN[file] = os.getpid(), root, found
+    return root, found
+
+
+def _open_zarr(path: str) -> Any:
+    import zarr
+
+    return zarr.open_group(path, mode="r")
+
+
+def _open_hdf5(path: str) -> Any:
+    import h5py
+
+    return h5py.File(path, "r")
+
+
+def _open_netcdf3(path: str) -> Any:
+    from scipy.io import netcdf_file
+
+    return netcdf_file(path, "r", mmap=True)
+
+
+_OPENERS = {"zarr": _open_zarr, "hdf5": _open_hdf5, "netcdf3": _open_netcdf3}
+
+
+def is_url(path: str) -> bool:
+    """Whether a path goes through fsspec: "gs://...", "memory://...", "simplecache::s3://..."."""
+    return "://" in path or "::" in path
+
+
+def file_kind(path: str) -> str:
+    """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; ValueError for others."""
+    if is_url(path) or is_zarr(path):
+        return "zarr"
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start.startswith(b"\x89HDF\r\n\x1a\n"):
+        return "hdf5"
+    if start[:4] in (b"CDF\x01", b"CDF\x02"):
+        return "netcdf3"
+    known = {
+        b"": "it is empty",
+        b"GRIB": "it is GRIB: convert it to NetCDF or Zarr",
+        b"PK\x03\x04": "unzip it first",
+    }
+    reason = known.get(start[:4], f"it is neither Zarr, NetCDF nor HDF5 (begins with {start!r})")
+    raise ValueError(f"cannot read {path!r}: {reason}")
+
+
+def is_zarr(path: str) -> bool:
+    """Whether a local folder is a Zarr store, of format 2 or 3."""
+    return any(
+        os.path.exists(os.path.join(path, marker)) for marker in (".zgroup", ".zmetadata", "zarr.json")
+    )
+
+
+def open_file(path: str) -> StoredFile:
+    """Describe the arrays of one file; ValueError naming the path and the reason where it cannot be read."""
+    _require_protocol(path)
+    file = StoredFile(path, file_kind(path))
+    try:
+        file.arrays, file.attrs = _DESCRIBERS[file.kind](_handles(file)[0])
+    except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
+        raise ValueError(f"cannot read {path!r}: {_one_line(error)}") from error
+    return file
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: " + " ".join(str(error).split())
+
+
+def _require_protocol(path: str) -> None:
+    """ValueError naming the package that a URL needs and this environment lacks, before zarr wraps it in a
+    traceback.
+    """
+    if not is_url(path):
+        return
+    import fsspec
+
+    for part in path.split("::"):
+        try:
+            fsspec.get_filesystem_class(part.split("://")[0])
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"cannot read {path!r}: {_one_line(error)}") from error
+
+
+def _plain(attrs: Any) -> dict[str, Any]:
+    """Attributes as text and plain numbers, whatever library they come from."""
+    plain = {}
+    for key, value in attrs.items():
+        if isinstance(value, np.ndarray) and value.size == 1:
+            value = value.reshape(-1)[0]
+        plain[key] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return plain
+
+
+def _describe_zarr(root: Any) -> tuple[dict, dict]:
+    arrays = {}
+    for name, array in root.arrays():
+        attrs = dict(array.attrs)
+        dims = attrs.get("_ARRAY_DIMENSIONS") or getattr(array.metadata, "dimension_names", None)
+        fill = array.fill_value
+        # Zarr 2's fill value means "missing", as in xarray, but for 0: that is what a store gets whose writer
+        # said nothing, and would make sea of every land mask NaN.
+        if array.metadata.zarr_format == 2 and fill is not None and fill != 0:
+            attrs.setdefault("_FillValue", fill)
+        dims = tuple(dims or ("",) * array.ndim)
+        arrays[name] = StoredArray(dims, array.shape, array.dtype, attrs, array.chunks)
+    return arrays, dict(root.attrs)
+
+
+def _describe_hdf5(root: Any) -> tuple[dict, dict]:
+    import h5py
+
+    arrays = {}
+    for name, item in root.items():
+        if isinstance(item, h5py.Dataset):
+            dims = tuple(str(axis[0].name).split("/")[-1] if len(axis) else "" for axis in item.dims)
+            if item.is_scale and item.ndim == 1:
+                dims = (name,)
+            attrs = {
+                key: item.attrs[key] for key in item.attrs if key not in ("DIMENSION_LIST", "REFERENCE_LIST")
+            }
+            arrays[name] = StoredArray(dims, item.shape, item.dtype, _plain(attrs), item.chunks)
+    return arrays, _plain(root.attrs)
+
+
+def _describe_netcdf3(root: Any) -> tuple[dict, dict]:
+    arrays = {
+        name: StoredArray(array.dimensions, array.shape, array.data.dtype, _plain(array._attributes), None)
+        for name, array in root.variables.items()
+    }
+    return arrays, _plain(root._attributes)
+
+
+_DESCRIBERS = {"zarr": _describe_zarr, "hdf5": _describe_hdf5, "netcdf3": _describe_netcdf3}

@@ -1,0 +1,124 @@
+"""Inputs that need no data: functions of date and place that a forecast knows in advance, for any lead time.
+
+Shapes: B dates, F forcings, H latitudes, W longitudes. Angles are in float64: seconds since 1970 do not fit
+float32; results are float32, of order one. MPS has no float64: use a CPU.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+SECONDS_PER_DAY = 86400
+DAYS_PER_YEAR = 365.2425  # Gregorian mean
+EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
+SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, so that it lies in 0..1.035
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Dates and places as float64 tensors that broadcast to (B, H, W)."""
+
+    seconds: torch.Tensor  # (B, 1, 1) since 1970-01-01 UTC, int64
+    latitude: torch.Tensor  # (1, H, 1) radians
+    longitude: torch.Tensor  # (1, 1, W) radians
+
+    def local_time(self) -> torch.Tensor:
+        """Mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
+        fraction = (self.seconds % SECONDS_PER_DAY).double() / SECONDS_PER_DAY
+        return 2 * math.pi * fraction + self.longitude
+
+    def day_of_year(self) -> torch.Tensor:
+        """The season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
+
+        Within a day of the calendar's, and unlike it without a jump at midnight or at the end of a leap year.
+        """
+        days = self.seconds.double() / SECONDS_PER_DAY - (EPOCH_TO_J2000 - 0.5)
+        return 2 * math.pi * torch.remainder(days / DAYS_PER_YEAR, 1.0)
+
+
+@dataclass(frozen=True)
+class Sun:
+    """Where the sun stands, each (B, 1, 1)."""
+
+    declination: torch.Tensor  # radians
+    equation_of_time: torch.Tensor  # radians by which the true sun is ahead of the mean one
+    inverse_distance_squared: torch.Tensor  # (mean distance / distance)^2
+
+
+def sun_position(seconds: torch.Tensor) -> Sun:
+    """The sun at seconds since 1970-01-01 UTC, any shape, to 0.01 degrees in 1950-2050.
+
+    Source: The Astronomical Almanac, section C, "Low precision formulas for the Sun's coordinates".
+    """
+    days = seconds.double() / SECONDS_PER_DAY - EPOCH_TO_J2000
+    mean_longitude = torch.deg2rad(torch.remainder(280.460 + 0.9856474 * days, 360.0))
+    anomaly = torch.deg2rad(torch.remainder(357.528 + 0.9856003 * days, 360.0))
+    centre = 1.915 * torch.sin(anomaly) + 0.020 * torch.sin(2 * anomaly)  # degrees
+    ecliptic = mean_longitude + torch.deg2rad(centre)
+    obliquity = torch.deg2rad(23.439 - 4e-7 * days)
+    ascension = torch.atan2(torch.cos(obliquity) * torch.sin(ecliptic), torch.cos(ecliptic))
+    difference = torch.remainder(mean_longitude - ascension + math.pi, 2 * math.pi) - math.pi
+    distance = 1.00014 - 0.01671 * torch.cos(anomaly) - 0.00014 * torch.cos(2 * anomaly)
+    return Sun(torch.asin(torch.sin(obliquity) * torch.sin(ecliptic)), difference, distance**-2)
+
+
+def insolation(at: Instant) -> torch.Tensor:
+    """Instantaneous sunlight on a horizontal plane above the air, over the solar constant: (B, H, W).
+
+    ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
+    """
+    sun = sun_position(at.seconds)
+    hour_angle = at.local_time() - math.pi + sun.equation_of_time
+    vertical = torch.sin(at.latitude) * torch.sin(sun.declination)
+    horizontal = torch.cos(at.latitude) * torch.cos(sun.declination)
+    cosine_zenith = vertical + horizontal * torch.cos(hour_angle)
+    return sun.inverse_distance_squared * cosine_zenith.clamp(min=0)
+
+
+FORCINGS: dict[str, Callable[[Instant], torch.Tensor]] = {
+    "toa_incident_solar_radiation": insolation,
+    "sin_local_time": lambda at: torch.sin(at.local_time()),
+    "cos_local_time": lambda at: torch.cos(at.local_time()),
+    "sin_day_of_year": lambda at: torch.sin(at.day_of_year()),
+    "cos_day_of_year": lambda at: torch.cos(at.day_of_year()),
+    "sin_latitude": lambda at: torch.sin(at.latitude),
+    "cos_latitude": lambda at: torch.cos(at.latitude),
+    "sin_longitude": lambda at: torch.sin(at.longitude),
+    "cos_longitude": lambda at: torch.cos(at.longitude),
+}
+
+
+def compute_forcings(
+    names: Sequence[str], times: torch.Tensor, latitude: torch.Tensor, longitude: torch.Tensor
+) -> torch.Tensor:
+    """Forcings (B, F, H, W), float32 and of order one, in the order of `names`.
+
+    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
+    `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2. ValueError for an unknown name
+    and for times that are not int64.
+    """
+    check_forcings(names)
+    if times.dtype != torch.int64:
+        raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
+    at = Instant(
+        seconds=times[:, None, None],
+        latitude=torch.deg2rad(latitude.double())[None, :, None],
+        longitude=torch.deg2rad(longitude.double())[None, None, :],
+    )
+    shape = (len(times), len(latitude), len(longitude))
+    result = torch.empty(len(times), len(names), *shape[1:], dtype=torch.float32, device=times.device)
+    for index, name in enumerate(names):
+        result[:, index] = FORCINGS[name](at).expand(shape)
+    return result
+
+
+def check_forcings(names: Sequence[str]) -> None:
+    """ValueError with the nearest valid name for the first unknown one."""
+    for name in names:
+        if name not in FORCINGS:
+            nearest = difflib.get_close_matches(name, FORCINGS, n=1, cutoff=0.0)[0]
+            known = ", ".join(FORCINGS)
+            raise ValueError(f"data.forcings = {name!r}: unknown; did you mean {nearest!r}? Known: {known}")

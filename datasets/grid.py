@@ -1,0 +1,173 @@
+"""Latitude-longitude grids: their cells, the one definition of the area weight, and conservative regridding.
+
+A grid point stands for its cell; the cells' bounds lie half-way between points. The area between two
+latitudes is proportional to the difference of their sines, so areas are differences of sin(latitude) times
+differences of longitude, and everything here is separable: one small matrix for the rows, one for the
+columns. Shapes: H latitudes, W longitudes. Degrees everywhere.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Coordinates stored as float32 are off by up to 4e-6 degrees at 90 and 1.5e-5 at 360.
+FLOAT32_DEGREES = 2e-5
+# Two cells that only touch can overlap by rounding; below this part of a cell an overlap counts as none.
+SLIVER = 1e-6
+
+
+def equal_spacing(coordinate: np.ndarray) -> np.ndarray:
+    """The coordinate (N,) in float64, made exactly equidistant if it is so up to float32 rounding.
+
+    On a 0.1 degree grid float32 rounding alone would change a row's weight by 1e-4. Gaussian latitudes are
+    left as they are.
+    """
+    values = np.asarray(coordinate, np.float64)
+    regular = np.linspace(values[0], values[-1], len(values))
+    return regular if np.abs(values - regular).max() < FLOAT32_DEGREES else values
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A latitude-longitude grid: latitude (H,) north to south, longitude (W,) ascending, float64 degrees.
+
+    ValueError where a coordinate is not one-dimensional, too short, not in that order or out of range.
+    """
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+
+    def __post_init__(self):
+        for name, sign in (("latitude", -1), ("longitude", 1)):
+            values = np.asarray(getattr(self, name), np.float64)
+            if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
+                raise ValueError(
+                    f"{name} has shape {values.shape}: a grid needs two or more finite values on one axis"
+                )
+            if not (sign * np.diff(values) > 0).all():
+                raise ValueError(
+                    f"{name} has to be {'ascending' if sign > 0 else 'north to south'}, without repeats"
+                )
+            object.__setattr__(self, name, equal_spacing(values))
+        if np.abs(self.latitude).max() > 90 + FLOAT32_DEGREES:
+            raise ValueError(f"latitude reaches {np.abs(self.latitude).max():g} degrees: the poles are at 90")
+        if self.longitude[-1] - self.longitude[0] > 360 - FLOAT32_DEGREES:
+            raise ValueError("longitude goes round the globe more than once: drop the repeated columns")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(H, W)"""
+        return len(self.latitude), len(self.longitude)
+
+    @property
+    def periodic(self) -> bool:
+        """Whether the longitudes go round the globe: the last column's eastern neighbour is the first."""
+        return is_periodic(self.longitude)
+
+    def same_as(self, other: "Grid", tolerance: float = 1e-3) -> bool:
+        """Whether both grids have the same points, to `tolerance` degrees; longitudes modulo 360."""
+        if self.shape != other.shape:
+            return False
+        turn = (self.longitude - other.longitude + 180) % 360 - 180
+        return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= tolerance
+
+
+def is_periodic(longitude: np.ndarray) -> bool:
+    """Whether ascending longitudes (W,) of even spacing cover 360 degrees, to a tenth of a column."""
+    spacing = (longitude[-1] - longitude[0]) / (len(longitude) - 1)
+    return bool(abs(len(longitude) * spacing - 360) < 0.1 * spacing)
+
+
+def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
+    """The rows' bounds (H + 1,) in degrees, in the direction of `latitude` (H,): midpoints and two ends.
+
+    A side whose last row lies within one spacing of the pole ends at the pole: no other row can stand for
+    that cap. A row further away belongs to a regional grid, and that ends half a cell beyond the row:
+    extending it to the pole would give the edge row of a map of Europe the weight of the whole Arctic.
+    """
+    values = equal_spacing(latitude)
+    if len(values) < 2:
+        raise ValueError(f"latitude has {len(values)} rows: the bounds of cells need two or more")
+    middle = (values[1:] + values[:-1]) / 2
+    return np.concatenate(
+        [[_outer_bound(values[0], values[1])], middle, [_outer_bound(values[-1], values[-2])]]
+    )
+
+
+def _outer_bound(edge: float, inner: float) -> float:
+    """The end of the cells beyond the row at `edge`, whose neighbour is `inner`."""
+    spacing = edge - inner
+    pole = np.copysign(90.0, spacing)
+    near_pole = abs(pole - edge) <= abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
+    return float(pole if near_pole else edge + spacing / 2)
+
+
+def area_weights(latitude: np.ndarray) -> np.ndarray:
+    """Weights of the rows (H,), float64 of mean 1: w_i = sin(upper_i) - sin(lower_i), over their mean.
+
+    The area of a sphere between two latitudes is 2 pi R^2 (sin(upper) - sin(lower)) (Archimedes), so the
+    weighted mean of a field is its mean over area. A row on the pole keeps its half cell; cos(latitude) would
+    give it 0. Any direction. Loss, scores and regridding all use this function. Source: WeatherBench2,
+    get_lat_weights.
+    """
+    areas = np.abs(np.diff(np.sin(np.deg2rad(latitude_bounds(latitude)))))
+    return areas / areas.mean()
+
+
+def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
+    """The columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
+
+    If the columns go round the globe the last bound is the first + 360; otherwise they end half a cell
+    beyond.
+    """
+    values = equal_spacing(longitude)
+    middle = (values[1:] + values[:-1]) / 2
+    if is_periodic(values):
+        seam = (values[0] + values[-1] - 360) / 2
+        return np.concatenate([[seam], middle, [seam + 360]])
+    first, last = values[0] - (middle[0] - values[0]), values[-1] + (values[-1] - middle[-1])
+    return np.concatenate([[first], middle, [last]])
+
+
+def _overlap(target: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Lengths (N_t, N_s) that the intervals between ascending bounds have in common."""
+    upper = np.minimum(target[1:, None], source[None, 1:])
+    lower = np.maximum(target[:-1, None], source[None, :-1])
+    common = np.maximum(upper - lower, 0)
+    common[common < SLIVER * np.diff(target)[:, None]] = 0
+    return common
+
+
+def conservative_weights(source: Grid, target: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """Overlaps of the cells of two grids: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees.
+
+    The area that target cell (i, j) shares with source cell (k, l) is rows[i, k] * columns[j, l], but for a
+    constant. Longitudes overlap modulo 360.
+    """
+    bounds = [np.sin(np.deg2rad(latitude_bounds(grid.latitude)))[::-1] for grid in (target, source)]
+    rows = _overlap(*bounds)[::-1, ::-1]  # ascending for the overlap, then back to north first
+    target_columns, source_columns = longitude_bounds(target.longitude), longitude_bounds(source.longitude)
+    turns = 360 * np.arange(-2, 3)  # -180..180 against 0..360, and cells that straddle the seam
+    columns = sum(_overlap(target_columns, source_columns + turn) for turn in turns)
+    return np.ascontiguousarray(rows), np.asarray(columns)
+
+
+def regrid_conservative(field: np.ndarray, source: Grid, target: Grid) -> np.ndarray:
+    """First-order conservative regridding of a field (..., H_s, W_s) -> (..., H_t, W_t), in float64.
+
+    A target value is the area mean of the source cells under it (Jones 1999). NaN counts as no area: the mean
+    is over the rest, and NaN where nothing valid lies below. Where the target lies inside a source without
+    NaN the integral is kept. ValueError where the field's last two axes are not the source grid's.
+    """
+    if field.shape[-2:] != source.shape:
+        raise ValueError(f"field of shape {field.shape} is not on the source grid {source.shape}")
+    rows, columns = conservative_weights(source, target)
+    values = np.asarray(field, np.float64)
+    valid = np.isfinite(values)
+    if valid.all():
+        area = rows.sum(1)[:, None] * columns.sum(1)
+        total = rows @ (values @ columns.T)
+    else:
+        area = rows @ (valid @ columns.T)
+        total = rows @ (np.where(valid, values, 0) @ columns.T)
+    return np.divide(total, area, out=np.full(total.shape, np.nan), where=area > 0)

@@ -1,0 +1,348 @@
+"""What the arrays of a file mean: their axes, directions, packing and names, for every known layout.
+
+A `StoredField` is one array whose axes are recognised. Reading gives (time, level, latitude, longitude),
+north to south and eastwards. The layout is detected from the content; there are no options.
+"""
+
+import base64
+import os
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datasets.files import StoredArray, StoredFile
+from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
+from datasets.variables import ATMOSPHERIC, SHORT_NAMES, join_name
+
+# The lower-case names of coordinates. Other dimensions are read only where they have one element.
+ROLES = {
+    "time": ("time", "valid_time", "timestep", "dates"),
+    "level": ("level", "pressure_level", "isobaricinhpa", "plev", "pressure", "lev", "isobaric"),
+    "latitude": ("latitude", "lat", "nav_lat"),
+    "longitude": ("longitude", "lon", "nav_lon"),
+    "expver": ("expver",),
+}
+ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+AXES = ("time", "level", "expver", "latitude", "longitude")
+SECONDS = {
+    "days": 86400,
+    "hours": 3600,
+    "minutes": 60,
+    "seconds": 1,
+    "milliseconds": 1e-3,
+    "microseconds": 1e-6,
+    "nanoseconds": 1e-9,
+}
+# The channels of the NERSC tutorial's `fields`, in FourCastNet's order (Pathak et al. 2022).
+FOURCASTNET = (
+    "u10 v10 t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
+)
+# NCAR's storm of January 1996 says p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
+# reduced to mean sea level. The others stand beside u500 and v500 and are the fields at the ground.
+STORM = {
+    "p": "mean_sea_level_pressure",
+    "t": "2m_temperature",
+    "u": "10m_u_component_of_wind",
+    "v": "10m_v_component_of_wind",
+}
+LAND_CLASSES = (1, 3, 4)  # NCAR's LSMASK: 0 ocean, 1 land, 2 lake, 3 small island, 4 ice shelf
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How stored numbers become physical ones (CF 8.1): `fills` are missing, the others scaled."""
+
+    fills: tuple[float, ...] = ()
+    scale: float = 1.0
+    offset: float = 0.0
+    classes: tuple[int, ...] = ()  # land is where the stored class is one of these
+
+    def decode(self, stored: np.ndarray) -> np.ndarray:
+        """Physical values, NaN where missing; packed ones in float64, to be rounded only once."""
+        if self.classes:
+            return np.isin(stored, self.classes).astype(np.float32)
+        values = stored
+        if self.scale != 1 or self.offset != 0:
+            values = stored.astype(np.float64)
+            values *= self.scale
+            values += self.offset
+        for fill in self.fills:
+            missing = stored == np.asarray(fill, stored.dtype)
+            if missing.any():
+                fresh = values is not stored and values.dtype.kind == "f"
+                values = values if fresh else values.astype(np.float32)
+                values[missing] = np.nan
+        return values
+
+
+def _packing(name: str, array: StoredArray) -> Packing:
+    if name == "LSMASK":
+        return Packing(classes=LAND_CLASSES)
+    texts = [np.atleast_1d(array.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
+    fills = {_number(value) for value in [value for text in texts for value in text.tolist()]}
+    fits = tuple(fill for fill in fills if not np.isnan(fill) and _fits(fill, array.dtype))
+    return Packing(fits, float(array.attrs.get("scale_factor", 1)), float(array.attrs.get("add_offset", 0)))
+
+
+def _number(value: Any) -> float:
+    """A fill value as a number; xarray writes those of Zarr 3 as base64 of eight bytes."""
+    return struct.unpack("<d", base64.b64decode(value))[0] if isinstance(value, str) else float(value)
+
+
+def _fits(value: float, dtype: np.dtype) -> bool:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+    return dtype.kind == "f"
+
+
+@dataclass(frozen=True, eq=False)
+class Orientation:
+    """The grid of a file, and how its rows and columns are brought into the grid's order."""
+
+    grid: Grid
+    rows: slice
+    columns: slice
+    shift: int
+
+    def apply(self, block: np.ndarray) -> np.ndarray:
+        """(..., H, W) in the file's order -> (..., H, W) north to south, longitudes ascending."""
+        turned = block[..., self.rows, self.columns][..., : self.grid.shape[1]]
+        return np.roll(turned, -self.shift, axis=-1) if self.shift else turned
+
+
+def orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
+    """From coordinates (H,), (W,). Global longitudes turn to 0..360, without a repeated last column.
+
+    Regional longitudes stay as they are (-10..20), made continuous where they cross the end of the circle.
+    ValueError for coordinates that are not monotonic.
+    """
+    rows = slice(None) if latitude[0] > latitude[-1] else slice(None, None, -1)
+    east = np.unwrap(np.asarray(longitude, np.float64), period=360)
+    columns = slice(None, None, -1) if east[0] > east[-1] else slice(None)
+    east, shift = equal_spacing(east[columns]), 0
+    east = east[: len(east) - int(east[-1] - east[0] > 360 - FLOAT32_DEGREES)]
+    if is_periodic(east):
+        east = np.round(east, 9) % 360
+        shift = int(np.argmin(east))
+        east = np.roll(east, -shift)
+    elif east[0] >= 180 and east[-1] >= 360:
+        east = east - 360
+    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), rows, columns, shift)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredField:
+    """One array of a file: a variable, or several along its level (or channel) axis.
+
+    `names` has one name a position on that axis; `roles` names the array's dimensions, "" one to be dropped;
+    `times` is the file's time coordinate (datetime64[s], in the file's order) or None for a static field.
+    """
+
+    file: StoredFile
+    array: str
+    names: tuple[str, ...]
+    roles: tuple[str, ...]
+    times: np.ndarray | None
+    orientation: Orientation
+    packing: Packing
+
+    def chunk(self, role: str) -> int:
+        """How many elements of an axis are stored, and therefore decoded, together."""
+        chunks = self.file.arrays[self.array].chunks
+        return chunks[self.roles.index(role)] if chunks and role in self.roles else 1
+
+    def read(self, rows: slice, levels: slice) -> np.ndarray:
+        """(n, k, H, W): these rows of the file's time axis, these positions on its level axis, physical
+        values.
+        """
+        wanted = {"time": rows, "level": levels, "": 0}
+        stored = self.file.fetch(self.array, tuple(wanted.get(role, slice(None)) for role in self.roles))
+        roles = [role for role in self.roles if role]
+        if "cell" in roles:
+            stored, roles = (
+                stored.reshape(*stored.shape[:-1], *self.orientation.grid.shape),
+                [*roles[:-1], *AXES[3:]],
+            )
+        block = self.packing.decode(stored).transpose([roles.index(axis) for axis in AXES if axis in roles])
+        for position, axis in enumerate(AXES[:3]):
+            if axis not in roles:
+                block = np.expand_dims(block, position)
+        return self.orientation.apply(_first_valid(block))
+
+
+def _first_valid(block: np.ndarray) -> np.ndarray:
+    """(n, k, E, H, W) -> (n, k, H, W). The CDS appends preliminary ERA5T as a second `expver`: one of both is
+    NaN.
+    """
+    merged = block[:, :, 0]
+    for version in range(1, block.shape[2]):
+        merged = np.where(np.isnan(merged), block[:, :, version], merged)
+    return merged
+
+
+def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "") -> np.ndarray:
+    """datetime64[s] from numbers and CF units ("hours since 1900-01-01"), or hours since `reference`.
+
+    ValueError without units, for calendars with other days, and for the Julian calendar before 1583.
+    """
+    if values.dtype.kind == "M":
+        return values.astype("datetime64[s]")
+    unit, _, start = (str(attrs.get("units", "")) or f"hours since {reference}").partition(" since ")
+    match = re.match(r"\s*(\d+)[- ](\d+)[- ](\d+)(?:[T ]+(\d+):(\d+)(?::(\d+))?)?", start)
+    unit = unit.strip().lower()
+    scale = next((SECONDS[name] for name in SECONDS if unit in (name, name[:-1], name[0], name[:3])), None)
+    if not match or not scale:
+        raise ValueError(f"its time has units {attrs.get('units')!r}, not 'hours since <date>'")
+    year, month, day, *clock = (int(part or 0) for part in match.groups())
+    calendar = attrs.get("calendar", "standard")
+    if calendar not in ("standard", "gregorian", "proleptic_gregorian") or year < 1583:
+        raise ValueError(f"its time has calendar {calendar!r} from year {year}: not that of analyses")
+    origin = np.datetime64(f"{year:04d}-{month:02d}-{day:02d}", "s")
+    origin = origin + np.timedelta64(clock[0] * 3600 + clock[1] * 60 + clock[2], "s")
+    whole = values.dtype.kind in "iu" and scale >= 1
+    seconds = values.astype(np.int64) * int(scale) if whole else np.round(values * scale)
+    return origin + seconds.astype(np.int64).astype("timedelta64[s]")
+
+
+def stored_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
+    """All fields of a file, and for each array that has latitudes but cannot be read, the reason.
+
+    ValueError where the file has no latitude or longitude, or a coordinate that makes no sense.
+    """
+    try:
+        if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
+            return _tutorial_fields(file), {}
+        if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
+            return _anemoi_fields(file), {}
+        return _named_fields(file)
+    except (ValueError, OSError, KeyError, RuntimeError) as error:  # the last three: coordinates cut short
+        raise ValueError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
+
+
+_NOTHING = StoredArray((), (), np.dtype("f4"), {}, None)
+
+
+def _role(file: StoredFile, dim: str) -> str:
+    """The role of a dimension, by its name or by the standard_name of its coordinate; "" for none."""
+    standard = file.arrays.get(dim, _NOTHING).attrs.get("standard_name", "")
+    return ROLE_OF.get(dim.lower()) or (standard if standard in AXES else "")
+
+
+def _coordinate(file: StoredFile, role: str) -> str:
+    """The name of the one-dimensional coordinate with a role, or a ValueError that says what there is."""
+    found = [name for name in file.arrays if _role(file, name) == role]
+    for name in found:
+        if len(file.arrays[name].shape) == 1:
+            return name
+    shapes = [f"{name} of shape {file.arrays[name].shape}" for name in found]
+    raise ValueError(
+        f"it has no one-dimensional {role}, only {', '.join(shapes or sorted(file.arrays)) or 'nothing'}"
+    )
+
+
+def _named_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
+    """The general case: arrays whose dimensions have names (Zarr, NetCDF)."""
+    north, east = _coordinate(file, "latitude"), _coordinate(file, "longitude")
+    turned = orientation(file.fetch(north), file.fetch(east))
+    fields, unreadable, times = [], {}, {}
+    for name, array in file.arrays.items():
+        roles = tuple(_role(file, dim) for dim in array.dims)
+        if not {"latitude", "longitude"} <= set(roles) or array.dtype.kind not in "fiub":
+            continue
+        odd = [i for i, size in enumerate(array.shape) if not roles[i] and size > 1]
+        if odd:
+            unreadable[name] = f"it has a dimension {array.dims[odd[0]]} of size {array.shape[odd[0]]}"
+            continue
+        clock = array.dims[roles.index("time")] if "time" in roles else None
+        if clock and clock not in times:
+            times[clock] = _times(file, clock)
+        names = _names(file, name, array.dims[roles.index("level")] if "level" in roles else None)
+        fields.append(StoredField(file, name, names, roles, times.get(clock), turned, _packing(name, array)))
+    return fields, unreadable
+
+
+def _times(file: StoredFile, name: str) -> np.ndarray:
+    """The time coordinate `name`; NaT outside the range that ARCO-ERA5 says is filled (its axis goes on)."""
+    if name not in file.arrays:
+        raise ValueError(f"its dimension {name!r} has no coordinate with dates")
+    start = file.fetch("reftime") if "reftime" in file.arrays else np.array(b"")
+    reference = b"".join(np.atleast_1d(start).tolist()).decode()
+    times = decode_times(file.fetch(name), file.arrays[name].attrs, reference)
+    if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
+        first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
+        times = np.where((times >= first) & (times < last + 1), times, np.datetime64("NaT"))
+    return times
+
+
+def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...]:
+    """WeatherBench2 names of an array, one a level; a scalar level coordinate counts as a level."""
+    scalar = next(
+        (each for each, a in file.arrays.items() if _role(file, each) == "level" and a.shape == ()), None
+    )
+    if "reftime" in file.arrays and name in STORM and not level_dim:
+        digits = re.search(r"\d+", os.path.basename(file.path))
+        return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)
+    if name == "LSMASK":
+        return ("land_sea_mask",)
+    full = SHORT_NAMES.get(name, name)
+    if level_dim or (scalar and full in ATMOSPHERIC):
+        return tuple(join_name(full, level) for level in _levels(file, level_dim or str(scalar)))
+    # z without a level is the surface's: CDS single levels, and most files of static fields.
+    return ("geopotential_at_surface" if name == "z" else full,)
+
+
+def _levels(file: StoredFile, name: str) -> list[int]:
+    """Pressure levels as whole hPa, from hPa, millibars or Pa."""
+    if name not in file.arrays:
+        raise ValueError(f"its dimension {name!r} has no coordinate with pressures")
+    values = np.atleast_1d(file.fetch(name)).astype(np.float64)
+    unit = str(file.arrays[name].attrs.get("units", "")).lower()
+    if unit in ("pa", "pascal", "pascals") or (not unit and values.max() > 1100):
+        values = values / 100
+    if np.abs(values - np.round(values)).max() > 1e-3 or values.min() < 0.5:
+        raise ValueError(f"its {name!r} has levels that are not whole hPa: {values.tolist()}")
+    return [int(value) for value in np.round(values)]
+
+
+def _channel_name(text: str) -> str:
+    """ "z500", "z_500" -> "geopotential:500"; "u10" -> "10m_u_component_of_wind"; unknown names stay."""
+    match = re.fullmatch(r"([a-z]\w*?)_?(\d+)", text)
+    if text not in SHORT_NAMES and match and SHORT_NAMES.get(match[1]) in ATMOSPHERIC:
+        return join_name(SHORT_NAMES[match[1]], int(match[2]))
+    return "geopotential_at_surface" if text == "z" else SHORT_NAMES.get(text, text)
+
+
+def _tutorial_fields(file: StoredFile) -> list[StoredField]:
+    """The NERSC tutorial's yearly HDF5: fields[time, channel, latitude, longitude] and no coordinates at all.
+
+    Times are 6-hourly from 1 January of the year in the file's name. Twenty channels are FourCastNet's. Rows
+    are assumed evenly spaced, as in ERA5 without its last row: 90, 90 - 180/H, ...; an odd number of rows
+    reaches both poles.
+    """
+    array, year = file.arrays["fields"], re.search(r"(\d{4})\.\w+$", file.path)
+    if not year:
+        raise ValueError("its name does not end in the year (2016.h5), and it has no dates inside")
+    num_times, num_channels, num_rows, num_columns = array.shape
+    times = np.datetime64(f"{year[1]}-01-01", "s") + 6 * np.arange(num_times) * np.timedelta64(3600, "s")
+    labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
+    latitude = 90 - np.arange(num_rows) * 180 / (num_rows - num_rows % 2)
+    turned = orientation(latitude, np.arange(num_columns) * 360 / num_columns)
+    names, roles = tuple(_channel_name(label) for label in labels), ("time", "level", "latitude", "longitude")
+    return [StoredField(file, "fields", names, roles, times, turned, Packing())]
+
+
+def _anemoi_fields(file: StoredFile) -> list[StoredField]:
+    """anemoi-datasets: data(time, variable, ensemble, cell), its cells a regular grid row by row."""
+    shape = tuple(file.attrs.get("field_shape", ()))
+    array = file.arrays["data"]
+    if len(shape) != 2 or array.shape[2] != 1:
+        members = array.shape[2]
+        raise ValueError(f"its data have field_shape {shape} and {members} members: not one field on a grid")
+    latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
+    turned = orientation(latitude[:, 0], longitude[0])
+    names = tuple(_channel_name(name) for name in file.attrs["variables"])
+    times = decode_times(file.fetch("dates"), file.arrays["dates"].attrs)
+    return [StoredField(file, "data", names, ("time", "level", "", "cell"), times, turned, Packing())]

@@ -1,0 +1,170 @@
+"""From dates to batches: a sampler that is a pure function of (seed, step), and the loader around it.
+
+Shapes: B batch, K dates of a sample (the state, then its targets), V variables, H latitudes, W longitudes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datasets.era5 import Archive
+from datasets.normalization import stream
+
+NEVER = 2**62
+
+
+class MemoryArchive:
+    """Some dates of an archive read once into shared memory, under the archive's own indices."""
+
+    in_memory = True
+
+    def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
+        self.times, self.variables = archive.times, list(variables)
+        self.rows = np.full(len(archive.times), -1)
+        self.rows[dates] = np.arange(len(dates))
+        self.fields = torch.empty(len(dates), len(variables), *archive.grid.shape)
+        for row, (_, field) in enumerate(stream(archive, variables, dates)):
+            self.fields[row] = torch.from_numpy(field)
+        self.fields.share_memory_()  # loader processes map it instead of copying it
+
+    def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
+        """(V, H, W) float32."""
+        return self.read_block(index, index + 1, variables)[0]
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        """(n, V, H, W) float32."""
+        assert list(variables) == self.variables and self.rows[start] >= 0
+        return self.fields[self.rows[start] : self.rows[start] + stop - start].numpy()
+
+
+def cache_if_small(
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, limit_gib: float
+) -> Archive | MemoryArchive:
+    """The archive itself, or its dates in memory where they take at most `limit_gib`."""
+    size = 4 * len(dates) * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
+    return MemoryArchive(archive, variables, dates) if size <= limit_gib * 2**30 else archive
+
+
+class FieldDataset(Dataset):
+    """Samples of K dates each, read as whole batches. Negative indices count from the end."""
+
+    def __init__(
+        self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
+    ) -> None:
+        self.archive, self.variables, self.samples = archive, list(variables), samples  # (n, K) indices
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """fields (B, K, V, H, W) float32, NaN where missing, and first dates (B,), seconds since 1970."""
+        dates = self.samples[list(indices)]
+        batch = np.stack([[self.archive.read(int(i), self.variables) for i in row] for row in dates])
+        seconds = self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64)
+        return torch.from_numpy(batch), torch.from_numpy(seconds)
+
+
+class TrainSampler(Sampler[list[int]]):
+    """Endless local batches. Global batch k is a function of (seed, k): ranks only decide who takes which
+    part.
+
+    The samples are drawn without replacement, epoch after epoch, and a batch may straddle two epochs.
+    """
+
+    def __init__(
+        self, num_samples: int, seed: int, local_batch_size: int, accumulation: int, rank: int, num_ranks: int
+    ) -> None:
+        self.num_samples, self.seed, self.local_batch_size = num_samples, seed, local_batch_size
+        self.accumulation, self.rank, self.num_ranks = accumulation, rank, num_ranks
+        self.start_step = 0
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.start_step
+        while True:
+            for micro in range(self.accumulation):
+                yield self.local_batch(step, micro)
+            step += 1
+
+    def local_batch(self, step: int, micro: int) -> list[int]:
+        """What this rank takes as micro-batch `micro` of global batch `step`."""
+        first = ((step * self.accumulation + micro) * self.num_ranks + self.rank) * self.local_batch_size
+        return [self.sample(position) for position in range(first, first + self.local_batch_size)]
+
+    def sample(self, position: int) -> int:
+        """The sample at a place in the endless sequence of shuffled epochs."""
+        epoch, offset = divmod(position, self.num_samples)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._order = (epoch, torch.randperm(self.num_samples, generator=generator))
+        return int(self._order[1][offset])
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """Every sample once: rank r takes r, r + R, and so on.
+
+    All ranks yield equally many samples, so that none waits for another; -1 fills the gap (it reads as the
+    last).
+    """
+
+    def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
+        rounds = -(-num_samples // num_ranks)
+        places = [i * num_ranks + rank for i in range(rounds)]
+        mine = [place if place < num_samples else -1 for place in places]
+        self.batches = [mine[i : i + local_batch_size] for i in range(0, rounds, local_batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class TrainLoader:
+    """Endless batches from any step on. Its state is a step: resuming costs no replay."""
+
+    def __init__(
+        self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool
+    ):
+        self.sampler = sampler
+        self.loader = build_loader(dataset, sampler, num_workers, prefetch, pin)
+
+    def iterate(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches from global batch `step` on: fields (B, K, V, H, W), first dates (B,)."""
+        self.sampler.start_step = step
+        return iter(self.loader)
+
+
+def build_loader(
+    dataset: FieldDataset,
+    sampler: Sampler[list[int]],
+    num_workers: int = 0,
+    prefetch: int = 2,
+    pin: bool = False,
+) -> StatefulDataLoader:
+    """A loader that reads whole batches; with `num_workers` 0 it reads in this process."""
+    workers = (
+        {"prefetch_factor": prefetch, "persistent_workers": False, "multiprocessing_context": "spawn"}
+        if num_workers
+        else {}
+    )  # spawn: zarr's event loop and HDF5's locks do not survive a fork
+    return StatefulDataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_as_read,
+        pin_memory=pin,
+        # The default takes a snapshot of every worker at every step; the sampler needs no more than a step
+        # number.
+        snapshot_every_n_steps=NEVER,
+        **workers,
+    )
+
+
+def _as_read(batch: Any) -> Any:
+    return batch  # FieldDataset has made a batch of it already

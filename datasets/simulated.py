@@ -1,0 +1,399 @@
+"""The embedded data set: weather integrated in seconds from the equations of motion, written like ERA5.
+
+Two layers of shallow water on the rotating sphere, truncated at total wavenumber 21. An upper layer that is
+thicker in the tropics carries jets in thermal-wind balance; they break into eddies by baroclinic instability,
+mountains bend them, and vapour carried by the lower layer rains out. Nothing random enters after the start:
+what a network learns from this record is dynamics.
+
+Shapes: (C, N, F, M) spectra, (W, H, F, M) grids: C = 44 cosine and sine rows of the zonal wavenumbers 0..21,
+N = 22 total wavenumbers, F fields, M members. So laid out, both stages of the transform are matrix products
+without a permutation. (torch-harmonics has such transforms, but pins another torch.)
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray as xr
+from numcodecs import Blosc
+from scipy.special import assoc_legendre_p_all
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # raise it whenever the same parameters would give another record
+NUM_YEARS, NUM_DAYS, FIRST_YEAR = 9, 100, 2001  # 1 January to 10 April of 2001..2009: the gaps are real
+FINGERPRINT = "rossby_simulated"  # the attribute by which a store is known to be ours
+SAMPLES_PER_DAY = 4
+
+TRUNCATION, NUM_LAT, NUM_LON = 21, 32, 64  # 3 * 21 + 1 <= 64: no product of two fields is aliased
+LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees: the record's, without poles
+LONGITUDE = 360 / NUM_LON * np.arange(NUM_LON)
+COORDINATES = {"latitude": LATITUDE, "longitude": LONGITUDE}
+RADIUS, ROTATION, GRAVITY = 6.371e6, 7.292e-5, 9.80665  # m, s-1, m s-2
+LEVELS = (300, 850)  # hPa: what the upper and the lower layer are called in the record
+GEOPOTENTIAL_MEAN = (90_000.0, 14_300.0)  # m2 s-2: ERA5's global means there, which layers cannot know
+
+ZETA, DIV, DEPTH, VAPOUR = slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)  # the fields of a state
+GRAVITY_WAVE = slice(2, 6)  # the four that gravity waves couple
+
+_WATER = "lwe_thickness_of_atmosphere_mass_content_of_water_vapor"
+ATTRIBUTES = {  # as WeatherBench2 has them
+    name: {"long_name": long, "standard_name": standard, "units": units}
+    for name, long, standard, units in (
+        ("geopotential", "Geopotential", "geopotential", "m**2 s**-2"),
+        ("u_component_of_wind", "U component of wind", "eastward_wind", "m s**-1"),
+        ("v_component_of_wind", "V component of wind", "northward_wind", "m s**-1"),
+        ("total_column_water_vapour", "Total column vertically-integrated water vapour", _WATER, "kg m**-2"),
+        ("geopotential_at_surface", "Geopotential", "geopotential", "m**2 s**-2"),
+        ("land_sea_mask", "Land-sea mask", "land_binary_mask", "(0 - 1)"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What makes the weather; SI units. Chosen for jets of 20-50 m/s, well beyond marginal stability."""
+
+    depth_upper: float = 8000.0  # m; deep enough that the tilted interface meets neither the ground
+    depth_lower: float = 4000.0  # nor the top, thin enough below for baroclinic instability
+    density_ratio: float = 0.82  # upper over lower; reduced gravity g' = 0.18 g
+    jet_north: float = 46.0  # m s-1, peak of the vertical shear radiation drives toward: northern winter
+    jet_south: float = 44.0
+    radiation_time: float = 20 * 86400.0  # s
+    drag_time: float = 6 * 86400.0  # s, lower layer only
+    diffusion_time: float = 4 * 3600.0  # s at wavenumber 21, growing as 1 / (n (n + 1))^4 below it
+    evaporation_time: float = 4 * 86400.0  # s over sea; four times as long over land
+    condensation_time: float = 4 * 3600.0  # s
+    saturation: float = 24.0  # kg m-2 at the mean temperature: gives 50 in the tropics and 5 at the poles
+    vapour_scale_height: float = 2500.0  # m: a column over a mountain holds less
+    step: float = 2700.0  # s: 8 make 6 h; 90 m/s times wavenumber 21 stays below one radian a step
+    filter_strength: float = 0.05  # Robert-Asselin
+    spin_up_days: int = 85
+    mountains: tuple[tuple[float, ...], ...] = (  # latitude, longitude, height (m), half width (degrees)
+        (38.0, 90.0, 2200.0, 16.0),
+        (45.0, 250.0, 1600.0, 14.0),
+        (-25.0, 295.0, 1300.0, 14.0),
+        (5.0, 25.0, 700.0, 18.0),
+    )
+
+
+DEFAULTS = Parameters()
+
+
+class SphericalHarmonics:
+    """Transforms between spectra (C, N, ...) and grids (W, H, ...) at the sines of latitude `mu` (H,).
+
+    Real basis P_nm(mu) cos(m lon), P_nm(mu) sin(m lon), with P normalised to a unit integral of P^2 over mu.
+    Analysis needs the Gaussian `weights` (H,) of those latitudes; synthesis is exact at any latitude.
+    A vector is given as its components times cos(latitude), which are regular at the poles.
+    """
+
+    def __init__(self, mu: np.ndarray, weights: np.ndarray | None, dtype: torch.dtype) -> None:
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+
+        n = TRUNCATION
+        table = assoc_legendre_p_all(n, n, mu, norm=True, diff_n=1)  # P and dP/dmu, at m = 0..n, then m < 0
+        table = np.tile(table[:, :, : n + 1].transpose(0, 2, 3, 1), (1, 2, 1, 1))  # (2, C, H, N)
+        table[1] *= (1 - mu**2)[:, None]  # cos2 dP/dmu, finite everywhere
+        table = np.concatenate([table[0], table[1]], axis=2)  # (C, H, 2N)
+        angle = np.arange(n + 1)[:, None] * (2 * np.pi / NUM_LON * np.arange(NUM_LON))
+        waves = np.concatenate([np.cos(angle), np.sin(angle)])  # (C, W)
+        number = np.arange(n + 1.0)
+        self.zonal_number = tensor(number)
+        self.laplacian = tensor(-number * (number + 1) / RADIUS**2)  # (N,)
+        self.inverse_laplacian = tensor(-(RADIUS**2) / np.maximum(number * (number + 1), 1.0) * (number > 0))
+        self.to_latitude, self.to_longitude = tensor(table), tensor(waves.T)
+        if weights is not None:
+            norm = np.where(np.arange(2 * n + 2) % (n + 1) == 0, 1.0, 2.0) / NUM_LON
+            self.from_longitude = tensor(waves * norm[:, None])
+            # Every analysed field arrives times cos2(latitude), as a flux does: divided out here.
+            self.from_latitude = tensor((table * (weights / (1 - mu**2))[:, None]).transpose(0, 2, 1))
+
+    def d_longitude(self, spectrum: torch.Tensor) -> torch.Tensor:
+        """The derivative along longitude of a spectrum (C, N, ...)."""
+        m = self.zonal_number.view(-1, *[1] * (spectrum.ndim - 1))
+        cosine, sine = spectrum.chunk(2)
+        return torch.cat([m * sine, -m * cosine])
+
+    def synthesize(self, scalar: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
+        """The grid (W, H, ...) of sum(scalar P + slope (1 - mu2) dP/dmu), from spectra (C, N, ...)."""
+        slope = torch.zeros_like(scalar) if slope is None else slope
+        both = torch.cat([scalar, slope], dim=1).flatten(2)
+        rows = torch.bmm(self.to_latitude, both)  # (C, H, F M)
+        return (self.to_longitude @ rows.flatten(1)).view(NUM_LON, rows.shape[1], *scalar.shape[2:])
+
+    def analyze(self, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Projections (C, N, ...) of a grid (W, H, ...), given times cos2, on P and on (1 - mu2) dP/dmu."""
+        rows = (self.from_longitude @ grid.flatten(1)).unflatten(1, (grid.shape[1], -1))  # (C, H, F M)
+        both = torch.bmm(self.from_latitude, rows).unflatten(2, grid.shape[2:])
+        return both[:, : TRUNCATION + 1], both[:, TRUNCATION + 1 :]
+
+    def winds(self, scalar: torch.Tensor, zeta: torch.Tensor, div: torch.Tensor) -> list[torch.Tensor]:
+        """Grids of scalars and of u, v times cos(latitude), in m s-1, from spectra (C, N, F, M)."""
+        psi, chi = (field * self.inverse_laplacian[:, None, None] / RADIUS for field in (zeta, div))
+        flat = torch.cat([scalar, self.d_longitude(chi), self.d_longitude(psi)], dim=2)
+        slope = torch.cat([torch.zeros_like(scalar), -psi, chi], dim=2)
+        sizes = [scalar.shape[2], zeta.shape[2], zeta.shape[2]]
+        return list(self.synthesize(flat, slope).split(sizes, dim=2))
+
+
+class TwoLayerModel:
+    """Shallow-water equations of two layers, upper first: vorticity, divergence, depth; and vapour below.
+
+    Semi-implicit leapfrog after Hoskins and Simmons (1975, doi 10.1002/qj.49710142918), for depths instead of
+    temperatures. Spectra are (C, N, F, M); `forced=False` leaves only the inviscid equations.
+    """
+
+    def __init__(self, parameters: Parameters, dtype: torch.dtype, forced: bool = True) -> None:
+        self.p, self.forced, self.dtype = parameters, forced, dtype
+        self.mu, weights = np.polynomial.legendre.leggauss(NUM_LAT)  # sines of latitude, south to north
+        self.transform = SphericalHarmonics(self.mu, weights, dtype)
+        mu = torch.from_numpy(self.mu).to(dtype)[None, :, None, None]  # (1, H, 1, 1), as all grids
+        self.cos2, self.coriolis = 1 - mu**2, 2 * ROTATION * mu
+        ratio, n = parameters.density_ratio, torch.arange(TRUNCATION + 1)
+        # Montgomery potential over g: phi1 = h1 + h2 + b, phi2 = ratio h1 + h2 + b.
+        self.gravity = GRAVITY * torch.tensor([[1.0, 1.0], [ratio, 1.0]], dtype=dtype)
+        self.linear = self._linear_operator()  # (N, 4, 4)
+        identity = torch.eye(4, dtype=dtype)
+        spans = (parameters.step, 2 * parameters.step)  # of the first step and of all others
+        self.implicit = {span: torch.linalg.inv(identity - span / 2 * self.linear) for span in spans}
+        self.orography = self.project(_mountains(parameters, self.mu) * forced)
+        self.equilibrium = self.project(np.tile(equilibrium_depth(parameters, self.mu), (NUM_LON, 1)))
+        sharpness = (n * (n + 1) / (TRUNCATION * (TRUNCATION + 1))).to(dtype) ** 4
+        self.damping = (1 / (1 + 2 * parameters.step / parameters.diffusion_time * sharpness))[:, None, None]
+        height = self.transform.synthesize(self.orography)
+        self.land = land_fraction(height)
+        self.column = torch.exp(-height.clamp(min=0) / parameters.vapour_scale_height)
+
+    def _linear_operator(self) -> torch.Tensor:
+        """L of d/dt (div1, div2, h1, h2) = L (...): what carries gravity waves about a state of rest."""
+        linear = torch.zeros(TRUNCATION + 1, 4, 4, dtype=self.dtype)
+        linear[:, :2, 2:] = -self.transform.laplacian[:, None, None] * self.gravity
+        linear[:, 2, 0], linear[:, 3, 1] = -self.p.depth_upper, -self.p.depth_lower
+        return linear
+
+    def project(self, grid: np.ndarray) -> torch.Tensor:
+        """The spectrum (C, N, 1, 1) of one field (W, H) on the Gaussian grid."""
+        return self.transform.analyze(torch.from_numpy(grid).to(self.dtype)[:, :, None, None] * self.cos2)[0]
+
+    def adiabatic(self, state: torch.Tensor) -> torch.Tensor:
+        """Tendencies (C, N, 7, M) by motion alone."""
+        scalars = torch.cat([state[:, :, ZETA], state[:, :, 4:]], dim=2)
+        grids, u, v = self.transform.winds(scalars, state[:, :, ZETA], state[:, :, DIV])
+        zeta, depth, vapour = grids.split([2, 2, 1], dim=2)
+        vorticity = zeta + self.coriolis
+        eastward = [u * vorticity, u * depth, u[:, :, 1:] * vapour]
+        northward = [v * vorticity, v * depth, v[:, :, 1:] * vapour]
+        energy = (u**2 + v**2) / 2
+        flat, slope = self.transform.analyze(torch.cat([*eastward, *northward, energy], dim=2))
+        east, north, energy = flat.split([5, 5, 2], dim=2)
+        divergence = (self.transform.d_longitude(east) - slope[:, :, 5:10]) / RADIUS  # by parts: -F dP/dmu
+        curl = (self.transform.d_longitude(north[:, :, :2]) + slope[:, :, :2]) / RADIUS
+        potential = torch.einsum("ij,cnjm->cnim", self.gravity, state[:, :, DEPTH]) + GRAVITY * self.orography
+        acceleration = curl - self.transform.laplacian[:, None, None] * (energy + potential)
+        return torch.cat([-divergence[:, :, :2], acceleration, -divergence[:, :, 2:]], dim=2)
+
+    def sources(self, state: torch.Tensor) -> torch.Tensor:
+        """Tendencies (C, N, 7, M) by drag, radiation, evaporation and rain."""
+        forcing = torch.zeros_like(state)
+        forcing[:, :, 1:4:2] = -state[:, :, 1:4:2] / self.p.drag_time  # the lower layer's zeta and div
+        forcing[:, :, 4] = (self.equilibrium[:, :, 0] - state[:, :, 4]) / self.p.radiation_time
+        forcing[:, :, 5] = -forcing[:, :, 4]  # what one layer gains the other loses
+        depth, vapour = self.transform.synthesize(state[:, :, 4:7:2]).split(1, dim=2)
+        saturation = self.p.saturation * torch.exp(0.06 * temperature_anomaly(self.p, depth))  # 6 % a kelvin
+        deficit = self.column * saturation - vapour
+        evaporation = (1 - 0.75 * self.land) / self.p.evaporation_time
+        rate = torch.where(deficit > 0, evaporation, 1 / self.p.condensation_time)
+        forcing[:, :, VAPOUR] = self.transform.analyze(self.cos2 * rate * deficit)[0]
+        return forcing
+
+    def advance(self, before: torch.Tensor, now: torch.Tensor, span: float) -> torch.Tensor:
+        """The state `span` seconds after `before`, by tendencies at `now`; gravity waves implicitly."""
+        tendency = self.adiabatic(now)
+        if self.forced:
+            tendency = tendency + self.sources(before)  # lagged: leapfrog amplifies what is damped at `now`
+        # (1 - span/2 L) (after - before) = span (tendency + L (before - now)), 4 x 4 for each wavenumber.
+        waves = tendency[:, :, GRAVITY_WAVE] + self.linear @ (before - now)[:, :, GRAVITY_WAVE]
+        waves = self.implicit[span] @ waves
+        after = before + span * torch.cat([tendency[:, :, ZETA], waves, tendency[:, :, VAPOUR]], dim=2)
+        return after * self.damping if self.forced else after
+
+    def run(self, state: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
+        """Yields the state after each of `num_steps` steps; the first step is a forward one."""
+        before, now, span = state, state, self.p.step
+        for _ in range(num_steps):
+            after = self.advance(before, now, span)
+            before = now + self.p.filter_strength * (before - 2 * now + after)
+            now, span = after, 2 * self.p.step
+            yield now
+
+
+def temperature_anomaly(parameters: Parameters, depth_upper: torch.Tensor) -> torch.Tensor:
+    """K, from the depth (m) of the upper layer: hypsometric: g' h1 is the geopotential between levels."""
+    reduced = GRAVITY * (1 - parameters.density_ratio)
+    return reduced * (depth_upper - parameters.depth_upper) / (287.0 * np.log(LEVELS[1] / LEVELS[0]))
+
+
+def land_fraction(height: torch.Tensor) -> torch.Tensor:
+    """Land stands higher than 100 m, above the ripples of truncation; up to 400 m it is a coast."""
+    return ((height - 100.0) / 300.0).clamp(0, 1)
+
+
+def equilibrium_shear(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
+    """Upper minus lower zonal wind (m s-1) at which radiation aims, largest at 42 degrees."""
+    peak = np.where(mu > 0, parameters.jet_north, parameters.jet_south)
+    return peak * 22.0 * mu**4 * (1 - mu**2) ** 2.5  # 22: the largest value becomes one
+
+
+def equilibrium_depth(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
+    """Depth (m) of the upper layer in thermal-wind balance with that shear: g' dh/dlat = -f u a."""
+    sine = np.linspace(-1, 1, 4001)
+    cosine = np.sqrt(np.maximum(1 - sine**2, 1e-12))  # the shear vanishes at the poles, the cosine must not
+    slope = -2 * ROTATION * RADIUS * sine * equilibrium_shear(parameters, sine) / cosine
+    slope /= GRAVITY * (1 - parameters.density_ratio)
+    depth = np.concatenate([[0], np.cumsum((slope[1:] + slope[:-1]) / 2 * (sine[1] - sine[0]))])
+    return parameters.depth_upper + np.interp(mu, sine, depth - depth.mean())
+
+
+def _mountains(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
+    """Heights (W, H) in m of smooth mountains, Gaussian in the distance along great circles."""
+    latitude, longitude = np.arcsin(mu)[None], np.radians(LONGITUDE)[:, None]
+    height = np.zeros((NUM_LON, len(mu)))
+    for north, east, peak, width in parameters.mountains:
+        cosine = np.sin(latitude) * np.sin(np.radians(north))
+        cosine = cosine + np.cos(latitude) * np.cos(np.radians(north)) * np.cos(longitude - np.radians(east))
+        height += peak * np.exp(-((np.degrees(np.arccos(cosine.clip(-1, 1))) / width) ** 2))
+    return height
+
+
+def initial_state(model: TwoLayerModel, num_members: int, seed: int) -> torch.Tensor:
+    """(C, N, 7, M): balanced jets aloft, air at rest below, and each member's own noise in vorticity."""
+    state = torch.zeros(2 * TRUNCATION + 2, TRUNCATION + 1, 7, num_members, dtype=model.dtype)
+    shear = torch.from_numpy(equilibrium_shear(model.p, model.mu)).to(model.dtype)[None, :, None, None]
+    wind = (shear * model.cos2.sqrt()).expand(NUM_LON, -1, 1, 1)
+    state[:, :, :1] = model.transform.analyze(wind)[1] / RADIUS  # curl of a zonal wind
+    state[:, :, 4:5] = model.equilibrium
+    state[:, :, 5:6] = -model.p.density_ratio * model.equilibrium - model.orography  # no force below
+    mean = model.p.depth_lower * np.sqrt(2) - model.orography[0, 0]  # P_00 is 1 / sqrt(2)
+    state[0, 0, 5] = mean[0]
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(state[:, :, 0].shape, generator=generator, dtype=torch.float64).to(model.dtype)
+    n, m = torch.arange(TRUNCATION + 1), torch.arange(2 * TRUNCATION + 2)[:, None] % (TRUNCATION + 1)
+    large = (m > 0) & (m <= n) & (n <= 10)
+    state[:, :, 0] += 2e-6 * noise * large[:, :, None]
+    return state
+
+
+def integrate(model: TwoLayerModel, num_members: int, num_days: int, seed: int) -> torch.Tensor:
+    """Spectra (time, C, N, 7, M), six-hourly from the end of the spin-up on."""
+    every = round(86400 / SAMPLES_PER_DAY / model.p.step)
+    skipped = model.p.spin_up_days * SAMPLES_PER_DAY * every
+    num_steps = skipped + num_days * SAMPLES_PER_DAY * every
+    states = enumerate(model.run(initial_state(model, num_members, seed), num_steps), start=1)
+    return torch.stack([state for step, state in states if step % every == 0 and step > skipped])
+
+
+def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = DEFAULTS) -> xr.Dataset:
+    """Six-hourly weather of `num_days` days from 1 January in each of `num_years` years, on the 64x32 grid.
+
+    Each year is a member with its own start: dates of different years are independent. Variables are
+    float32, (time, [level,] latitude, longitude), in WeatherBench2's names and units. A pure function of its
+    arguments, to the bit on one machine. ValueError for counts below one and parameters that blow up.
+    """
+    for key, value in (("num_years", num_years), ("num_days", num_days)):
+        if value < 1:
+            raise ValueError(f"{key} = {value}: simulate at least one")
+    with torch.inference_mode():
+        model = TwoLayerModel(parameters, torch.float32)
+        spectra = integrate(model, num_years, num_days, seed)
+        if not spectra.isfinite().all():
+            raise ValueError(f"parameters = {parameters}: the flow blew up; shorten step or weaken the jets")
+        transform = SphericalHarmonics(np.sin(np.radians(LATITUDE)), None, model.dtype)
+        years = range(num_years)
+        seasons = [_season(model, transform, spectra[..., year], FIRST_YEAR + year) for year in years]
+        height = transform.synthesize(model.orography)[:, :, 0, 0].T
+    dataset = xr.concat(seasons, dim="time")
+    static = {"geopotential_at_surface": GRAVITY * height, "land_sea_mask": land_fraction(height)}
+    for name, field in static.items():
+        dataset[name] = xr.DataArray(field.numpy(), dims=("latitude", "longitude"))
+    for name, attributes in ATTRIBUTES.items():
+        dataset[name].attrs = attributes
+    return dataset
+
+
+def _season(model: TwoLayerModel, output: SphericalHarmonics, spectra: torch.Tensor, year: int) -> xr.Dataset:
+    """One member's spectra (time, C, N, 7) as fields on the latitudes of `output`, from 1 January on."""
+    spectra = spectra.permute(1, 2, 3, 0)  # (C, N, 7, time): time stands where members stood
+    scalars, u, v = output.winds(spectra[:, :, 4:], spectra[:, :, ZETA], spectra[:, :, DIV])
+    mean_depth = torch.tensor([model.p.depth_upper, model.p.depth_lower])[:, None]
+    potential = torch.einsum("ij,whjt->whit", model.gravity, scalars[:, :, :2] - mean_depth)
+    potential += GRAVITY * output.synthesize(model.orography) + torch.tensor(GEOPOTENTIAL_MEAN)[:, None]
+    cosine = torch.from_numpy(np.cos(np.radians(LATITUDE))).float()[:, None, None]
+    vapour = scalars[:, :, 2].clamp(min=0)  # truncation undershoots where it is dry
+    fields = {"geopotential": potential, "u_component_of_wind": u / cosine, "v_component_of_wind": v / cosine}
+    dims = ("time", "level", "latitude", "longitude")
+    data = {name: (dims, field.permute(3, 2, 1, 0).numpy()) for name, field in fields.items()}
+    hours = np.arange(spectra.shape[-1]) * np.timedelta64(24 // SAMPLES_PER_DAY, "h")
+    times = np.datetime64(f"{year}-01-01", "ns") + hours
+    season = xr.Dataset(data, {"time": times, "level": list(LEVELS)} | COORDINATES)
+    surface = xr.DataArray(vapour.permute(2, 1, 0).numpy(), dims=("time", "latitude", "longitude"))
+    season["total_column_water_vapour"] = surface
+    return season
+
+
+def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
+    """Returns `path`, a Zarr (version 2, consolidated) of `simulate`, which the first caller writes.
+
+    Safe among processes and after a crash: callers take turns at a lock beside the store, and a store takes
+    its name only when whole. One written by other parameters is replaced; ValueError for what is not ours.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    identity = json.dumps([VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
+    wanted = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even if the process dies
+        if stored_fingerprint(path) != wanted:
+            start = time.perf_counter()
+            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS).assign_attrs({FINGERPRINT: wanted})
+            _replace_store(dataset, path)
+            logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)
+    return path
+
+
+def stored_fingerprint(path: Path) -> str | None:
+    """The fingerprint of the store at `path`, None where nothing is; ValueError where it is not ours."""
+    if not path.exists():
+        return None
+    attributes = path / ".zattrs"
+    stored = json.loads(attributes.read_text()).get(FINGERPRINT) if attributes.is_file() else None
+    if stored is None:
+        raise ValueError(f"path = {path}: exists and is not simulated data; choose another path or remove it")
+    return stored
+
+
+def _replace_store(dataset: xr.Dataset, path: Path) -> None:
+    """Writes as WeatherBench2 does (Zarr 2, 100 times a chunk) under another name, then renames."""
+    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
+    for leftover in (partial, replaced):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    compressors = Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE)
+    encoding: dict[str, dict] = {"time": {"units": "hours since 1959-01-01", "dtype": "int64"}}
+    for name, array in dataset.data_vars.items():
+        chunks = tuple(min(size, 100) if dim == "time" else size for dim, size in array.sizes.items())
+        encoding[str(name)] = {"compressors": compressors, "chunks": chunks, "_FillValue": None}
+    dataset.to_zarr(partial, zarr_format=2, consolidated=True, encoding=encoding)
+    if path.exists():
+        os.replace(path, replaced)  # os.replace puts no directory over one that is not empty
+    os.replace(partial, path)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""Fields to tokens and back, and where on the globe a token lies.
+
+Shapes: B batch, C channels, H latitudes, W longitudes, (P, Q) patch, h = H/P, w = W/Q, T = h w tokens,
+D width.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def padded_shape(grid_shape: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """The smallest (H, W) that whole patches cover: 721 x 1440 in 16 x 16 patches is 736 x 1440."""
+    height, width = (math.ceil(n / p) * p for n, p in zip(grid_shape, patch_size, strict=True))
+    return height, width
+
+
+def pad_grid(x: Tensor, shape: tuple[int, int], periodic: bool) -> Tensor:
+    """x (B, C, H, W) -> (B, C, *shape): latitude repeats its last row on both sides, longitude wraps around.
+
+    A regional grid (not `periodic`) repeats its last column too.
+    """
+    rows, columns = shape[0] - x.shape[2], shape[1] - x.shape[3]
+    if columns:
+        x = F.pad(x, (0, columns, 0, 0), mode="circular" if periodic else "replicate")
+    if rows:
+        x = F.pad(x, (0, 0, rows // 2, rows - rows // 2), mode="replicate")
+    return x
+
+
+def crop_grid(x: Tensor, grid_shape: tuple[int, int]) -> Tensor:
+    """Undoes `pad_grid`: x (B, V, H', W') -> (B, V, H, W)."""
+    top = (x.shape[2] - grid_shape[0]) // 2
+    return x[:, :, top : top + grid_shape[0], : grid_shape[1]]
+
+
+def patchify(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """x (B, C, H, W) -> (B, T, C P Q); tokens run along a latitude first."""
+    b, c, height, width = x.shape
+    p, q = patch_size
+    x = x.view(b, c, height // p, p, width // q, q)  # (B, C, h, P, w, Q)
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
+
+
+def unpatchify(x: Tensor, shape: tuple[int, int], patch_size: tuple[int, int]) -> Tensor:
+    """x (B, T, V P Q) -> (B, V, H, W) with (H, W) = shape."""
+    p, q = patch_size
+    h, w = shape[0] // p, shape[1] // q
+    x = x.view(x.shape[0], h, w, -1, p, q)  # (B, h, w, V, P, Q)
+    return x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], -1, h * p, w * q)
+
+
+class PatchEmbedding(nn.Module):
+    """x (B, C, H, W) -> (B, T, D): one matrix for every patch."""
+
+    def __init__(self, in_channels: int, patch_size: tuple[int, int], dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.projection = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(patchify(x, self.patch_size))
+
+
+class LearnedPosition(nn.Module):
+    """tokens (B, T, D) plus one learned vector a token."""
+
+    def __init__(self, token_shape: tuple[int, int], dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(1, token_shape[0] * token_shape[1], dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.embedding
+
+
+class SinCosPosition(nn.Module):
+    """tokens (B, T, D) plus sines and cosines of latitude (half of D) and longitude (half of D)."""
+
+    embedding: Tensor
+
+    def __init__(self, token_shape: tuple[int, int], dim: int, periodic: bool) -> None:
+        super().__init__()
+        self.token_shape, self.dim, self.periodic = token_shape, dim, periodic
+        self.register_buffer(
+            "embedding", torch.empty(1, token_shape[0] * token_shape[1], dim), persistent=False
+        )
+
+    def fill_buffers(self) -> None:
+        """A module built on the meta device has no values yet: compute them where it lives now."""
+        self.embedding.copy_(sincos_positions(self.token_shape, self.dim, self.periodic))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.embedding.to(tokens.dtype)
+
+
+def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:
+    """(1, h w, D) float32. Whole wave numbers in longitude, so that 360 degrees meets 0 without a seam."""
+    h, w = token_shape
+    turn = 2 * math.pi if periodic else math.pi
+    waves_latitude = _wave_numbers(dim // 4, h)
+    waves_longitude = _wave_numbers(dim // 4, w).round() if periodic else _wave_numbers(dim // 4, w)
+    rows = torch.arange(h, dtype=torch.float64).add(0.5).div(h) * math.pi
+    columns = torch.arange(w, dtype=torch.float64).div(w) * turn
+    latitude, longitude = torch.outer(rows, waves_latitude), torch.outer(columns, waves_longitude)
+    latitude = torch.cat([latitude.sin(), latitude.cos()], dim=1)[:, None].expand(h, w, dim // 2)
+    longitude = torch.cat([longitude.sin(), longitude.cos()], dim=1)[None].expand(h, w, dim // 2)
+    return torch.cat([latitude, longitude], dim=2).reshape(1, h * w, dim).float()
+
+
+def _wave_numbers(count: int, tokens: int) -> Tensor:
+    """From one wave around the grid to the shortest that `tokens` points can carry, spaced geometrically."""
+    return torch.logspace(0, math.log10(max(tokens / 2, 1)), count, dtype=torch.float64)

@@ -1,0 +1,211 @@
+"""The weather Vision Transformer: fields in, fields out, plain PyTorch, no idea on how many ranks it runs.
+
+Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitudes, T tokens, D width,
+N heads, E = D/N head size, M hidden width of the MLP.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import Kernel
+from models.embeddings import (
+    LearnedPosition,
+    PatchEmbedding,
+    SinCosPosition,
+    crop_grid,
+    pad_grid,
+    padded_shape,
+    unpatchify,
+)
+
+NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two models
+
+
+class Attention(nn.Module):
+    """tokens (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool, qk_norm: bool, backend: str) -> None:
+        super().__init__()
+        self.head_dim = dim // num_heads
+        # Rows are ordered (head, q|k|v, E): a contiguous slice of rows is whole heads with their q, k, v.
+        # Ordered (q|k|v, head, E), a slice for tensor parallelism would cut across q, k and v.
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.kernel = Kernel(backend)
+        self.projection = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        b, t, _ = tokens.shape
+        qkv = self.qkv(tokens).view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: the heads on this rank
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, T, E)
+        out = self.kernel(self.q_norm(q), self.k_norm(k), v)  # (B, N, T, E)
+        return self.projection(out.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
+
+
+class MLP(nn.Module):
+    """tokens (B, T, D) -> (B, T, D), exact GELU in between."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden_dim)
+        self.activation = nn.GELU()
+        self.down = nn.Linear(hidden_dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(tokens)))  # (B, T, M) in between
+
+
+class StochasticDepth(nn.Module):
+    """In training, drops the whole branch for a share `rate` of the samples (Huang et al. 2016)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return branch
+        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
+        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: tokens (B, T, D) -> (B, T, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        qkv_bias: bool,
+        qk_norm: bool,
+        drop: float,
+        backend: str,
+    ):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.attention = Attention(dim, num_heads, qkv_bias, qk_norm, backend)
+        self.mlp_norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.mlp = MLP(dim, mlp_dim)
+        self.stochastic_depth = StochasticDepth(drop)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens + self.stochastic_depth(self.attention(self.attention_norm(tokens)))
+        return tokens + self.stochastic_depth(self.mlp(self.mlp_norm(tokens)))
+
+
+class VisionTransformer(nn.Module):
+    """x (B, C, H, W) -> (B, V, H, W), for any grid: what patches do not divide is padded, then cropped."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        grid_shape: tuple[int, int],
+        patch_size: tuple[int, int],
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        mlp_dim: int = 0,
+        *,
+        periodic: bool = True,
+        position: str = "learned",
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        stochastic_depth: float = 0.0,
+        attention_backend: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        self.grid_shape, self.patch_size, self.periodic = grid_shape, patch_size, periodic
+        self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
+        self.mlp_dim = mlp_dim or 4 * dim
+        self.padded_shape = padded_shape(grid_shape, patch_size)
+        self.token_shape = (self.padded_shape[0] // patch_size[0], self.padded_shape[1] // patch_size[1])
+        self.patch_embedding = PatchEmbedding(in_channels, patch_size, dim)
+        if position == "learned":
+            self.position: nn.Module = LearnedPosition(self.token_shape, dim)
+        else:
+            self.position = SinCosPosition(self.token_shape, dim, periodic)
+        drops = torch.linspace(0, stochastic_depth, num_layers, device="cpu").tolist()
+        # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
+        self.blocks = nn.ModuleDict(
+            {
+                str(i): Block(
+                    dim,
+                    num_heads,
+                    self.mlp_dim,
+                    qkv_bias=qkv_bias,
+                    qk_norm=qk_norm,
+                    drop=drop,
+                    backend=attention_backend,
+                )
+                for i, drop in enumerate(drops)
+            }
+        )
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_shape[0] * self.token_shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = pad_grid(x, self.padded_shape, self.periodic)  # (B, C, H', W')
+        tokens = self.position(self.patch_embedding(x))  # (B, T, D)
+        for block in self.blocks.values():
+            tokens = block(tokens)
+        patches = self.head(self.norm(tokens))  # (B, T, V P Q)
+        fields = unpatchify(patches, self.padded_shape, self.patch_size)  # (B, V, H', W')
+        return crop_grid(fields, self.grid_shape)
+
+    def initial_std(self, name: str) -> float | None:
+        """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""
+        if name.endswith("bias") or "norm" in name:
+            return None
+        if name.endswith(("attention.projection.weight", "mlp.down.weight")):
+            return (
+                0.02 / (2 * len(self.blocks)) ** 0.5
+            )  # GPT-2: the residual stream keeps its size at any depth
+        return 0.02
+
+    def flops(self) -> int:
+        """Floating-point operations of one sample's forward pass; attention is not causal: no halving."""
+        t, d, patch = self.num_tokens, self.dim, self.patch_size[0] * self.patch_size[1]
+        block = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
+        return len(self.blocks) * block + 2 * t * d * patch * (self.in_channels + self.out_channels)
+
+
+def fill_with_nan(model: nn.Module) -> None:
+    """So that a parameter which the initialisation forgets cannot pass unseen."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.detach().fill_(float("nan"))
+
+
+def init_weights(
+    model: VisionTransformer, seed: int, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Every parameter from (seed, its name) alone: the same on every layout, whatever is built first.
+
+    `assign(parameter, value)` puts the full value into a parameter; a sharded one takes its part.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assign(parameter, initial_value(name, parameter.shape, model.initial_std(name), seed))
+        for module in model.modules():
+            if isinstance(module, SinCosPosition):
+                module.fill_buffers()
+
+
+def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:
+    """The float32 start of one parameter, on the CPU: normal, cut at two standard deviations."""
+    if std is None:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std, generator=generator)

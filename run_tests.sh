@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Tests: sets the project up the first time, then runs pytest with what you pass on.
+set -euo pipefail
+cd "$(dirname "$0")"
+source ./setup.sh
+exec "$PYTHON" -m pytest "$@"

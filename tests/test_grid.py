@@ -1,0 +1,198 @@
+"""Areas against integrals done by hand, regridding against overlaps summed cell by cell."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datasets.grid import (
+    Grid,
+    area_weights,
+    conservative_weights,
+    latitude_bounds,
+    longitude_bounds,
+    regrid_conservative,
+)
+
+POLES = np.linspace(90, -90, 721)
+CELLS = np.linspace(87.1875, -87.1875, 32)
+
+
+def sin(degrees: float) -> float:
+    return float(np.sin(np.deg2rad(degrees)))
+
+
+def globe(num_rows: int, num_columns: int, poles: bool = False, start: float = 0) -> Grid:
+    edge = 90 if poles else 90 - 90 / num_rows
+    return Grid(np.linspace(edge, -edge, num_rows), start + np.arange(num_columns) * 360 / num_columns)
+
+
+def region(north: float, south: float, west: float, east: float, num_rows: int, num_columns: int) -> Grid:
+    return Grid(np.linspace(north, south, num_rows), np.linspace(west, east, num_columns))
+
+
+def test_pole_rows_keep_their_half_cells():
+    """Weights times the mean area 2/721 are areas in sin(latitude); the globe's is 2."""
+    areas = area_weights(POLES) * 2 / 721
+    np.testing.assert_allclose(areas[[0, -1]], 1 - sin(89.875), rtol=1e-9)
+    assert areas[1] == pytest.approx(sin(89.875) - sin(89.625), rel=1e-9)
+    assert areas[360] == pytest.approx(2 * sin(0.125), rel=1e-12)
+    assert areas.sum() == pytest.approx(2, rel=1e-13)
+
+
+@pytest.mark.parametrize("latitude, error", [(POLES, 3e-6), (np.linspace(90, -90, 181), 6e-5), (CELLS, 2e-3)])
+def test_integrals_in_closed_form(latitude: np.ndarray, error: float):
+    """Over the sphere the mean of sin^2 is 1/3, of cos^2 2/3 and of an odd function 0."""
+    weights, phi = area_weights(latitude), np.deg2rad(latitude)
+    assert (weights * np.sin(phi) ** 2).mean() == pytest.approx(1 / 3, abs=error)
+    assert (weights * np.cos(phi) ** 2).mean() == pytest.approx(2 / 3, abs=error)
+    assert (weights * np.sin(phi)).mean() == pytest.approx(0, abs=1e-14)
+
+
+@pytest.mark.parametrize("step", [0.1, 0.25, 1.0, 1.4, 1.5, 2.8125])
+@pytest.mark.parametrize("poles", [True, False])
+def test_float32_and_direction_do_not_matter(step: float, poles: bool):
+    num_rows = round(180 / step) + poles
+    edge = 90 if poles else 90 - 90 / num_rows
+    latitude = np.linspace(edge, -edge, num_rows)
+    weights = area_weights(latitude)
+    np.testing.assert_allclose(area_weights(latitude.astype("f4")), weights, atol=1e-6)
+    np.testing.assert_allclose(area_weights(latitude[::-1].astype("f4")), weights[::-1], atol=1e-6)
+
+
+def test_bounds_end_at_the_pole_or_half_a_cell_beyond():
+    assert latitude_bounds(np.array([60.0, 50, 40])).tolist() == [65, 55, 45, 35]
+    assert latitude_bounds(np.array([-45.0, 45])).tolist() == [-90, 0, 90]
+    assert latitude_bounds(np.array([90.0, 80, 70])).tolist() == [90, 85, 75, 65]
+    tutorial = latitude_bounds(np.array([90.0, 45, 0, -45]))
+    assert tutorial.tolist() == [90, 67.5, 22.5, -22.5, -90]
+    with pytest.raises(ValueError, match="has 1 rows"):
+        latitude_bounds(np.array([45.0]))
+
+
+def test_regional_weights_by_hand():
+    areas = np.array([sin(65) - sin(55), sin(55) - sin(45), sin(45) - sin(35)])
+    np.testing.assert_allclose(area_weights(np.array([60.0, 50, 40])), areas / areas.mean(), rtol=1e-12)
+
+
+def test_longitude_bounds():
+    assert longitude_bounds(np.arange(0, 360, 90)).tolist() == [-45, 45, 135, 225, 315]
+    assert longitude_bounds(np.array([-10.0, 0, 10])).tolist() == [-15, -5, 5, 15]
+
+
+def test_grid():
+    grid = globe(32, 64)
+    assert grid.shape == (32, 64) and grid.periodic and grid.latitude.dtype == np.float64
+    assert not region(60, 30, -10, 20, 4, 31).periodic and not region(60, 30, 0, 358, 4, 359).periodic
+    assert grid.same_as(Grid(grid.latitude.astype("f4"), grid.longitude.astype("f4")))
+    assert region(60, 30, -10, 20, 4, 4).same_as(region(60, 30, 350, 380, 4, 4))
+    assert not grid.same_as(globe(32, 64, start=2.8125)) and not grid.same_as(globe(16, 32))
+    assert not grid.same_as(globe(32, 64, poles=True))
+
+
+@pytest.mark.parametrize(
+    "latitude, longitude, message",
+    [
+        ([0, 10], [0, 90], "latitude has to be north to south"),
+        ([10, 0], [90, 0], "longitude has to be ascending"),
+        ([10, 0], [0], r"longitude has shape \(1,\)"),
+        ([10, np.nan], [0, 1], "latitude has shape"),
+        ([95, 0], [0, 1], "latitude reaches 95 degrees"),
+        ([10, 0], [0, 180, 360], "drop the repeated columns"),
+    ],
+)
+def test_grid_errors(latitude: list, longitude: list, message: str):
+    with pytest.raises(ValueError, match=message):
+        Grid(np.array(latitude, "f8"), np.array(longitude, "f8"))
+
+
+def overlap_by_hand(source: Grid, target: Grid, field: np.ndarray) -> np.ndarray:
+    """Every pair of cells, on every turn of the circle, one at a time."""
+    rows = [np.sin(np.deg2rad(latitude_bounds(g.latitude))) for g in (source, target)]
+    columns = [longitude_bounds(g.longitude) for g in (source, target)]
+    out = np.full(target.shape, np.nan)
+    for i, j in itertools.product(*map(range, target.shape)):
+        total = area = 0.0
+        for k, m in itertools.product(*map(range, source.shape)):
+            height = min(rows[1][i], rows[0][k]) - max(rows[1][i + 1], rows[0][k + 1])
+            for turn in (-720, -360, 0, 360, 720):
+                west, east = columns[0][m] + turn, columns[0][m + 1] + turn
+                width = min(columns[1][j + 1], east) - max(columns[1][j], west)
+                if height > 1e-9 and width > 1e-9 and np.isfinite(field[k, m]):
+                    area, total = area + height * width, total + height * width * field[k, m]
+        out[i, j] = total / area if area else np.nan
+    return out
+
+
+GRIDS = [
+    globe(4, 6),
+    globe(5, 8, poles=True),
+    globe(3, 5, start=10),
+    globe(4, 4, start=-180),
+    region(60, 20, -20, 40, 4, 5),
+    region(80, -80, 350, 390, 5, 3),
+    region(90, 60, 100, 220, 3, 4),
+]
+
+
+@pytest.mark.parametrize("source", range(len(GRIDS)))
+@pytest.mark.parametrize("target", range(len(GRIDS)))
+@pytest.mark.parametrize("holes", [False, True])
+def test_regrid_against_brute_force(source: int, target: int, holes: bool):
+    rng = np.random.default_rng(source)
+    field = rng.normal(size=GRIDS[source].shape)
+    if holes:
+        field[rng.random(field.shape) < 0.4] = np.nan
+    ours = regrid_conservative(field, GRIDS[source], GRIDS[target])
+    np.testing.assert_allclose(ours, overlap_by_hand(GRIDS[source], GRIDS[target], field), atol=1e-12)
+
+
+grids = st.builds(globe, st.integers(2, 24), st.integers(3, 25), st.booleans(), st.floats(-180, 180))
+
+
+@settings(max_examples=60, deadline=None)
+@given(grids, grids, st.integers(0, 9))
+def test_regrid_conserves_the_area_mean(source: Grid, target: Grid, seed: int):
+    field = np.random.default_rng(seed).normal(size=(2, *source.shape))
+    new = regrid_conservative(field, source, target)
+    pairs = ((field, source), (new, target))
+    means = [(values * area_weights(grid.latitude)[:, None]).mean((1, 2)) for values, grid in pairs]
+    np.testing.assert_allclose(*means, atol=1e-5)  # slivers below 1e-6 of a cell are left out
+    assert new.min() >= field.min() - 1e-12 and new.max() <= field.max() + 1e-12
+    constant = regrid_conservative(np.full(source.shape, 3.25), source, target)
+    np.testing.assert_allclose(constant, 3.25, rtol=1e-12)
+
+
+def test_overlaps_add_up_to_the_cells():
+    source, target = globe(721, 1440, poles=True), globe(121, 240, poles=True)
+    rows, columns = conservative_weights(source, target)
+    assert rows.shape == (121, 721) and columns.shape == (240, 1440)
+    np.testing.assert_allclose(rows.sum(1) * 121 / 2, area_weights(target.latitude), rtol=1e-9)
+    np.testing.assert_allclose(columns.sum(1), 1.5, rtol=1e-9)
+    np.testing.assert_allclose(columns.sum(0), 0.25, rtol=1e-9)
+
+
+def test_same_grid_is_the_identity():
+    for grid in GRIDS:
+        field = np.random.default_rng(1).normal(size=grid.shape).astype("f4")
+        np.testing.assert_allclose(regrid_conservative(field, grid, grid), field, rtol=1e-12)
+
+
+def test_nan_only_where_nothing_valid_lies_below():
+    source, target = globe(8, 16), globe(4, 8)
+    field = np.ones(source.shape)
+    field[:2, :2] = np.nan  # under target (0, 0), whose columns straddle the seam, only half of it
+    field[4:6, 3] = np.nan
+    new = regrid_conservative(field, source, target)
+    assert np.isfinite(new).all() and np.allclose(new, 1)
+    field[:2, 15] = np.nan
+    assert np.flatnonzero(np.isnan(regrid_conservative(field, source, target))).tolist() == [0]
+    outside = regrid_conservative(np.ones((4, 5)), region(60, 20, -20, 40, 4, 5), globe(4, 8))
+    assert np.isnan(outside[2:]).all() and outside[0, 0] == 1
+
+
+def test_wrong_shape():
+    with pytest.raises(ValueError, match=r"field of shape \(4, 8\) is not on the source grid \(8, 16\)"):
+        regrid_conservative(np.ones((4, 8)), globe(8, 16), globe(4, 8))

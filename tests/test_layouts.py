@@ -1,0 +1,231 @@
+"""The same fields in every layout have to be read as the same numbers; errors have to name what is wrong."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xarray as xr
+
+from datasets.era5 import open_archive
+from datasets.files import StoredFile
+from datasets.grid import Grid
+from datasets.layouts import decode_times, stored_fields
+from tests.archives import (
+    CDS,
+    EXACT,
+    NAMES,
+    analyses,
+    cds_old,
+    packed_zarr,
+    values,
+    weatherbench,
+    write,
+)
+
+U10 = "10m_u_component_of_wind"
+
+
+@pytest.fixture(scope="module")
+def truth() -> xr.Dataset:
+    return analyses()
+
+
+@pytest.mark.parametrize("layout", EXACT, ids=lambda layout: layout.__name__)
+def test_layout_exact(layout: Callable, tmp_path: Path, truth: xr.Dataset):
+    archive = write(layout, tmp_path, truth)
+    assert set(archive.variables) | {"land_sea_mask"} == set(NAMES) | {"land_sea_mask"}
+    assert archive.times.dtype == "datetime64[s]"
+    np.testing.assert_array_equal(archive.times, truth.time.values.astype("datetime64[s]"))
+    assert archive.grid.same_as(Grid(truth.latitude.values, truth.longitude.values)) and archive.grid.periodic
+    block = archive.read_block(0, 5, NAMES)
+    assert block.dtype == np.float32
+    np.testing.assert_array_equal(block, values(truth))
+    np.testing.assert_array_equal(archive.read_static("land_sea_mask"), truth.land_sea_mask.values)
+
+
+@pytest.mark.parametrize("layout", [cds_old, packed_zarr], ids=lambda layout: layout.__name__)
+def test_layout_packed(layout: Callable, tmp_path: Path, truth: xr.Dataset):
+    archive = write(layout, tmp_path, truth)
+    wanted, block = values(truth), archive.read_block(0, 5, NAMES)
+    half_step = np.nanmax(wanted, (0, 2, 3)) - np.nanmin(wanted, (0, 2, 3))
+    assert (np.isnan(block) == np.isnan(wanted)).all()
+    for v, span in enumerate(half_step):
+        np.testing.assert_allclose(block[:, v], wanted[:, v], atol=1.6 * span / 65530 / 2 + 3e-5)
+
+
+def test_fsspec_memory(truth: xr.Dataset):
+    truth.to_zarr("memory://test_era5/store.zarr", zarr_format=2, mode="w")
+    archive = open_archive("memory://test_era5/store.zarr")
+    np.testing.assert_array_equal(archive.read_block(0, 5, NAMES), values(truth))
+    with pytest.raises(ValueError, match="cannot read 'memory://test_era5/other.zarr'"):
+        open_archive("memory://test_era5/other.zarr")
+
+
+def test_dimensions_that_are_not_an_analysis(tmp_path: Path, truth: xr.Dataset):
+    """An ensemble is named as the reason, a single member is read."""
+    ds = truth.rename(CDS)[["2m_temperature"]].expand_dims(number=[0])
+    ds.to_netcdf(tmp_path / "one.nc", engine="h5netcdf")
+    one = open_archive(str(tmp_path / "one.nc")).read_block(0, 5, ["2m_temperature"])
+    np.testing.assert_array_equal(one[:, 0], truth["2m_temperature"].values)
+    ds = xr.concat([ds, ds.assign_coords(number=[1])], "number").assign(q=truth.temperature.rename(CDS))
+    ds.to_netcdf(tmp_path / "ten.nc", engine="h5netcdf")
+    with pytest.raises(ValueError, match="no variable '2m_temperature': it has a dimension number of size 2"):
+        open_archive(str(tmp_path / "ten.nc")).read(0, ["2m_temperature"])
+
+
+def test_scalar_level_and_surface_geopotential(tmp_path: Path, truth: xr.Dataset):
+    ds = truth[["temperature"]].sel(level=850).rename(temperature="t")
+    ds.to_netcdf(tmp_path / "t850.nc", engine="h5netcdf")
+    truth[["2m_temperature"]].rename({"2m_temperature": "z"}).to_netcdf(tmp_path / "zs.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path))
+    assert archive.variables == ["temperature:850", "geopotential_at_surface"]
+
+
+def test_regional_longitudes(tmp_path: Path, truth: xr.Dataset):
+    ds = truth.isel(longitude=[0, 1, 2])
+    for i, stored in enumerate(([-10.0, 0, 10], [350.0, 0, 10], [350.0, 360, 370])):
+        ds.assign_coords(longitude=stored).to_netcdf(tmp_path / f"{i}.nc", engine="h5netcdf")
+        archive = open_archive(str(tmp_path / f"{i}.nc"))
+        assert archive.grid.longitude.tolist() == [-10, 0, 10] and not archive.grid.periodic
+        np.testing.assert_array_equal(archive.read(0, ["2m_temperature"])[0], ds["2m_temperature"].values[0])
+
+
+def test_zero_is_not_missing_in_zarr2(tmp_path: Path, truth: xr.Dataset):
+    """Zarr's default fill value 0 stands in many stores; it must not turn the sea of a mask to NaN."""
+    import zarr
+
+    path = weatherbench(tmp_path, truth)
+    mask = zarr.open_group(path, mode="a", zarr_format=2, use_consolidated=False).create_array(
+        "lsm",
+        shape=(6, 8),
+        dtype="f4",
+        fill_value=0.0,
+    )
+    mask.attrs["_ARRAY_DIMENSIONS"] = ["latitude", "longitude"]
+    mask[:] = truth.land_sea_mask.values
+    zarr.consolidate_metadata(path)
+    np.testing.assert_array_equal(open_archive(path).read_static("land_sea_mask"), truth.land_sea_mask.values)
+
+
+def test_tutorial_hdf5(tmp_path: Path):
+    """The NERSC tutorial's yearly files, cut short: rows of ERA5 without its last one."""
+    fields = np.random.default_rng(1).normal(size=(2, 3, 20, 4, 8)).astype("f4")
+    for year, part in zip((2015, 2016), fields, strict=True):
+        with h5py.File(tmp_path / f"{year}.h5", "w") as file:
+            file["fields"] = part
+    archive = open_archive(str(tmp_path))
+    assert (
+        archive.variables[0] == U10
+        and archive.variables[14] == "geopotential:500"
+        and len(archive.variables) == 20
+    )
+    assert archive.grid.latitude.tolist() == [90, 45, 0, -45] and archive.grid.periodic
+    assert archive.times[3] == np.datetime64("2016-01-01") and archive.index("2016-01-01T12") == 5
+    names = ["total_column_water_vapour", U10, "geopotential:500"]
+    np.testing.assert_array_equal(
+        archive.read_block(1, 5, names), fields.reshape(6, 20, 4, 8)[1:5][:, [19, 0, 14]]
+    )
+    os.rename(tmp_path / "2015.h5", tmp_path / "first.h5")
+    with pytest.raises(ValueError, match="first.h5': its name does not end in the year"):
+        open_archive(str(tmp_path / "first.h5"))
+    (tmp_path / "parent" / "train").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no Zarr, NetCDF or HDF5; it has the folders train"):
+        open_archive(str(tmp_path / "parent"))
+
+
+def test_anemoi_zarr(tmp_path: Path, truth: xr.Dataset):
+    import zarr
+
+    group = zarr.open_group(tmp_path / "anemoi.zarr", mode="w", zarr_format=2)
+    group.attrs.update(variables=["t_500", "2t", "lsm"], field_shape=[6, 8])
+    lat, lon = np.meshgrid(truth.latitude.values, truth.longitude.values, indexing="ij")
+    t, t2m = truth.temperature.values[:, 0], truth["2m_temperature"].values
+    mask = np.broadcast_to(truth.land_sea_mask.values, t.shape)
+    data = np.stack([t, t2m, mask], 1).reshape(5, 3, 1, 48)
+    dates = truth.time.values.astype("datetime64[s]")
+    arrays = {"data": data, "latitudes": lat.ravel(), "longitudes": lon.ravel(), "dates": dates}
+    dims = {"data": ["time", "variable", "ensemble", "cell"], "dates": ["time"]}
+    for name, array in arrays.items():
+        group.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = dims.get(name, ["cell"])
+    archive = open_archive(str(tmp_path / "anemoi.zarr"))
+    assert archive.variables == ["temperature:500", "2m_temperature", "land_sea_mask"]
+    np.testing.assert_array_equal(archive.read_block(0, 5, ["2m_temperature"])[:, 0], t2m)
+    np.testing.assert_array_equal(archive.read(3, ["temperature:500"])[0], t[3])
+    np.testing.assert_array_equal(archive.read_static("land_sea_mask"), truth.land_sea_mask.values)
+
+
+def test_errors_name_path_and_reason(tmp_path: Path, truth: xr.Dataset):
+    """One line each; what follows the path is the reason."""
+    (tmp_path / "empty.nc").write_bytes(b"")
+    (tmp_path / "rubbish.nc").write_bytes(bytes(range(256)))
+    (tmp_path / "weather.grib").write_bytes(b"GRIB" + bytes(100))
+    (tmp_path / "cut.nc").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(10))
+    (tmp_path / "cut3.nc").write_bytes(b"CDF\x01\x00\x00")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "hollow.zarr").mkdir()
+    (tmp_path / "hollow.zarr" / ".zgroup").write_text("{")
+    truth[["land_sea_mask"]].to_netcdf(tmp_path / "static.nc", engine="h5netcdf")
+    truth[["2m_temperature"]].isel(latitude=0, drop=True).to_netcdf(tmp_path / "line.nc", engine="h5netcdf")
+    truth.assign_coords(time=range(5)).to_netcdf(tmp_path / "undated.nc", engine="h5netcdf")
+    for name, reason in {
+        "empty.nc": "it is empty",
+        "rubbish.nc": "neither Zarr, NetCDF nor HDF5",
+        "weather.grib": "it is GRIB",
+        "cut.nc": "OSError",
+        "cut3.nc": "Error",
+        "folder": "the folder holds no Zarr, NetCDF or HDF5",
+        "hollow.zarr": "Error",
+        "static.nc": "nothing in it has a time axis with dates, only land_sea_mask",
+        "line.nc": "no one-dimensional latitude",
+        "undated.nc": "its time has units None",
+        "emty.nc": "no such file or folder; nearest: .*empty.nc",
+        "*.zip": "no such file or folder",
+    }.items():
+        with pytest.raises(ValueError, match=f"cannot read '.*{name.replace('*', '.')}.*{reason}") as caught:
+            open_archive(str(tmp_path / name))
+        assert "\n" not in str(caught.value), name
+    with pytest.raises(ValueError, match="grids differ: .*a.nc .* and .*b.nc"):
+        (tmp_path / "two").mkdir()
+        truth.to_netcdf(tmp_path / "two" / "a.nc", engine="h5netcdf")
+        truth.isel(latitude=slice(3)).to_netcdf(tmp_path / "two" / "b.nc", engine="h5netcdf")
+        open_archive(str(tmp_path / "two"))
+
+
+def test_missing_protocol_is_named(monkeypatch: pytest.MonkeyPatch):
+    def absent(protocol: str):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", absent)
+    with pytest.raises(ValueError, match="cannot read 'gs://bucket/era5.zarr': .*install gcsfs"):
+        open_archive("gs://bucket/era5.zarr")
+
+
+def test_decode_times():
+    hours = np.array([0, 6], "i4")
+    for units in (
+        "hours since 1900-01-01 00:00:00.0",
+        "hours since 1900-1-1",
+        "hours since 1900-01-01T00:00:00Z",
+    ):
+        assert decode_times(hours, {"units": units}).tolist() == [
+            np.datetime64("1900-01-01T00:00:00").item(),
+            np.datetime64("1900-01-01T06:00:00").item(),
+        ]
+    assert decode_times(np.array([0.25]), {"units": "days since 2000-02-29"})[0] == np.datetime64(
+        "2000-02-29T06"
+    )
+    assert decode_times(np.array([9 * 10**9]), {"units": "seconds since 1970-01-01"})[0].item().year == 2255
+    for attrs in (
+        {"units": "months since 2000-01-01"},
+        {"units": "hours since 2000-01-01", "calendar": "noleap"},
+    ):
+        with pytest.raises(ValueError, match="its time has"):
+            decode_times(hours, attrs)
+
+
+def test_file_without_named_axes_says_so():
+    with pytest.raises(ValueError, match="cannot read 'x': it has no one-dimensional latitude, only nothing"):
+        stored_fields(StoredFile("x", "zarr"))

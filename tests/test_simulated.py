@@ -1,0 +1,234 @@
+"""The transform against closed forms, the dynamics against exact solutions, the record as users see it."""
+
+import logging
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from datasets import simulated
+from datasets.simulated import (
+    DEFAULTS,
+    GRAVITY,
+    LATITUDE,
+    RADIUS,
+    ROTATION,
+    TRUNCATION,
+    SphericalHarmonics,
+    TwoLayerModel,
+    ensure_simulated,
+    initial_state,
+    simulate,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> TwoLayerModel:
+    return TwoLayerModel(DEFAULTS, torch.float64, forced=False)
+
+
+@pytest.fixture(scope="module")
+def record() -> xr.Dataset:
+    """Two years of six days after a spin-up long enough for eddies."""
+    return simulate(2, 6, seed=3, parameters=replace(DEFAULTS, spin_up_days=20))
+
+
+def random_spectrum(*shape: int) -> torch.Tensor:
+    """A spectrum (C, N, *shape) with zeros wherever there is no harmonic."""
+    n, m = torch.arange(TRUNCATION + 1), torch.arange(2 * TRUNCATION + 2)[:, None]
+    exists = (n >= m % (TRUNCATION + 1)) & (m != TRUNCATION + 1)  # there is no sine of wavenumber 0
+    spectrum = torch.randn(
+        *exists.shape, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    return spectrum * exists.view(*exists.shape, *[1] * len(shape))
+
+
+def solid_body(model: TwoLayerModel, upper: float, lower: float) -> torch.Tensor:
+    """The exact steady state (C, N, 7, 1) u = U cos(latitude) in each layer, depths in gradient balance."""
+    mu = model.mu
+    bowl = [-(RADIUS * ROTATION * speed + speed**2 / 2) * mu**2 for speed in (upper, lower)]  # phi, m2 s-2
+    depth_upper = DEFAULTS.depth_upper + (bowl[0] - bowl[1]) / (GRAVITY * (1 - DEFAULTS.density_ratio))
+    depth_lower = DEFAULTS.depth_upper + DEFAULTS.depth_lower + bowl[0] / GRAVITY - depth_upper
+    fields = [
+        2 * upper / RADIUS * mu,
+        2 * lower / RADIUS * mu,
+        0 * mu,
+        0 * mu,
+        depth_upper,
+        depth_lower,
+        0 * mu,
+    ]
+    return torch.cat([model.project(np.tile(field, (64, 1))) for field in fields], dim=2)
+
+
+def test_round_trip(model: TwoLayerModel) -> None:
+    spectrum = random_spectrum(3, 2)
+    grid = model.transform.synthesize(spectrum)
+    torch.testing.assert_close(model.transform.analyze(grid * model.cos2)[0], spectrum, atol=1e-10, rtol=0)
+
+
+def test_synthesis_at_other_latitudes_and_derivatives_in_closed_form(model: TwoLayerModel) -> None:
+    """f = sin(lat) cos2(lat) sin(2 lon), harmonic (3, 2): known slopes, and the Laplacian is -12 f / a2."""
+    lat, lon = np.radians(LATITUDE)[None], np.radians(simulated.LONGITUDE)[:, None]
+    spectrum = model.project(np.sin(2 * lon) * model.mu * (1 - model.mu**2))
+    output = SphericalHarmonics(np.sin(lat[0]), None, torch.float64)
+    zero, laplacian = torch.zeros_like(spectrum), model.transform.laplacian[:, None, None]
+    got = [
+        output.synthesize(spectrum),
+        output.synthesize(model.transform.d_longitude(spectrum)),
+        output.synthesize(zero, spectrum),
+        output.synthesize(spectrum * laplacian) * RADIUS**2,
+    ]
+    value = np.sin(lat) * np.cos(lat) ** 2
+    slope = np.cos(lat) ** 2 * (np.cos(lat) ** 2 - 2 * np.sin(lat) ** 2)
+    waves = np.sin(2 * lon)
+    expected = [value * waves, 2 * value * np.cos(2 * lon), slope * waves, -12 * value * waves]
+    for tensor, array in zip(got, expected, strict=True):
+        np.testing.assert_allclose(tensor[:, :, 0, 0].numpy(), array, atol=1e-10)
+
+
+def test_wind_of_known_vorticity(model: TwoLayerModel) -> None:
+    _, u, v = model.transform.winds(
+        *(solid_body(model, 40.0, 10.0)[:, :, part] for part in ([6], [0, 1], [2, 3]))
+    )
+    expected = torch.tensor([40.0, 10.0]) * torch.from_numpy(1 - model.mu**2)[:, None]  # u cos(latitude)
+    torch.testing.assert_close(u[0, :, :, 0], expected, atol=1e-9, rtol=0)
+    assert v.abs().max() < 1e-9
+
+
+def test_balanced_flow_stays_for_a_day(model: TwoLayerModel) -> None:
+    start = solid_body(model, 40.0, 10.0)
+    *_, end = model.run(start, num_steps=32)
+    drift = model.transform.synthesize(end - start).abs().amax(dim=(0, 1, 3))
+    assert drift[:4].max() < 1e-14  # s-1, of 1e-5
+    assert drift[4:6].max() < 1e-6  # m, of 8000
+
+
+def test_mass_is_conserved_without_forcing_and_total_mass_with_it(model: TwoLayerModel) -> None:
+    """And with forcing radiation only moves it from one layer to the other."""
+    state = initial_state(TwoLayerModel(DEFAULTS, torch.float64), 1, seed=0)
+    *_, end = model.run(state, num_steps=32)
+    torch.testing.assert_close(end[0, 0, 4:6], state[0, 0, 4:6], rtol=1e-14, atol=0)
+    *_, end = TwoLayerModel(DEFAULTS, torch.float64).run(state, num_steps=32)
+    torch.testing.assert_close(end[0, 0, 4:6].sum(0), state[0, 0, 4:6].sum(0), rtol=1e-14, atol=0)
+
+
+def test_energy_is_conserved_as_steps_become_short() -> None:
+    """Two days of a disturbed jet lose 8e-6 of their energy (4e-4 with the default step and filter)."""
+    model = TwoLayerModel(replace(DEFAULTS, step=300.0, filter_strength=0.005), torch.float64, forced=False)
+    state = initial_state(model, 1, seed=0)
+    *_, end = model.run(state, num_steps=2 * 86400 // 300)
+    assert energy(model, end) == pytest.approx(energy(model, state), rel=1.5e-5)
+
+
+def energy(model: TwoLayerModel, state: torch.Tensor) -> float:
+    """J m-2 over the lower layer's density: kinetic, and potential of both layers above the ground."""
+    depth, u, v = model.transform.winds(state[:, :, 4:6], state[:, :, :2], state[:, :, 2:4])
+    ratio, (h1, h2) = DEFAULTS.density_ratio, depth.unbind(dim=2)
+    speed = ((u**2 + v**2) / model.cos2).unbind(dim=2)
+    kinetic = (ratio * h1 * speed[0] + h2 * speed[1]) / 2
+    potential = GRAVITY * (ratio * h1 * (h2 + h1 / 2) + h2**2 / 2)
+    total = (kinetic + potential).unsqueeze(2) * model.cos2
+    return (model.transform.analyze(total)[0][0, 0] / math.sqrt(2)).item()
+
+
+def test_linear_gravity_waves_have_the_right_speed(model: TwoLayerModel) -> None:
+    """The operator's eigenvalues are +- i sqrt(n (n + 1)) c / a with c2 those of H_i G_ij."""
+    depths = torch.diag(torch.tensor([DEFAULTS.depth_upper, DEFAULTS.depth_lower], dtype=torch.float64))
+    speeds = torch.linalg.eigvals(depths @ model.gravity).real.sqrt().sort().values
+    frequencies = torch.linalg.eigvals(model.linear[5]).imag.abs().sort().values[::2]
+    torch.testing.assert_close(frequencies, math.sqrt(30) * speeds / RADIUS)
+
+
+def test_schema(record: xr.Dataset) -> None:
+    assert record.sizes == {"time": 48, "level": 2, "latitude": 32, "longitude": 64}
+    for name in ("geopotential", "u_component_of_wind", "v_component_of_wind"):
+        assert record[name].dims == ("time", "level", "latitude", "longitude")
+    assert record.total_column_water_vapour.dims == ("time", "latitude", "longitude")
+    assert record.geopotential_at_surface.dims == record.land_sea_mask.dims == ("latitude", "longitude")
+    for variable in record.data_vars.values():
+        assert variable.dtype == np.float32 and np.isfinite(variable).all() and variable.attrs["units"]
+    np.testing.assert_array_equal(record.latitude, np.arange(-87.1875, 90, 5.625))
+    np.testing.assert_array_equal(record.longitude, np.arange(0, 360, 5.625))
+
+
+def test_calendar(record: xr.Dataset) -> None:
+    assert str(record.time.values[0])[:13] == "2001-01-01T00"
+    assert str(record.time.values[24])[:13] == "2002-01-01T00"  # the next year, after a gap
+    assert set(np.diff(record.time[:24])) == {np.timedelta64(6, "h")}
+
+
+def test_fields_are_weather(record: xr.Dataset) -> None:
+    jet = record.u_component_of_wind.sel(level=300).mean(["time", "longitude"])
+    core = float(jet.idxmax("latitude"))
+    assert 20 < jet.max() < 60 and abs(core) > 25
+    assert abs(record.u_component_of_wind).max() < 120
+    assert (
+        70_000 < record.geopotential.sel(level=300).min()
+        and record.geopotential.sel(level=300).max() < 105_000
+    )
+    assert record.total_column_water_vapour.min() >= 0 and record.total_column_water_vapour.max() < 80
+    land = record.land_sea_mask > 0.5
+    assert 0.03 < land.mean() < 0.4 and record.geopotential_at_surface.where(land).min() > 1000
+
+
+def test_persistence_worsens_with_lead_time(record: xr.Dataset) -> None:
+    area = np.cos(np.radians(record.latitude))
+    for name in ("geopotential", "u_component_of_wind", "v_component_of_wind", "total_column_water_vapour"):
+        season = record[name].isel(time=slice(0, 24))
+        errors = [season - season.shift(time=steps) for steps in (1, 4)]
+        six, day = (
+            np.sqrt((error**2).weighted(area).mean(["time", "latitude", "longitude"])) for error in errors
+        )
+        assert (six > 0).all() and (day > 1.5 * six).all(), name
+
+
+def test_the_record_has_no_noise_at_the_grid_scale(record: xr.Dataset) -> None:
+    power = np.abs(np.fft.rfft(record.v_component_of_wind, axis=-1)).mean((0, 2)) ** 2
+    assert (power[:, 16:22] < 0.01 * power.max(axis=1, keepdims=True)).all()
+    assert (power[:, 22:] < 1e-8 * power.max(axis=1, keepdims=True)).all()
+
+
+def test_a_seed_is_a_record() -> None:
+    short = replace(DEFAULTS, spin_up_days=0)
+    first, again, other = (simulate(1, 1, seed, short) for seed in (0, 0, 1))
+    assert first.identical(again)
+    assert not first.geopotential.equals(other.geopotential)
+
+
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_days = 0"):
+        simulate(1, 0, seed=0)
+    precious = tmp_path / "era5.zarr"
+    precious.mkdir()
+    with pytest.raises(ValueError, match="not simulated data"):
+        ensure_simulated(precious)
+    assert precious.exists()
+
+
+def test_ensure_simulated_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(simulated, "NUM_YEARS", 1)
+    monkeypatch.setattr(simulated, "NUM_DAYS", 2)
+    monkeypatch.setattr(simulated, "DEFAULTS", replace(DEFAULTS, spin_up_days=0))
+    path = tmp_path / "new" / "simulated.zarr"
+    with caplog.at_level(logging.INFO, logger="datasets.simulated"):
+        callers = [threading.Thread(target=ensure_simulated, args=(path,)) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert len(caplog.records) == 1
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [".simulated.zarr.lock", "simulated.zarr"]
+    assert (path / ".zmetadata").is_file()
+    stored = xr.open_zarr(path, consolidated=True).load()
+    assert stored.geopotential.encoding["chunks"] == (8, 2, 32, 64)
+
+    ensure_simulated(path, seed=1)  # other parameters: replaced
+    changed = xr.open_zarr(path).geopotential.values
+    assert simulated.stored_fingerprint(path) != stored.attrs[simulated.FINGERPRINT]
+    assert not np.array_equal(changed, stored.geopotential.values)

@@ -1,0 +1,80 @@
+"""Names of variables: splitting, labels, expansion over levels, suggestions."""
+
+import pytest
+
+from datasets.variables import (
+    ATMOSPHERIC,
+    SHORT_NAMES,
+    UNITS,
+    expand_levels,
+    join_name,
+    nearest_name,
+    short_label,
+    split_name,
+    units,
+)
+
+
+def test_split_and_join():
+    wanted = {"geopotential:500": ("geopotential", 500), "2m_temperature": ("2m_temperature", None)}
+    for text, parts in wanted.items():
+        assert split_name(text) == parts and join_name(*parts) == text
+
+
+@pytest.mark.parametrize("text", ["", ":500", "z:", "z:high", "z:5:5", "z:-5", "z:0", "z:500.5", " t "])
+def test_malformed_names(text: str):
+    with pytest.raises(ValueError, match=f"variable {text!r} is not a name or name:level in hPa"):
+        split_name(text)
+
+
+def test_units():
+    assert units("geopotential:500") == "m2 s-2" and units("2m_temperature") == "K" and units("snowman") == ""
+    assert set(SHORT_NAMES.values()) == set(UNITS)
+
+
+def test_labels():
+    wanted = {
+        "geopotential:500": "z500",
+        "2m_temperature": "t2m",
+        "10m_u_component_of_wind": "u10",
+        "u_component_of_wind:10": "u10hPa",
+        "u_component_of_wind:1000": "u1000",
+        "mean_sea_level_pressure": "msl",
+        "sea_ice_cover": "siconc",
+        "snowman:500": "snowman:500",
+    }
+    assert {name: short_label(name) for name in wanted} == wanted
+
+
+def test_labels_are_unique():
+    names = [join_name(name, level) for name in sorted(ATMOSPHERIC) for level in (2, 10, 24, 100, 500)]
+    names += [name for name in UNITS if name not in ATMOSPHERIC]
+    assert len({short_label(name) for name in names}) == len(names)
+
+
+def test_expand_levels():
+    names = ["2m_temperature", "geopotential", "temperature:1000"]
+    expanded = ["2m_temperature", "geopotential:500", "geopotential:850", "temperature:1000"]
+    assert expand_levels(names, [500, 850]) == expanded
+    assert expand_levels(names, []) == names and expand_levels([], [500]) == []
+    with pytest.raises(ValueError, match="variable 'geopotential:500' is listed twice"):
+        expand_levels(["geopotential:500", "geopotential"], [500])
+    with pytest.raises(ValueError, match="variable 'geopotential:500' is listed twice"):
+        expand_levels(["geopotential"], [500, 850, 500])
+    with pytest.raises(ValueError, match="'z:low' is not a name"):
+        expand_levels(["z:low"], [500])
+
+
+def test_nearest_name():
+    known = ["geopotential:500", "geopotential:850", "2m_temperature"]
+    wanted = {
+        "geopotential:700": "geopotential:850",
+        "geopotential": "geopotential:500",
+        "geopotental:500": "geopotential:500",
+        "z850": "geopotential:850",
+        "t2m": "2m_temperature",
+        "temperature_2m": "2m_temperature",
+    }
+    for name, nearest in wanted.items():
+        assert nearest_name(name, known) == f"; nearest: {nearest!r}"
+    assert nearest_name("xyz", known) == "" == nearest_name("t2m", [])

@@ -1,0 +1,272 @@
+"""Trains a weather transformer: data, ranks, statistics, model, loss and optimiser, validation, resume, loop.
+
+    ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
+
+Reads from top to bottom; what a chapter uses was made in one before it.
+"""
+
+import gc
+import logging
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import Config, one_line_errors, start, to_toml
+from datasets.conditions import Conditions
+from datasets.grid import area_weights
+from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
+from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
+from datasets.selection import evenly_spaced, open_selection
+from models.attention import check_backend
+from models.build import build_model
+from models.vit import fill_with_nan, init_weights
+from parallelisms.data_parallel import apply_ddp, exchange_gradients
+from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
+from training.checkpoint import Checkpointer, check_steps, resume, run_state
+from training.determinism import set_determinism
+from training.divergence import FiniteWatch, TrainingDiverged
+from training.losses import change_weights, mse_loss, relative_l2_loss, variable_weights
+from training.lr_schedules import lr_factor, peak_lr
+from training.metrics import Metrics, peak_tflops
+from training.optimizers import build_optimizer, set_lr
+from training.profiler import Profiler, span
+from verification.baselines import fit_baselines
+from verification.plots import plot_loss, plot_maps, plot_rmse
+from verification.rollout import model_forecast
+from verification.validation import Scores, Validation
+
+logger = logging.getLogger("rossby")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BASELINE_SAMPLES = 400  # training samples that damped persistence is fitted on, evenly spaced
+
+
+def train(config: Config) -> None:
+    """One run, from the data to the last validation, on every rank."""
+    data, training, folder = config.data, config.training, config.dump_folder
+    dtype = DTYPES[training.mixed_precision_param]
+
+    # -- data: before any rank waits for another, so that bad input is one line --------------------
+    with one_line_errors():
+        selection = open_selection(data, config.model.patch_size)
+        loss_weights = variable_weights(training.variable_weights, len(selection.variables))
+        if config.checkpoint.enable:
+            check_steps(folder / "checkpoints", training.steps)
+    grid, variables = selection.archive.grid, selection.variables
+    area = area_weights(grid.latitude)  # (H,)
+
+    # -- ranks -------------------------------------------------------------------------------------
+    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mesh = build_mesh(device)
+    set_determinism(training.seed, rank, training.deterministic, training.tf32)
+    with one_line_errors():
+        check_backend(config.model.attention_backend, device.type, dtype)
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+
+    # -- statistics of the training period, and the samples of both periods ------------------------
+    leads = sorted(hours // data.step_hours for hours in config.validation.lead_hours)
+    dates = np.union1d(selection.train, selection.validation)
+    archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
+    counted = evenly_spaced(selection.train, data.statistics_dates)
+    cache = folder / "statistics.npz"
+    with one_line_errors():
+        statistics = from_first_rank(
+            lambda: load_or_compute(cache, archive, variables, counted, selection.step, area)
+        )
+    empty = {
+        "train": statistics.empty_dates,
+        "validation": from_first_rank(lambda: known_empty_dates(archive, variables, selection.validation)),
+    }
+
+    def samples(period: str, offsets: list[int], limit: int = 0) -> FieldDataset:
+        with one_line_errors():
+            chosen = selection.samples(period, offsets, empty[period])
+        return FieldDataset(archive, variables, evenly_spaced(chosen, limit))
+
+    train_set = samples("train", [0, 1])
+
+    # -- model: on the meta device, filled with NaN, then every weight from (seed, name) -----------
+    conditions = Conditions(list(selection.static.values()), data.forcings, grid).to(device)
+    normalizer = Normalizer(statistics, config.model.predict).to(device)
+    plain_model = build_model(
+        config.model, len(variables), conditions.num_channels, grid.shape, grid.periodic
+    ).to_empty(device=device)
+    fill_with_nan(plain_model)
+    init_weights(plain_model, training.seed)
+    model = apply_ddp(plain_model, mesh)
+
+    # -- loss and optimiser ------------------------------------------------------------------------
+    area_weight = torch.tensor(area, dtype=torch.float32, device=device)  # (H,)
+    loss_weights = loss_weights.to(device)  # (V,)
+    if training.weight_by_change:
+        loss_weights = loss_weights * change_weights(normalizer.change_scale.flatten())
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    def loss_function(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        if training.loss == "relative_l2":
+            return relative_l2_loss(prediction, target, mask)
+        return mse_loss(prediction, target, mask, area_weight, loss_weights)
+
+    optim, schedule = config.optimizer, config.lr_scheduler
+    betas = (optim.beta1, optim.beta2)
+    optimizer = build_optimizer(plain_model, betas, optim.eps, optim.weight_decay, optim.implementation)
+    uses_scaler = dtype == torch.float16
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, growth_interval=2000, enabled=uses_scaler)
+    smallest_batch = training.local_batch_size * num_ranks
+    global_batch = max(training.global_batch_size, smallest_batch)
+    accumulation = global_batch // smallest_batch
+    peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
+
+    # -- validation: every date of the period, beside what costs nothing ---------------------------
+    forecast = model_forecast(plain_model, normalizer, conditions, data.step_hours * 3600, autocast)
+    validation, baselines = None, {}
+    if config.validation.enable and len(selection.validation):
+        batch_size, workers = config.validation.local_batch_size, data.num_workers
+        validation_set = samples("validation", [0, *leads])
+        validation = Validation(validation_set, leads, data.step_hours, area_weight, batch_size, workers)
+        mean_field = torch.from_numpy(statistics.mean_field).to(device)  # (V, H, W)
+        fitted = samples("train", [0, *leads], limit=BASELINE_SAMPLES)
+        baselines = fit_baselines(fitted, mean_field, area_weight, leads, batch_size)
+
+    def physical_loss(predicted: Tensor, truth: Tensor) -> Tensor:
+        target, mask = normalizer.normalize(truth)
+        return loss_function(normalizer.normalize(predicted)[0], target, mask)
+
+    def validate(step: int) -> Scores | None:
+        if validation is None:
+            return None
+        plain_model.eval()
+        scores = validation.run(forecast, baselines, physical_loss)
+        plain_model.train()
+        metrics.write(scores.record(step))
+        return scores
+
+    # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
+    step, checkpointer = 0, None
+    if config.checkpoint.enable:
+        background, keep = config.checkpoint.async_mode == "async", config.checkpoint.keep_latest_k
+        checkpointer = Checkpointer(folder / "checkpoints", background, keep, to_toml(config))
+        with one_line_errors():
+            step = resume(checkpointer, plain_model, optimizer, scaler, device)
+    sampler = TrainSampler(
+        len(train_set), training.seed, training.local_batch_size, accumulation, rank, num_ranks
+    )
+    loader = TrainLoader(
+        train_set, sampler, data.num_workers, data.prefetch_factor, pin=device.type == "cuda"
+    )
+    metrics = Metrics(
+        folder,
+        resume_step=step,
+        steps=training.steps,
+        tensorboard=config.metrics.enable_tensorboard,
+        flops_per_sample=3 * plain_model.flops(),
+        peak=config.metrics.peak_tflops or peak_tflops(device),
+    )
+    profiler = Profiler(folder / "traces", config.profiling, rank, step)
+    watch = FiniteWatch(step, device)
+    logger.info(
+        f"{sum(p.numel() for p in plain_model.parameters()) / 1e6:.1f} M parameters, "
+        f"{plain_model.num_tokens} tokens, {len(variables)} variables, {plain_model.in_channels} input channels, "
+        f"global batch {global_batch} = {training.local_batch_size} x {num_ranks} ranks x {accumulation}; "
+        f"from step {step} to {training.steps} on {device}"
+    )
+
+    # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
+    gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
+    batches = loader.iterate(step)
+    model.train()
+    metrics.start_interval()
+    with profiler:
+        while step < training.steps:
+            step += 1
+            last = step == training.steps
+            step_loss, data_seconds = torch.zeros((), device=device), 0.0
+            for micro_batch in range(accumulation):
+                with span("data"):
+                    started = time.perf_counter()
+                    fields, times = next(batches)  # (B, 2, V, H, W), (B,)
+                    data_seconds += time.perf_counter() - started
+                    fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
+                with span("forward"):
+                    values, mask = normalizer.normalize(fields)
+                    with autocast:
+                        output = model(conditions.append(values[:, 0], times))  # (B, V, H, W)
+                    prediction = normalizer.advance(values[:, 0], output)
+                    loss = loss_function(prediction, values[:, 1], mask[:, 1]) / accumulation
+                with span("backward"), exchange_gradients(model, micro_batch == accumulation - 1):
+                    scaler.scale(loss).backward()
+                step_loss += loss.detach()
+            with span("optimizer"):
+                factor = lr_factor(
+                    step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
+                )
+                set_lr(optimizer, peak * factor)
+                scaler.unscale_(optimizer)
+                limit = training.max_norm or float("inf")
+                grad_norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), limit)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+            # fp16: a gradient that overflows is what the scaler is there for; a loss that does is not.
+            watch.see(*((step_loss,) if uses_scaler else (step_loss, grad_norm)))
+            metrics.count(global_batch, data_seconds)
+
+            # -- on a schedule ---------------------------------------------------------------------
+            if last or step % config.metrics.log_freq == 0:
+                watch.check(step, folder / "checkpoints")
+                dist.all_reduce(step_loss)
+                metrics.log_step(step, step_loss / num_ranks, grad_norm, peak * factor, device)
+            if step % training.gc_freq == 0:
+                gc.collect(1)
+            if checkpointer and (last or step % config.checkpoint.interval == 0):
+                with span("checkpoint"):
+                    watch.check(step, folder / "checkpoints")  # NaN must not become the newest checkpoint
+                    checkpointer.save(step, run_state(plain_model, optimizer, scaler, step, device))
+                metrics.start_interval()
+            if config.validation.interval and step % config.validation.interval == 0 and not last:
+                if scores := validate(step):
+                    logger.info(f"step {step}, {scores.table()}")
+                metrics.start_interval()
+            profiler.step()
+    gc.enable()
+    if checkpointer:
+        checkpointer.wait()
+
+    # -- at the end: scores and plots --------------------------------------------------------------
+    scores = validate(step)
+    metrics.close()
+    if rank == 0:
+        if validation and scores and config.validation.plots:
+            plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
+            plot_rmse(scores, folder / "plots/rmse.png")
+            land = selection.static.get("land_sea_mask")
+            plot_maps(
+                *validation.last_date(forecast), scores.lead_hours[0], grid, land, folder / "plots/maps.png"
+            )
+        print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    config = start(sys.argv[1:])
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
+    try:
+        train(config)
+    except TrainingDiverged as error:
+        if is_first:
+            print(f"rossby: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

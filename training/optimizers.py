@@ -1,0 +1,33 @@
+"""The optimiser, and which parameters decay."""
+
+import torch
+from torch import nn
+
+
+def build_optimizer(
+    model: nn.Module, betas: tuple[float, float], eps: float, weight_decay: float, implementation: str
+) -> torch.optim.AdamW:
+    """AdamW over two groups. Its learning rate is set at every step, from training/lr_schedules.py."""
+    return torch.optim.AdamW(
+        parameter_groups(model, weight_decay),
+        lr=0.0,
+        betas=betas,
+        eps=eps,
+        fused=implementation == "fused",
+        foreach=implementation == "foreach",
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices decay; norms, biases and positions do not: shrinking them would move what they stand for."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    still = {name for name, p in named if p.ndim < 2 or "position." in name}
+    return [
+        {"params": [p for name, p in named if name not in still], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if name in still], "weight_decay": 0.0},
+    ]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

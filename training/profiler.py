@@ -1,0 +1,60 @@
+"""Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from config import Profiling
+
+WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
+span = record_function
+
+
+class Profiler:
+    """Records `profile_steps` steps out of every `profile_freq`; does nothing while disabled."""
+
+    def __init__(self, folder: Path, settings: Profiling, rank: int, step: int) -> None:
+        self.folder, self.rank, self.step_number = folder, rank, step
+        self.memory = settings.enable_memory_snapshot and torch.cuda.is_available()
+        self.profile: AbstractContextManager = nullcontext()
+        if settings.enable_profiling:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.profile = self._build(settings.profile_freq, settings.profile_steps)
+            if self.memory:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def _build(self, freq: int, num_steps: int) -> profile:
+        num_steps = min(num_steps, max(freq - WARMUP_STEPS, 1))
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        return profile(
+            activities=activities,
+            schedule=schedule(
+                wait=max(freq - num_steps - WARMUP_STEPS, 0), warmup=WARMUP_STEPS, active=num_steps
+            ),
+            on_trace_ready=self.write,
+            record_shapes=True,
+        )
+
+    def __enter__(self) -> "Profiler":
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.profile.__exit__(*error)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        """Tell the profiler that a step has ended."""
+        self.step_number += 1
+        if isinstance(self.profile, profile):
+            self.profile.step()
+
+    def write(self, finished: profile) -> None:
+        """Called by torch at the end of each recording."""
+        name = f"step-{self.step_number:08d}-rank{self.rank}"
+        finished.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
+        if self.memory:
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))

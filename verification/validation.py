@@ -1,0 +1,124 @@
+"""Scoring forecasts over every date of a period, exactly once, on any number of ranks.
+
+Shapes: B dates, L leads, V variables, H latitudes, W longitudes, n dates in all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from datasets.loader import EvaluationSampler, FieldDataset, build_loader
+from datasets.variables import units
+from verification.rollout import Forecast
+from verification.scores import mean_squared_error, rmse
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Scores:
+    """RMSE of each forecast, (L, V) in physical units, and the loss of the one that is trained."""
+
+    variables: Sequence[str]
+    lead_hours: Sequence[int]
+    num_dates: int
+    rmse: dict[str, Tensor]
+    loss: float
+
+    def record(self, step: int) -> dict[str, float]:
+        """The validation object of metrics.jsonl: the first lead under plain names, others with @<hours>h."""
+        record: dict[str, float] = {"step": step, "val/loss": self.loss}
+        for name, table in self.rmse.items():
+            key = "val/rmse" if name == "model" else f"val/rmse_{name.replace(' ', '_')}"
+            for hours, row in zip(self.lead_hours, table.tolist(), strict=True):
+                suffix = "" if hours == self.lead_hours[0] else f"@{hours}h"
+                record |= {f"{key}/{v}{suffix}": value for v, value in zip(self.variables, row, strict=True)}
+        return record
+
+    def table(self) -> str:
+        """RMSE a variable and lead, the best of each row marked with a star."""
+        names = list(self.rmse)
+        width = max(len(v) for v in self.variables) + 2
+        head = f"{'RMSE':<{width}}{'lead':>6}" + "".join(f"{name:>20}" for name in names) + "   units"
+        lines = [f"validation over {self.num_dates} initial dates", head, "-" * len(head)]
+        for v, variable in enumerate(self.variables):
+            for lead, hours in enumerate(self.lead_hours):
+                values = [float(self.rmse[name][lead, v]) for name in names]
+                cells = [f"{x:>19.4g}{'*' if x == min(values) else ' '}" for x in values]
+                lines.append(f"{variable:<{width}}{hours:>4} h" + "".join(cells) + f"   {units(variable)}")
+        return "\n".join(lines)
+
+
+class Validation:
+    """The samples of a period (a date and the truth at every lead), and the baselines' errors once known."""
+
+    def __init__(
+        self,
+        dataset: FieldDataset,
+        lead_steps: Sequence[int],
+        step_hours: int,
+        area: Tensor,
+        batch_size: int,
+        num_workers: int = 0,
+    ) -> None:
+        self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
+        self.dataset, self.variables, self.num_dates = dataset, dataset.variables, len(dataset)
+        self.sampler = EvaluationSampler(self.num_dates, batch_size, dist.get_rank(), dist.get_world_size())
+        self.loader = build_loader(dataset, self.sampler, num_workers, pin=area.device.type == "cuda")
+        self.known: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
+        """Scores of the model beside the baselines; these are computed the first time only."""
+        forecasts = {"model": model, **({} if self.known else baselines)}
+        shape = (self.num_dates, len(self.lead_steps), len(self.variables))
+        errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in forecasts}
+        losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
+        for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
+            mine = [
+                row for row, index in enumerate(indices) if index >= 0
+            ]  # -1: a date that is another rank's
+            places = torch.tensor([indices[row] for row in mine], device=self.device)
+            state, times = fields[:, 0].to(self.device), times.to(self.device)
+            # Cells missing at the start count for nobody: persistence would have nothing to say there.
+            truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:].to(self.device), torch.nan)
+            for name, forecast in forecasts.items():
+                predicted = forecast(state, times, self.lead_steps)  # (B, L, V, H, W)
+                squares = mean_squared_error(predicted, truth, self.area)  # (B, L, V)
+                errors[name][places] = squares[mine]
+                if name == "model":
+                    for row in mine:
+                        losses[indices[row]] = loss(predicted[row, :1], truth[row, :1])
+            present[places] = torch.isfinite(truth).any(-1).any(-1)[mine].double()
+        return self._scores(errors, losses, present)
+
+    @torch.no_grad()
+    def last_date(self, forecast: Forecast) -> tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """The last initial date, and variable -> (truth, forecast) (H, W) at the first lead."""
+        fields, times = self.dataset.__getitems__([-1])
+        predicted = forecast(fields[:, 0].to(self.device), times.to(self.device), self.lead_steps)[0, 0].cpu()
+        pairs = zip(fields[0, 1].numpy(), predicted.numpy(), strict=True)
+        return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
+
+    def _scores(self, errors: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:
+        """Each date was filled by one rank, so that the sum over ranks adds zeros: the same bits on any
+        number.
+        """
+        for name, table in errors.items():
+            errors[name] = torch.where(present > 0, table, 0.0)
+        for table in (*errors.values(), losses, present):
+            dist.all_reduce(table)
+        tables = {name: rmse(table, present) for name, table in errors.items()}
+        self.known |= {name: table for name, table in tables.items() if name != "model"}
+        lead_hours = [steps * self.step_hours for steps in self.lead_steps]
+        return Scores(
+            self.variables,
+            lead_hours,
+            self.num_dates,
+            {"model": tables["model"], **self.known},
+            losses.mean().item(),
+        )
