@@ -9,8 +9,11 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
+import sys
 from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -27,18 +30,22 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number, both inclusive unless `above` (then the lower one is not)."""
+    """Bounds of a number, inclusive unless `above` (the lower) or `below` (the upper) excludes them."""
 
     low: float
     high: float = math.inf
     above: bool = False
+    below: bool = False
+    infinite: bool = False  # whether inf is a value; everywhere else numbers are finite
 
     def admits(self, value: float) -> bool:
-        return (value > self.low if self.above else value >= self.low) and value <= self.high
+        reaches = value > self.low if self.above else value >= self.low
+        return reaches and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
         lower = f"{'above' if self.above else 'at least'} {self.low:g}"
-        return lower if self.high == math.inf else f"{lower} and at most {self.high:g}"
+        upper = f"{'below' if self.below else 'at most'} {self.high:g}"
+        return lower if self.high == math.inf else f"{lower} and {upper}"
 
 
 def parse_command_line(argv: list[str], schema: Schema) -> Values:
@@ -47,67 +54,92 @@ def parse_command_line(argv: list[str], schema: Schema) -> Values:
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        if not token.startswith("--") or "." not in token.split("=")[0]:
-            raise ConfigError(f"{token}: not an option; options are --section.key value (see --help)")
-        name, has_value, text = token[2:].partition("=")
-        section, key = name.split(".", 1)
+        name, has_value, text = token.removeprefix("--").partition("=")
+        section, dot, key = name.partition(".")
+        if not token.startswith("--") or not dot:
+            raise ConfigError(f"{token}: not an option; {_nearest_option(token, schema)}")
         spec = _field(schema, section, key, where="the command line")
         if not has_value:
-            is_flag = spec.type is bool and (not tokens or tokens[0].lower() not in ("true", "false"))
-            if not is_flag and (not tokens or tokens[0].startswith("--")):
+            is_bare = not tokens or tokens[0].startswith("--")
+            if is_bare and spec.type is not bool:
                 raise ConfigError(f"--{name}: a value is missing ({type_name(spec.type)} expected)")
-            text = "true" if is_flag else tokens.pop(0)
-        values.setdefault(section, {})[key] = _convert(
-            f"{section}.{key}", _from_text(text, spec.type), spec.type
-        )
+            text = "true" if is_bare else tokens.pop(0)
+        if key in values.setdefault(section, {}):
+            raise ConfigError(f"--{name} = {text!r}: given twice on the command line; keep one")
+        values[section][key] = _convert(name, _from_text(text, spec.type), spec.type)
     return values
 
 
-def read_toml(path: str | Path, schema: Schema, seen: tuple[Path, ...] = ()) -> Values:
+def _nearest_option(token: str, schema: Schema) -> str:
+    """What a word that is no option may have meant: a key without its section, or without its dashes."""
+    name = token.lstrip("-").partition("=")[0]
+    options = {
+        f"{section}.{f.name}": f.name for section in schema for f in dataclasses.fields(schema[section])
+    }
+    same = [option for option, key in options.items() if key == name]
+    close = same or difflib.get_close_matches(name, options, 1, cutoff=0.8)
+    return f"did you mean --{close[0]}?" if close else "options are --section.key value (see --help)"
+
+
+def read_toml(
+    path: str | Path, schema: Schema, named_by: str = "job.config_file", seen: tuple[str, ...] = ()
+) -> Values:
     """Checked values of one TOML file, over those of the file it `extends` (relative to it)."""
+    if not str(path):
+        raise ConfigError(f"{named_by} = '': the name of a TOML file expected")
     path = Path(path)
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}")
-    raw = _parse_toml(path)
+    raw = _parse_toml(path, named_by)
+    real = os.path.realpath(path)
+    if real in seen:
+        chain = " -> ".join(os.path.basename(name) for name in (*seen, real))
+        raise ConfigError(f"{named_by} = {path}: a circle of extends: {chain}; remove one of them")
     base = raw.pop("extends", None)
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: extends = {base!r}: the name of a TOML file expected")
+        raise ConfigError(f"{path}: extends = {_shown(base)}: the name of one TOML file expected")
     values = _check_values(raw, schema, where=str(path))
-    return (
-        values
-        if base is None
-        else merge(read_toml(path.parent / base, schema, (*seen, path.resolve())), values)
-    )
+    if base is None:
+        return values
+    base_path = path.parent / base if base else ""
+    return merge(read_toml(base_path, schema, f"{path}: extends", (*seen, real)), values)
 
 
-def _parse_toml(path: Path) -> dict[str, Any]:
+def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file; a TOML configuration expected") from None
-    except OSError as error:
+        raise ConfigError(f"{named_by} = {path}: not a text file; a TOML configuration expected") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"job.config_file = {path}: {error.strerror or error}{hint}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{named_by} = {path}: {reason}{hint}") from None
     if not text.strip():
-        raise ConfigError(f"{path}: the file is empty; a TOML configuration expected")
+        raise ConfigError(f"{named_by} = {path}: the file is empty; a TOML configuration expected")
     try:
         return tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # all that tomli raises; endless digits, endless brackets
+        raise ConfigError(f"{named_by} = {path}: not TOML: {error}") from None
 
 
 def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
     values: Values = {}
     for section, keys in raw.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{section}: stands outside any section in {where}; write it as [section] key")
+            raise ConfigError(f"{section} = {_shown(keys)}: {_outside_section(section, schema, where)}")
         _section(schema, section, where)
         values[section] = {}
         for key, value in keys.items():
             spec = _field(schema, section, key, where)
             values[section][key] = _convert(f"{section}.{key}", value, spec.type)
     return values
+
+
+def _outside_section(name: str, schema: Schema, where: str) -> str:
+    if name in schema:
+        return f"a section in {where} is a table; write [{name}] and its keys below"
+    homes = [section for section in schema if name in _section(schema, section, where)]
+    hint = f"write it below [{homes[0]}]" if homes else nearest(name, schema)
+    return f"stands outside any section in {where}; {hint}"
 
 
 def merge(base: Values, over: Values) -> Values:
@@ -144,9 +176,10 @@ def _from_text(text: str, kind: Any) -> Any:
     if base is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+        parsed = tomli.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text  # text of several lines could smuggle in more
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
@@ -155,14 +188,14 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
         if value not in get_args(base):
-            raise ConfigError(f"{name} = {value!r}: {nearest(str(value), get_args(base))}")
+            raise ConfigError(f"{name} = {_shown(value)}: {nearest(str(value), get_args(base))}")
         return value
-    if base is float and type(value) is int:
+    if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not base:
-        raise ConfigError(f"{name} = {value!r}: {type_name(kind)} expected, not {_kind_of(value)}")
-    if base is float and math.isnan(value):
-        raise ConfigError(f"{name} = nan: a number expected")
+        raise ConfigError(f"{name} = {_shown(value)}: {type_name(kind)} expected, not {_kind_of(value)}")
+    if base is float and not math.isfinite(value) and not (value == math.inf and bounds and bounds.infinite):
+        raise ConfigError(f"{name} = {value!r}: a finite number expected")
     if bounds and not bounds.admits(value):
         raise ConfigError(f"{name} = {value!r}: must be {bounds}")
     return value
@@ -170,10 +203,16 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 def _convert_list(name: str, value: Any, items: tuple) -> tuple:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f'{name} = {value!r}: a list expected, for example "[1, 2]" or \'["a", "b"]\'')
+        example = "[1, 2]" if _unwrap(items[0])[0] in (int, float) else '["a", "b"]'
+        raise ConfigError(f"{name} = {_shown(value)}: a list expected, for example '{example}'")
     if items[-1] is not Ellipsis and len(value) != len(items):
         raise ConfigError(f"{name} = {list(value)!r}: a list of {len(items)} expected, not of {len(value)}")
     return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: as Python writes it, but dates as TOML does."""
+    return value.isoformat() if isinstance(value, date | time) else repr(value)
 
 
 def _unwrap(kind: Any) -> tuple[Any, Range | None]:
@@ -189,7 +228,9 @@ def _kind_of(value: Any) -> str:
         dict: "a table",
         list: "a list",
     }
-    return names.get(type(value), type(value).__name__)
+    if isinstance(value, date | time):
+        return "a bare date; put it in quotes"
+    return names[type(value)]
 
 
 def type_name(kind: Any) -> str:
@@ -220,10 +261,11 @@ def help_text(schema: Schema) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
+    """Meaning of each field: the comment after it, else the lines of comment above it."""
     meanings, above = {}, ""
     for line in inspect.getsource(cls).splitlines():
         if line.strip().startswith("#"):
-            above = line.strip("# ")
+            above = f"{above} {line.strip('# ')}".strip()
         elif match := re.match(r"\s+(\w+): .*?(?:  # (.*))?$", line):
             meanings[match[1]] = match[2] or above
             above = ""
@@ -232,4 +274,4 @@ def _comments(cls: type) -> dict[str, str]:
 
 def _show(value: Any) -> str:
     text = tomli_w.dumps({"v": value}, multiline_strings=False).removeprefix("v = ").strip()
-    return re.sub(r"\s+", " ", text)
+    return re.sub(r"\s+", " ", text).replace("[ ", "[").replace(", ]", "]")

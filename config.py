@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import tomli_w
 
 from command_line import ConfigError, Range, help_text, merge, parse_command_line, read_toml
+from datasets.variables import expand_levels
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
 
@@ -27,6 +28,7 @@ Positive = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range(0.0)]
 AboveZero = Annotated[float, Range(0.0, above=True)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
+Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # 1 would never see a gradient
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -50,7 +52,8 @@ class Data:
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
-    cache_gib: NonNegative = 1.0  # selections up to this size are read once and kept in memory
+    # selections up to this size are read once and kept in memory; inf: always
+    cache_gib: Annotated[float, Range(0.0, infinite=True)] = 1.0
     # dates that the statistics are computed from, evenly spaced; 0: every date of the training period
     statistics_dates: Count = 0
     num_workers: Count = 0  # loader processes a rank; 0: read in the training process
@@ -77,16 +80,15 @@ class Model:
 class Optimizer:
     name: Literal["AdamW"] = "AdamW"  # no decay on norms, biases and positions
     lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
-    beta1: Fraction = 0.9  # decay of the mean of gradients
-    beta2: Fraction = 0.95  # decay of the mean of squared gradients
+    beta1: Decay = 0.9  # decay of the mean of gradients
+    beta2: Decay = 0.95  # decay of the mean of squared gradients
     eps: AboveZero = 1e-8  # added to the root of the second moment
     weight_decay: NonNegative = 0.05  # decoupled
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # torch's kernel for the update
-    lr_scaling: Literal["linear", "sqrt"] = (
-        "linear"  # how lr grows from the reference batch to the global one
-    )
+    lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
     lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
-    lr_max: AboveZero = math.inf  # ceiling of the scaled learning rate
+    # ceiling of the scaled learning rate; inf: none
+    lr_max: Annotated[float, Range(0.0, above=True, infinite=True)] = math.inf
 
 
 @dataclass(frozen=True)
@@ -99,21 +101,18 @@ class LrScheduler:
 @dataclass(frozen=True)
 class Training:
     steps: Positive = 1000  # optimiser steps of the run
-    seed: Count = 0  # weights and sample order are pure functions of it
+    seed: Annotated[int, Range(0, 10**12)] = 0  # weights and sample order are pure functions of it
     local_batch_size: Positive = 16  # samples a rank takes through the model at once
-    global_batch_size: int = (
-        -1
-    )  # samples an optimiser step; above local x ranks: accumulated; -1: no accumulation
+    # samples an optimiser step; above local x ranks: accumulated; -1: no accumulation
+    global_batch_size: int = -1
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
-    loss: Literal["mse", "relative_l2"] = (
-        "mse"  # area-weighted MSE, or the NERSC tutorial's unweighted |p-y|/|y|
-    )
+    # area-weighted MSE, or the NERSC tutorial's unweighted |p-y|/|y|
+    loss: Literal["mse", "relative_l2"] = "mse"
     variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
-    weight_by_change: bool = (
-        False  # weigh each variable by 1/(standard deviation of its change over a step)^2
-    )
+    # weigh each variable by 1/(standard deviation of its change over a step)^2
+    weight_by_change: bool = False
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
     gc_freq: Positive = 50  # Python's garbage is collected every so many steps and not in between
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
@@ -189,7 +188,11 @@ def load_config(argv: list[str]) -> Config:
     """The configuration that `argv` (without the program's name) asks for. Raises ConfigError."""
     overrides = parse_command_line(argv, SECTIONS)
     config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
-    values = merge(read_toml(config_file, SECTIONS), overrides)
+    file = read_toml(config_file, SECTIONS)
+    if "config_file" in file.get("job", {}):
+        reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
+        _fail("job.config_file", file["job"]["config_file"], reason)
+    values = merge(file, overrides)
     config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
     config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
     check(config)
@@ -201,52 +204,54 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_data(config.data)
     _check_training(config)
-    for hours in config.validation.lead_hours:
-        if hours % config.data.step_hours:
-            _fail(
-                "validation.lead_hours",
-                hours,
-                f"not a multiple of data.step_hours = {config.data.step_hours}",
-            )
+    _check_ranks(config)
+    _check_validation(config.validation, config.data.step_hours)
 
 
 def _check_model(model: Model) -> None:
     if model.dim % model.num_heads:
         choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
-        near = sorted(choices, key=lambda n: abs(n - model.num_heads))[:3]
-        _fail(
-            "model.num_heads",
-            model.num_heads,
-            f"does not divide model.dim = {model.dim}; near ones do: {near}",
-        )
+        near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
+        reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
+        _fail("model.num_heads", model.num_heads, reason)
     if model.position == "sincos" and model.dim % 4:
         _fail("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
     if model.attention_backend in ("flash", "flash_attn", "cudnn") and (model.dim // model.num_heads) % 8:
-        _fail(
-            "model.num_heads",
-            model.num_heads,
-            "flash and cudnn kernels need head sizes that are multiples of 8",
-        )
+        reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
+        _fail("model.num_heads", model.num_heads, reason)
 
 
 def _check_data(data: Data) -> None:
+    if not data.path:
+        _fail("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
     if not data.variables:
-        _fail(
-            "data.variables", [], 'name what is predicted, for example ["geopotential:500", "2m_temperature"]'
-        )
-    periods = [
-        (k, parse_period(f"data.{k}", getattr(data, k))) for k in ("train_period", "validation_period")
-    ]
-    spans = [(k, p) for k, p in periods if p is not None]
-    if len(spans) == 2 and spans[0][1][0] <= spans[1][1][1] and spans[1][1][0] <= spans[0][1][1]:
-        reason = (
-            f"overlaps data.train_period = {list(data.train_period)}; scores on training dates mean nothing"
-        )
-        _fail("data.validation_period", list(data.validation_period), reason)
+        example = '["geopotential:500", "2m_temperature"]'
+        _fail("data.variables", [], f"name what is predicted, for example {example}")
+    predicted_variables(data)
+    for key in ("static_variables", "forcings"):
+        names = list(getattr(data, key))
+        if twice := [name for name in names if names.count(name) > 1]:
+            _fail(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
+    _check_periods(data)
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
-        _fail(
-            "data.grid_shape", list(data.grid_shape), "give both numbers, or [0, 0] for the grid of the data"
-        )
+        reason = "give both numbers, or [0, 0] for the grid of the data"
+        _fail("data.grid_shape", list(data.grid_shape), reason)
+
+
+def predicted_variables(data: Data) -> list[str]:
+    """`data.variables`, those on levels with theirs: "geopotential:500"."""
+    try:
+        return expand_levels(data.variables, data.levels)
+    except ValueError as error:
+        _fail("data.variables", list(data.variables), str(error))
+
+
+def _check_periods(data: Data) -> None:
+    train = parse_period("data.train_period", data.train_period)
+    validation = parse_period("data.validation_period", data.validation_period)
+    if train and validation and train[0] <= validation[1] and validation[0] <= train[1]:
+        reason = f"overlaps data.train_period = {list(data.train_period)}"
+        _fail("data.validation_period", list(data.validation_period), f"{reason}; move one of them")
 
 
 def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime] | None:
@@ -265,29 +270,80 @@ def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime
 
 def _parse_date(name: str, text: str) -> datetime:
     try:
-        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+        date = datetime.fromisoformat(text)
     except ValueError:
         _fail(name, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+    return date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
 
 
 def _check_training(config: Config) -> None:
+    weights, variables = config.training.variable_weights, predicted_variables(config.data)
+    if weights and len(weights) != len(variables):
+        reason = f"{len(variables)} variables are predicted; give one weight each"
+        _fail("training.variable_weights", list(weights), reason)
+    if weights and not any(weights):
+        _fail("training.variable_weights", list(weights), "one of them must be above 0")
+
+
+def _check_ranks(config: Config) -> None:
     world, replicate = num_ranks(), config.parallelism.data_parallel_replicate_degree
     if replicate not in (-1, world):
         reason = f"the run has {world} rank(s); use -1 or {world}, or start {max(replicate, 1)} with NGPU"
         _fail("parallelism.data_parallel_replicate_degree", replicate, reason)
-    training, smallest = config.training, config.training.local_batch_size * world
-    if training.global_batch_size != -1 and (
-        training.global_batch_size < 1 or training.global_batch_size % smallest
-    ):
-        reason = f"not a multiple of training.local_batch_size x ranks = {smallest}; try {smallest} or -1"
-        _fail("training.global_batch_size", training.global_batch_size, reason)
+    batch, smallest = config.training.global_batch_size, config.training.local_batch_size * world
+    if batch != -1 and (batch < 1 or batch % smallest):
+        near = max(round(batch / smallest), 1) * smallest
+        reason = f"not a multiple of training.local_batch_size x ranks = {smallest}; try {near} or -1"
+        _fail("training.global_batch_size", batch, reason)
 
 
 def num_ranks() -> int:
     """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
     if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return int(os.environ.get("NGPU") or 1) * int(os.environ.get("NNODES", "1").split(":")[0] or 1)
+        return _number_in_environment("WORLD_SIZE")
+    return _number_in_environment("NGPU") * _number_in_environment("NNODES")
+
+
+def _number_in_environment(name: str) -> int:
+    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
+    text = os.environ.get(name) or "1"
+    first = text.partition(":")[0]
+    if not first.isdecimal() or int(first) < 1:
+        _fail(name, text, "an environment variable that must be a whole number, at least 1")
+    return int(first)
+
+
+def _check_validation(validation: Validation, step_hours: int) -> None:
+    leads = list(validation.lead_hours)
+    if validation.enable and not leads:
+        _fail("validation.lead_hours", leads, "name one lead time, or set validation.enable to false")
+    for hours in leads:
+        if hours % step_hours:
+            _fail("validation.lead_hours", hours, f"not a multiple of data.step_hours = {step_hours}")
+        if leads.count(hours) > 1:
+            _fail("validation.lead_hours", leads, f"{hours} is listed twice; name it once")
+
+
+def check_machine(config: Config) -> None:
+    """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
+    import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
+
+    from models.attention import check_backend
+
+    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
+    if backend == "nccl" and not num_gpus:
+        _fail("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
+    use_cuda = num_gpus > 0 and backend != "gloo"
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
+    local_ranks = _number_in_environment(name)
+    if use_cuda and local_ranks > num_gpus:
+        _fail(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    folder = config.dump_folder
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        _fail("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    check_backend(config.model.attention_backend, "cuda" if use_cuda else "cpu", dtype)
 
 
 def _fail(key: str, value: Any, reason: str) -> NoReturn:
@@ -308,7 +364,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"rossby: {error}", file=sys.stderr)
+            print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -326,12 +382,14 @@ def start(argv: list[str]) -> Config:
 
 
 def main(argv: list[str]) -> None:
-    """Check a command line, and the data it names, before any rank starts (run_train.sh does)."""
+    """Check a command line, this machine and the data, before any rank starts (run_train.sh does)."""
     config = start(argv)
-    from datasets.selection import open_selection  # here, because only this check needs xarray
-
     with one_line_errors():
-        open_selection(config.data, config.model.patch_size)
+        check_machine(config)
+        from datasets.selection import open_selection  # here, because only this check needs xarray
+
+        lead_hours = config.validation.lead_hours if config.validation.enable else ()
+        open_selection(config.data, config.model.patch_size, lead_hours)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
 
 # One process needs no launcher; help and print_config start no rank.
-if [[ "$NGPU" == 1 && "$NNODES" == 1 || " $* " =~ " --help " || "$*" =~ --job.print_config ]]; then
+if [[ "$NGPU" == 1 && "$NNODES" == 1 || " $* " =~ [[:space:]](-h|--help|--job.print_config[^[:space:]]*)[[:space:]] ]]; then
     NNODES=1 NGPU=1 exec "$PYTHON" train.py "$@"
 fi
 # Bad input ends here: one line, exit code 2, before any rank exists.

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Config, one_line_errors, start, to_toml
+from config import Config, check_machine, one_line_errors, start, to_toml
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
 from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
 from datasets.selection import evenly_spaced, open_selection
-from models.attention import check_backend
 from models.build import build_model
 from models.vit import fill_with_nan, init_weights
 from parallelisms.data_parallel import apply_ddp, exchange_gradients
@@ -52,7 +51,9 @@ def train(config: Config) -> None:
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
     with one_line_errors():
-        selection = open_selection(data, config.model.patch_size)
+        check_machine(config)
+        lead_hours = config.validation.lead_hours if config.validation.enable else ()
+        selection = open_selection(data, config.model.patch_size, lead_hours)
         loss_weights = variable_weights(training.variable_weights, len(selection.variables))
         if config.checkpoint.enable:
             check_steps(folder / "checkpoints", training.steps)
@@ -64,8 +65,6 @@ def train(config: Config) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     mesh = build_mesh(device)
     set_determinism(training.seed, rank, training.deterministic, training.tf32)
-    with one_line_errors():
-        check_backend(config.model.attention_backend, device.type, dtype)
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config))
@@ -88,6 +87,8 @@ def train(config: Config) -> None:
     def samples(period: str, offsets: list[int], limit: int = 0) -> FieldDataset:
         with one_line_errors():
             chosen = selection.samples(period, offsets, empty[period])
+        if not limit:
+            logger.info(selection.describe(period, chosen, empty[period]))
         return FieldDataset(archive, variables, evenly_spaced(chosen, limit))
 
     train_set = samples("train", [0, 1])
@@ -173,7 +174,7 @@ def train(config: Config) -> None:
     watch = FiniteWatch(step, device)
     logger.info(
         f"{sum(p.numel() for p in plain_model.parameters()) / 1e6:.1f} M parameters, "
-        f"{plain_model.num_tokens} tokens, {len(variables)} variables, {plain_model.in_channels} input channels, "
+        f"{plain_model.num_tokens} tokens, {plain_model.in_channels} channels in, {len(variables)} out; "
         f"global batch {global_batch} = {training.local_batch_size} x {num_ranks} ranks x {accumulation}; "
         f"from step {step} to {training.steps} on {device}"
     )
@@ -220,14 +221,14 @@ def train(config: Config) -> None:
 
             # -- on a schedule ---------------------------------------------------------------------
             if last or step % config.metrics.log_freq == 0:
-                watch.check(step, folder / "checkpoints")
+                watch.check(step, checkpointer)
                 dist.all_reduce(step_loss)
                 metrics.log_step(step, step_loss / num_ranks, grad_norm, peak * factor, device)
             if step % training.gc_freq == 0:
                 gc.collect(1)
             if checkpointer and (last or step % config.checkpoint.interval == 0):
                 with span("checkpoint"):
-                    watch.check(step, folder / "checkpoints")  # NaN must not become the newest checkpoint
+                    watch.check(step, checkpointer)  # NaN must not become the newest checkpoint
                     checkpointer.save(step, run_state(plain_model, optimizer, scaler, step, device))
                 metrics.start_interval()
             if config.validation.interval and step % config.validation.interval == 0 and not last:

@@ -3,6 +3,7 @@
 Shapes: B batch, K dates of a sample (the state, then its targets), V variables, H latitudes, W longitudes.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from datasets.era5 import Archive
 from datasets.normalization import stream
 
 NEVER = 2**62
+# torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 class MemoryArchive:
@@ -159,6 +162,8 @@ def build_loader(
         num_workers=num_workers,
         collate_fn=_as_read,
         pin_memory=pin,
+        # Of its own: torch's would be drawn from at every start, and a resumed run would not repeat.
+        generator=torch.Generator(),
         # The default takes a snapshot of every worker at every step; the sampler needs no more than a step
         # number.
         snapshot_every_n_steps=NEVER,

@@ -4,7 +4,6 @@ Opening a selection is also the check of what a configuration says about its dat
 there raises a ValueError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,11 +11,11 @@ from datetime import datetime
 import numpy as np
 
 from config import Data, parse_period
+from datasets import simulated
 from datasets.era5 import Archive, open_archive, read_static_field
-from datasets.simulated import ensure_simulated
-from datasets.variables import expand_levels
+from datasets.forcings import check_forcings
+from datasets.variables import expand_levels, nearest_name
 
-logger = logging.getLogger(__name__)
 SIMULATED_PATH = "outputs/simulated.zarr"
 
 
@@ -32,16 +31,13 @@ class Selection:
     validation: np.ndarray
 
     def samples(self, period: str, offsets: Sequence[int], empty: np.ndarray) -> np.ndarray:
-        """(n, len(offsets)) indices of the dates t + offset x step, for every t where all of them are
-        there.
+        """(n, len(offsets)) indices of the dates t + offset x step, for every t where all of them are there.
 
         All dates of a sample lie in the period, so that none reaches into another; gaps and `empty` dates
-        (without any value of a variable) make no samples. What was left out is logged in one line, once a
-        period.
+        (without any value of a variable) make no samples. ValueError where there are none at all.
         """
-        dates = {"train": self.train, "validation": self.validation}[period]
-        times = self.archive.times[dates]
-        full = ~np.isin(dates, empty)
+        dates = self._dates(period)
+        times, full = self.archive.times[dates], ~np.isin(dates, empty)
         columns, present = [], full.copy()
         for offset in offsets:
             wanted = times + offset * self.step
@@ -53,13 +49,20 @@ class Selection:
             raise ValueError(
                 f"data.{period}_period: none of its {len(dates)} dates has another {hours} later"
             )
-        logger.info(
-            "%s: %d samples from %d dates, %s to %s; %d dates missing in between, %d left out for fields "
-            "without a value, %d without the dates that follow",
-            *(period, present.sum(), len(dates), times[0], times[-1]),
-            *(_missing(times), (~full).sum(), (full & ~present).sum()),
-        )
         return np.stack(columns, axis=1)[present]
+
+    def describe(self, period: str, samples: np.ndarray, empty: np.ndarray) -> str:
+        """One line: how many samples a period has, and what was left out of it."""
+        dates = self._dates(period)
+        times, left_out = self.archive.times[dates], int(np.isin(dates, empty).sum())
+        return (
+            f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
+            f"{_missing(times)} dates missing in between, {left_out} left out for fields without a value, "
+            f"{len(dates) - left_out - len(samples)} without the dates that follow"
+        )
+
+    def _dates(self, period: str) -> np.ndarray:
+        return {"train": self.train, "validation": self.validation}[period]
 
 
 def _missing(times: np.ndarray) -> int:
@@ -71,19 +74,39 @@ def _missing(times: np.ndarray) -> int:
     return int((intervals / np.unique(intervals)[usual] - 1).clip(min=0).round().sum())
 
 
-def open_selection(data: Data, patch_size: tuple[int, int]) -> Selection:
-    """Opens `data.path` and checks variables, dates, grid and patches against it. Raises ValueError."""
+def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int]) -> Selection:
+    """Opens `data.path` and checks what the configuration says of it. Raises ValueError."""
+    check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    archive = open_archive(str(ensure_simulated(SIMULATED_PATH)) if data.path == "simulated" else data.path)
-    archive.read(0, variables)  # a missing variable or level says so here
+    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
+    try:
+        archive.read(0, variables)  # a missing variable or level says so here
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
-    return Selection(
-        archive,
-        variables,
-        _read_static(archive, data.static_variables, data.static_path),
-        np.timedelta64(data.step_hours * 3600, "s"),
-        *_split(archive.times, data),
-    )
+    static = _read_static(archive, data.static_variables, data.static_path)
+    step, periods = np.timedelta64(data.step_hours * 3600, "s"), _split(archive.times, data)
+    selection = Selection(archive, variables, static, step, *periods)
+    nothing = np.zeros(0, int)
+    selection.samples("train", [0, 1], nothing)
+    if len(selection.validation) and lead_hours:
+        selection.samples("validation", [0, max(lead_hours) // data.step_hours], nothing)
+    return selection
+
+
+def _simulated_path(data: Data, variables: list[str]) -> str:
+    """The embedded data set, generated on first use; what it does not have is said before that."""
+    for key, names, known in (
+        ("variables", variables, simulated.VARIABLES),
+        ("static_variables", [] if data.static_path else data.static_variables, simulated.STATIC_VARIABLES),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"data.{key} = {name!r}: not in the simulated data{nearest_name(name, known)}"
+                )
+    _check_grid((simulated.NUM_LAT, simulated.NUM_LON), data.grid_shape, (1, 1))
+    return str(simulated.ensure_simulated(SIMULATED_PATH))
 
 
 def _check_grid(shape: tuple[int, int], wanted: tuple[int, int], patch_size: tuple[int, int]) -> None:

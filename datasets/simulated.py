@@ -5,9 +5,7 @@ thicker in the tropics carries jets in thermal-wind balance; they break into edd
 mountains bend them, and vapour carried by the lower layer rains out. Nothing random enters after the start:
 what a network learns from this record is dynamics.
 
-Shapes: (C, N, F, M) spectra, (W, H, F, M) grids: C = 44 cosine and sine rows of the zonal wavenumbers 0..21,
-N = 22 total wavenumbers, F fields, M members. So laid out, both stages of the transform are matrix products
-without a permutation. (torch-harmonics has such transforms, but pins another torch.)
+Shapes: (C, N, F, M) spectra, (W, H, F, M) grids (see datasets/spherical_harmonics.py); F fields, M members.
 """
 
 import fcntl
@@ -25,7 +23,8 @@ import numpy as np
 import torch
 import xarray as xr
 from numcodecs import Blosc
-from scipy.special import assoc_legendre_p_all
+
+from datasets.spherical_harmonics import NUM_LAT, NUM_LON, RADIUS, TRUNCATION, SphericalHarmonics
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +33,16 @@ NUM_YEARS, NUM_DAYS, FIRST_YEAR = 9, 100, 2001  # 1 January to 10 April of 2001.
 FINGERPRINT = "rossby_simulated"  # the attribute by which a store is known to be ours
 SAMPLES_PER_DAY = 4
 
-TRUNCATION, NUM_LAT, NUM_LON = 21, 32, 64  # 3 * 21 + 1 <= 64: no product of two fields is aliased
 LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees: the record's, without poles
 LONGITUDE = 360 / NUM_LON * np.arange(NUM_LON)
-COORDINATES = {"latitude": LATITUDE, "longitude": LONGITUDE}
-RADIUS, ROTATION, GRAVITY = 6.371e6, 7.292e-5, 9.80665  # m, s-1, m s-2
+ROTATION, GRAVITY = 7.292e-5, 9.80665  # s-1, m s-2
 LEVELS = (300, 850)  # hPa: what the upper and the lower layer are called in the record
+VARIABLES = [
+    f"{name}:{level}"
+    for name in ("geopotential", "u_component_of_wind", "v_component_of_wind")
+    for level in LEVELS
+] + ["total_column_water_vapour"]
+STATIC_VARIABLES = ["geopotential_at_surface", "land_sea_mask"]
 GEOPOTENTIAL_MEAN = (90_000.0, 14_300.0)  # m2 s-2: ERA5's global means there, which layers cannot know
 
 ZETA, DIV, DEPTH, VAPOUR = slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)  # the fields of a state
@@ -87,64 +90,6 @@ class Parameters:
 
 
 DEFAULTS = Parameters()
-
-
-class SphericalHarmonics:
-    """Transforms between spectra (C, N, ...) and grids (W, H, ...) at the sines of latitude `mu` (H,).
-
-    Real basis P_nm(mu) cos(m lon), P_nm(mu) sin(m lon), with P normalised to a unit integral of P^2 over mu.
-    Analysis needs the Gaussian `weights` (H,) of those latitudes; synthesis is exact at any latitude.
-    A vector is given as its components times cos(latitude), which are regular at the poles.
-    """
-
-    def __init__(self, mu: np.ndarray, weights: np.ndarray | None, dtype: torch.dtype) -> None:
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-
-        n = TRUNCATION
-        table = assoc_legendre_p_all(n, n, mu, norm=True, diff_n=1)  # P and dP/dmu, at m = 0..n, then m < 0
-        table = np.tile(table[:, :, : n + 1].transpose(0, 2, 3, 1), (1, 2, 1, 1))  # (2, C, H, N)
-        table[1] *= (1 - mu**2)[:, None]  # cos2 dP/dmu, finite everywhere
-        table = np.concatenate([table[0], table[1]], axis=2)  # (C, H, 2N)
-        angle = np.arange(n + 1)[:, None] * (2 * np.pi / NUM_LON * np.arange(NUM_LON))
-        waves = np.concatenate([np.cos(angle), np.sin(angle)])  # (C, W)
-        number = np.arange(n + 1.0)
-        self.zonal_number = tensor(number)
-        self.laplacian = tensor(-number * (number + 1) / RADIUS**2)  # (N,)
-        self.inverse_laplacian = tensor(-(RADIUS**2) / np.maximum(number * (number + 1), 1.0) * (number > 0))
-        self.to_latitude, self.to_longitude = tensor(table), tensor(waves.T)
-        if weights is not None:
-            norm = np.where(np.arange(2 * n + 2) % (n + 1) == 0, 1.0, 2.0) / NUM_LON
-            self.from_longitude = tensor(waves * norm[:, None])
-            # Every analysed field arrives times cos2(latitude), as a flux does: divided out here.
-            self.from_latitude = tensor((table * (weights / (1 - mu**2))[:, None]).transpose(0, 2, 1))
-
-    def d_longitude(self, spectrum: torch.Tensor) -> torch.Tensor:
-        """The derivative along longitude of a spectrum (C, N, ...)."""
-        m = self.zonal_number.view(-1, *[1] * (spectrum.ndim - 1))
-        cosine, sine = spectrum.chunk(2)
-        return torch.cat([m * sine, -m * cosine])
-
-    def synthesize(self, scalar: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
-        """The grid (W, H, ...) of sum(scalar P + slope (1 - mu2) dP/dmu), from spectra (C, N, ...)."""
-        slope = torch.zeros_like(scalar) if slope is None else slope
-        both = torch.cat([scalar, slope], dim=1).flatten(2)
-        rows = torch.bmm(self.to_latitude, both)  # (C, H, F M)
-        return (self.to_longitude @ rows.flatten(1)).view(NUM_LON, rows.shape[1], *scalar.shape[2:])
-
-    def analyze(self, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projections (C, N, ...) of a grid (W, H, ...), given times cos2, on P and on (1 - mu2) dP/dmu."""
-        rows = (self.from_longitude @ grid.flatten(1)).unflatten(1, (grid.shape[1], -1))  # (C, H, F M)
-        both = torch.bmm(self.from_latitude, rows).unflatten(2, grid.shape[2:])
-        return both[:, : TRUNCATION + 1], both[:, TRUNCATION + 1 :]
-
-    def winds(self, scalar: torch.Tensor, zeta: torch.Tensor, div: torch.Tensor) -> list[torch.Tensor]:
-        """Grids of scalars and of u, v times cos(latitude), in m s-1, from spectra (C, N, F, M)."""
-        psi, chi = (field * self.inverse_laplacian[:, None, None] / RADIUS for field in (zeta, div))
-        flat = torch.cat([scalar, self.d_longitude(chi), self.d_longitude(psi)], dim=2)
-        slope = torch.cat([torch.zeros_like(scalar), -psi, chi], dim=2)
-        sizes = [scalar.shape[2], zeta.shape[2], zeta.shape[2]]
-        return list(self.synthesize(flat, slope).split(sizes, dim=2))
 
 
 class TwoLayerModel:
@@ -284,13 +229,11 @@ def initial_state(model: TwoLayerModel, num_members: int, seed: int) -> torch.Te
     state[:, :, :1] = model.transform.analyze(wind)[1] / RADIUS  # curl of a zonal wind
     state[:, :, 4:5] = model.equilibrium
     state[:, :, 5:6] = -model.p.density_ratio * model.equilibrium - model.orography  # no force below
-    mean = model.p.depth_lower * np.sqrt(2) - model.orography[0, 0]  # P_00 is 1 / sqrt(2)
-    state[0, 0, 5] = mean[0]
+    state[0, 0, 5] = model.p.depth_lower * np.sqrt(2) - model.orography[0, 0, 0]  # P_00 is 1 / sqrt(2)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(state[:, :, 0].shape, generator=generator, dtype=torch.float64).to(model.dtype)
     n, m = torch.arange(TRUNCATION + 1), torch.arange(2 * TRUNCATION + 2)[:, None] % (TRUNCATION + 1)
-    large = (m > 0) & (m <= n) & (n <= 10)
-    state[:, :, 0] += 2e-6 * noise * large[:, :, None]
+    state[:, :, 0] += 2e-6 * noise * ((m > 0) & (m <= n) & (n <= 10))[:, :, None]
     return state
 
 
@@ -300,7 +243,12 @@ def integrate(model: TwoLayerModel, num_members: int, num_days: int, seed: int) 
     skipped = model.p.spin_up_days * SAMPLES_PER_DAY * every
     num_steps = skipped + num_days * SAMPLES_PER_DAY * every
     states = enumerate(model.run(initial_state(model, num_members, seed), num_steps), start=1)
-    return torch.stack([state for step, state in states if step % every == 0 and step > skipped])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # 19-21 s; two took 16 s on an idle machine, 33 and 92 s on a busy one
+    try:
+        return torch.stack([state for step, state in states if step % every == 0 and step > skipped])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = DEFAULTS) -> xr.Dataset:
@@ -319,8 +267,8 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = 
         if not spectra.isfinite().all():
             raise ValueError(f"parameters = {parameters}: the flow blew up; shorten step or weaken the jets")
         transform = SphericalHarmonics(np.sin(np.radians(LATITUDE)), None, model.dtype)
-        years = range(num_years)
-        seasons = [_season(model, transform, spectra[..., year], FIRST_YEAR + year) for year in years]
+        members = enumerate(spectra.unbind(-1), FIRST_YEAR)
+        seasons = [_season(model, transform, member, year) for year, member in members]
         height = transform.synthesize(model.orography)[:, :, 0, 0].T
     dataset = xr.concat(seasons, dim="time")
     static = {"geopotential_at_surface": GRAVITY * height, "land_sea_mask": land_fraction(height)}
@@ -345,10 +293,10 @@ def _season(model: TwoLayerModel, output: SphericalHarmonics, spectra: torch.Ten
     data = {name: (dims, field.permute(3, 2, 1, 0).numpy()) for name, field in fields.items()}
     hours = np.arange(spectra.shape[-1]) * np.timedelta64(24 // SAMPLES_PER_DAY, "h")
     times = np.datetime64(f"{year}-01-01", "ns") + hours
-    season = xr.Dataset(data, {"time": times, "level": list(LEVELS)} | COORDINATES)
+    coords = {"time": times, "level": list(LEVELS), "latitude": LATITUDE, "longitude": LONGITUDE}
+    season = xr.Dataset(data, coords)
     surface = xr.DataArray(vapour.permute(2, 1, 0).numpy(), dims=("time", "latitude", "longitude"))
-    season["total_column_water_vapour"] = surface
-    return season
+    return season.assign(total_column_water_vapour=surface)
 
 
 def ensure_simulated(path: str | Path, seed: int = 0) -> Path:

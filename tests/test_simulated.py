@@ -19,12 +19,12 @@ from datasets.simulated import (
     RADIUS,
     ROTATION,
     TRUNCATION,
-    SphericalHarmonics,
     TwoLayerModel,
     ensure_simulated,
     initial_state,
     simulate,
 )
+from datasets.spherical_harmonics import SphericalHarmonics
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -79,7 +80,7 @@ class Checkpointer:
             written.result()
             self._complete(target)
             finished.set_result(None)
-        except Exception as error:
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             finished.set_exception(error)  # raised in the trainer by wait()
 
     def _complete(self, target: Path) -> None:
@@ -102,7 +103,7 @@ class Checkpointer:
         (step, future), self.pending = self.pending, None
         try:
             future.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
 
     def newest(self) -> int | None:
@@ -111,6 +112,12 @@ class Checkpointer:
         found = torch.tensor(steps[-1] if steps else -1)
         dist.broadcast(found, src=0, group=self.group)
         return None if found < 0 else int(found)
+
+    def newest_folder(self) -> Path | None:
+        """The newest complete checkpoint, after the save in flight has become one."""
+        self.wait()
+        steps = complete_steps(self.folder)
+        return step_folder(self.folder, steps[-1]) if steps else None
 
     def load(self, step: int, state: State) -> None:
         """Fills the tensors of `state` from the checkpoint of `step`. ValueError where a tensor does not

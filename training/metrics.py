@@ -141,6 +141,7 @@ def dense_line(record: dict[str, Any]) -> str:
     wait = record["data_seconds"] / record["step_seconds"]
     return (
         f"step {record['step']:>7}  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
-        f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s  {record['step_seconds']:.3f} s/step"
+        f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
+        f"  {record['step_seconds']:.3f} s/step"
         f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
     )

@@ -1,5 +1,6 @@
 """Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from config import Profiling
 
+# Each recording is written and forgotten: that is what torch warns of.
+warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
 span = record_function
 

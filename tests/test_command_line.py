@@ -1,0 +1,139 @@
+"""Values reach the configuration from defaults, files and the command line, and come out again as TOML."""
+
+import dataclasses
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import config
+from command_line import help_text
+from tests.test_config import GOOD, REPLICATE, ROOT
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder but for good.toml, in which the test runs; one process, whatever launched it."""
+    (tmp_path / "good.toml").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def load(args: str) -> config.Config:
+    return config.load_config(["--job.config_file", "good.toml", *shlex.split(args)])
+
+
+def test_precedence(folder: Path) -> None:
+    """Default < extended file < file < command line; a file extends relative to itself."""
+    (folder / "sub").mkdir(exist_ok=True)
+    (folder / "sub/over.toml").write_text('extends = "../base.toml"\n[training]\nsteps = 20\nseed = 2\n')
+    (folder / "base.toml").write_text(GOOD + "[training]\nsteps = 10\nseed = 1\nlocal_batch_size = 4\n")
+    loaded = config.load_config(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
+    training = loaded.training
+    assert (training.steps, training.seed, training.local_batch_size, training.gc_freq) == (30, 2, 4, 50)
+    assert loaded.model.patch_size == (2, 2) and loaded.dump_folder == Path("outputs/over")
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value"),
+    [
+        ("--training.steps 7", "training.steps", 7),
+        ("--training.steps=7", "training.steps", 7),
+        ("--optimizer.lr 1", "optimizer.lr", 1.0),
+        ("--optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("--optimizer.lr_max inf", "optimizer.lr_max", math.inf),
+        ("--data.cache_gib inf", "data.cache_gib", math.inf),
+        ("--training.global_batch_size -1", "training.global_batch_size", -1),
+        ("--training.global_batch_size=-1", "training.global_batch_size", -1),
+        ("--checkpoint.enable", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "training.steps", 3),
+        ("--model.qkv_bias false --training.steps 3", "model.qkv_bias", False),
+        ("--model.qkv_bias=FALSE", "model.qkv_bias", False),
+        ("--data.levels '[500,1000]'", "data.levels", (500, 1000)),
+        ("--data.forcings []", "data.forcings", ()),
+        ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
+        ("--data.path=a=b", "data.path", "a=b"),
+        ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
+        ("--model.position sincos", "model.position", "sincos"),
+        (f"{REPLICATE} -1", "parallelism.data_parallel_replicate_degree", -1),
+    ],
+)
+def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
+    section, name = key.split(".")
+    found = getattr(getattr(load(args), section), name)
+    assert found == value and type(found) is type(value)
+
+
+def test_dates_with_an_offset_become_utc() -> None:
+    first, last = config.parse_period("p", ("2020-01-01T06:00+02:00", "2020-01-01")) or (None, None)
+    assert first and first.isoformat() == "2020-01-01T04:00:00+00:00"
+    assert last and last.isoformat() == "2020-01-01T23:59:59+00:00"
+
+
+def test_help_names_every_key_with_type_default_and_meaning() -> None:
+    lines = help_text(config.SECTIONS).splitlines()
+    for section, cls in config.SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            i = next(i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ("))
+            assert "; default " in lines[i]
+            assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no comment in config.py"
+
+
+def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--help"], ["--training.stepz", "-h"]):
+        with pytest.raises(SystemExit) as end:
+            config.start(argv)
+        assert end.value.code == 0
+        assert "--optimizer.lr_max  (number above 0; default inf)" in capsys.readouterr().out
+
+
+def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The resolved copy repeats the run, from any place and into the same folder."""
+    args = ["--job.config_file=good.toml", "--optimizer.lr_max=inf", "--optimizer.lr=3e-7"]
+    args += [
+        "--job.dump_folder",
+        'runs/a "b"',
+        "--checkpoint.enable",
+        "--training.variable_weights=[1,0.5,2]",
+    ]
+    with pytest.raises(SystemExit) as end:
+        config.start([*args, "--job.print_config"])
+    assert end.value.code == 0
+    (folder / "resolved.toml").write_text(capsys.readouterr().out)
+    first, again = config.load_config(args), config.load_config(["--job.config_file", "resolved.toml"])
+    assert dataclasses.replace(again, job=first.job) == first
+    assert again.dump_folder == first.dump_folder
+    assert config.to_toml(again) == config.to_toml(first)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_train_config_loads(path: Path) -> None:
+    loaded = config.load_config(["--job.config_file", str(path)])
+    assert loaded.dump_folder == Path("outputs") / path.stem
+
+
+def test_what_runs_without_arguments_is_there() -> None:
+    assert (ROOT / config.DEFAULT_CONFIG).is_file()
+
+
+def test_sections_are_frozen_and_typed() -> None:
+    loaded = load("")
+    for section, cls in config.SECTIONS.items():
+        part = getattr(loaded, section)
+        name = dataclasses.fields(cls)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(loaded, "job", config.Job())  # noqa: B010  (an assignment would not pass pyright)
+
+
+def test_defaults_lie_in_their_own_ranges() -> None:
+    for cls in config.SECTIONS.values():
+        for field in dataclasses.fields(cls):
+            for bounds in getattr(field.type, "__metadata__", ()):
+                assert bounds.admits(field.default), field.name

@@ -1,0 +1,353 @@
+"""Bad input ends in one line that names key, value and fix, before any rank starts."""
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+from tests.archives import analyses, weatherbench
+
+ROOT = Path(config.__file__).parent
+GOOD = """
+[data]
+path = "wb.zarr"
+variables = ["geopotential", "2m_temperature"]
+levels = [500, 850]
+static_variables = ["land_sea_mask"]
+forcings = ["sin_local_time"]
+train_period = ["2019-12-31", "2019-12-31"]
+validation_period = ["2020-01-01", "2020-01-01"]
+[model]
+patch_size = [2, 2]
+[validation]
+lead_hours = [6]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, good.toml, that has no error, and its data: 5 dates of 6 x 8 points."""
+    folder = tmp_path_factory.mktemp("config")
+    weatherbench(folder, analyses())
+    (folder / "good.toml").write_text(GOOD)
+    (folder / "circle.toml").write_text('extends = "round.toml"')
+    (folder / "round.toml").write_text('extends = "circle.toml"')
+    (folder / "empty.toml").write_text("\n")
+    (folder / "binary.toml").write_bytes(b"\x89HDF\r\n\x1a\n\x00\xff")
+    (folder / "loop.toml").symlink_to("loop.toml")
+    (folder / "empty.nc").touch()
+    (folder / "text.nc").write_text("no data")
+    (folder / "emptied").mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are relative to the folder above; what a launcher may have set is gone."""
+    monkeypatch.chdir(folder)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which the check before the start of ranks ends. Nothing else is printed."""
+    with pytest.raises(SystemExit) as end:
+        config.main(argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == ""
+    assert err.startswith("rossby: ") and len(err.splitlines()) == 1, err
+    return err
+
+
+COMMAND_LINES = [
+    # -- names and syntax
+    ("--trainning.steps 3", "trainning: unknown section in the command line; did you mean training?"),
+    ("--training.stepz 3", "training.stepz: unknown key in the command line; did you mean training.steps?"),
+    ("--model.steps 3", "model.steps: unknown key in the command line; did you mean training.steps?"),
+    ("--quux.steps 3", "quux: unknown section in the command line; valid: job, data, model"),
+    ("--training.quux 3", "training.quux: unknown key in the command line; valid: steps, seed"),
+    ("--training. 3", "training.: unknown key"),
+    ("--steps 3", "--steps: not an option; did you mean --training.steps?"),
+    ("-training.steps 3", "-training.steps: not an option; did you mean --training.steps?"),
+    ("--", "--: not an option; options are --section.key value"),
+    ("other.toml", "other.toml: not an option"),
+    ("--training.steps 3 4", "4: not an option"),
+    ("'two\nlines'", "two lines: not an option"),
+    ("--training.steps", "--training.steps: a value is missing (whole number at least 1 expected)"),
+    ("--training.steps --training.seed 1", "--training.steps: a value is missing"),
+    ("--data.path", "--data.path: a value is missing (text expected)"),
+    ("--training.steps 3 --training.steps=4", "--training.steps = '4': given twice"),
+    # -- types
+    ("--training.steps=", "training.steps = '': whole number at least 1 expected, not text"),
+    ("--training.steps many", "training.steps = 'many': whole number"),
+    ("--training.steps 3.0", "training.steps = 3.0: whole number at least 1 expected, not a number"),
+    ("--training.steps true", "training.steps = True: whole number at least 1 expected, not a boolean"),
+    ("--training.steps '3\nseed = 1'", r"training.steps = '3\nseed = 1': whole number"),
+    ("--training.steps [3]", "training.steps = [3]: whole number at least 1 expected, not a list"),
+    ("--optimizer.lr fast", "optimizer.lr = 'fast': number above 0 expected, not text"),
+    ("--optimizer.lr false", "optimizer.lr = False: number above 0 expected, not a boolean"),
+    ("--model.qk_norm 1", "model.qk_norm = '1': true | false expected"),
+    ("--checkpoint.enable yes", "checkpoint.enable = 'yes': true | false expected"),
+    ("--model.position sincoz", "model.position = 'sincoz': did you mean sincos?"),
+    ("--optimizer.name LAMB", "optimizer.name = 'LAMB': valid: AdamW"),
+    ("--data.levels 500", "data.levels = 500: a list expected, for example '[1, 2]'"),
+    ("--data.variables u", "data.variables = 'u': a list expected, for example '[\"a\", \"b\"]'"),
+    ("--data.levels '[500, \"850\"]'", "data.levels[1] = '850': whole number at least 1 expected, not text"),
+    ("--data.levels '[500, [850]]'", "data.levels[1] = [850]: whole number at least 1 expected, not a list"),
+    ("--data.levels '[500, 0]'", "data.levels[1] = 0: must be at least 1"),
+    ("--data.variables '[\"u\", 3]'", "data.variables[1] = 3: text expected, not a whole number"),
+    (
+        "--data.train_period '[2019-12-31, 2020-01-01]'",
+        "train_period[0] = 2019-12-31: text expected, not a bare",
+    ),
+    ("--model.patch_size [2]", "model.patch_size = [2]: a list of 2 expected, not of 1"),
+    ("--model.patch_size [2,2,2]", "model.patch_size = [2, 2, 2]: a list of 2 expected, not of 3"),
+    # -- ranges
+    ("--training.steps 0", "training.steps = 0: must be at least 1"),
+    ("--training.steps -3", "training.steps = -3: must be at least 1"),
+    ("--training.seed -1", "training.seed = -1: must be at least 0"),
+    ("--training.seed 9999999999999", "training.seed = 9999999999999: must be at least 0 and at most 1e+12"),
+    ("--optimizer.lr 0", "optimizer.lr = 0.0: must be above 0"),
+    ("--optimizer.lr nan", "optimizer.lr = nan: a finite number expected"),
+    ("--optimizer.lr inf", "optimizer.lr = inf: a finite number expected"),
+    ("--optimizer.lr_max=-inf", "optimizer.lr_max = -inf: a finite number expected"),
+    ("--optimizer.weight_decay 1e999", "optimizer.weight_decay = inf: a finite number expected"),
+    (f"--optimizer.weight_decay 1{'0' * 400}", "number at least 0 expected, not a whole number"),
+    ("--optimizer.beta1 1.0", "optimizer.beta1 = 1.0: must be at least 0 and below 1"),
+    ("--optimizer.beta2 -0.1", "optimizer.beta2 = -0.1: must be at least 0 and below 1"),
+    ("--model.stochastic_depth 0.95", "model.stochastic_depth = 0.95: must be at least 0 and at most 0.9"),
+    ("--model.num_heads 0", "model.num_heads = 0: must be at least 1"),
+    ("--model.patch_size [0,2]", "model.patch_size[0] = 0: must be at least 1"),
+    ("--data.grid_shape [-6,8]", "data.grid_shape[0] = -6: must be at least 0"),
+    ("--training.variable_weights [1,-1,1]", "training.variable_weights[1] = -1.0: must be at least 0"),
+    ("--training.variable_weights [1,nan,1]", "training.variable_weights[1] = nan: a finite number expected"),
+    # -- combinations
+    (
+        "--model.dim 100 --model.num_heads 7",
+        "model.num_heads = 7: does not divide model.dim = 100; near ones",
+    ),
+    (
+        "--model.dim 3 --model.num_heads 2",
+        "model.num_heads = 2: does not divide model.dim = 3; near ones do: [1]",
+    ),
+    ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
+    ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs heads whose size"),
+    ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),
+    ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: the run has 1 rank(s)"),
+    (
+        "--training.global_batch_size 40",
+        "global_batch_size = 40: not a multiple of training.local_batch_size",
+    ),
+    ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
+    ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
+    (
+        "--training.variable_weights [0,0,0]",
+        "variable_weights = [0.0, 0.0, 0.0]: one of them must be above 0",
+    ),
+    ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
+    ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
+    ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),
+    ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
+    # -- dates
+    ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date lies before the first; exchange"),
+    (
+        '--data.train_period \'["2019-12-31", "soon"]\'',
+        "data.train_period = 'soon': not a date; write 2001-12-31",
+    ),
+    ('--data.train_period \'["2019-02-30", "2019-12-31"]\'', "data.train_period = '2019-02-30': not a date"),
+    ("--data.train_period '[\"2019-12-31\"]'", "data.train_period = ['2019-12-31']: two dates expected"),
+    ('--data.train_period \'["2001", "2002", "2003"]\'', "['2001', '2002', '2003']: two dates expected"),
+    (
+        '--data.validation_period \'["2019-12-31", "2020-01-01"]\'',
+        "'2020-01-01']: overlaps data.train_period =",
+    ),
+    (
+        '--data.train_period \'["1979-01-01", "1980-01-01"]\'',
+        "fewer than two dates of it is in the data, which",
+    ),
+    ('--data.validation_period \'["2031-01-01", "2031-01-02"]\'', "data.validation_period = ['2031-01-01'"),
+    # -- what the data do not have
+    ("--data.variables '[]'", "data.variables = []: name what is predicted"),
+    (
+        "--data.variables '[\"geopotential:0\"]'",
+        "data.variables = ['geopotential:0']: variable 'geopotential:0' is",
+    ),
+    (
+        '--data.variables \'["2m_temperature", "2m_temperature"]\'',
+        "variable '2m_temperature' is listed twice",
+    ),
+    ("--data.variables '[\"2m_temprature\"]'", "has no variable '2m_temprature'; nearest: '2m_temperature'"),
+    ("--data.variables '[\"vorticity\"]'", "'wb.zarr' has no variable 'vorticity:500'"),
+    ("--data.levels '[500, 900]'", "has no variable 'geopotential:900'; nearest: 'geopotential:850'"),
+    ("--data.static_variables '[\"land_see_mask\"]'", "'land_see_mask'; nearest: 'land_sea_mask'"),
+    ('--data.static_variables \'["a", "a"]\'', "data.static_variables = ['a', 'a']: 'a' is listed twice"),
+    ("--data.static_path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF nor HDF5"),
+    ('--data.forcings \'["sin_latitude", "sin_latitude"]\'', "'sin_latitude' is listed twice"),
+    (
+        "--data.forcings '[\"sin_latitud\"]'",
+        "data.forcings = 'sin_latitud': unknown; did you mean 'sin_latitude'?",
+    ),
+    ("--model.patch_size [7,2]", "model.patch_size = [7, 2]: larger than the grid [6, 8]"),
+    ("--data.grid_shape [32,64]", "data.grid_shape = [32, 64]: the data have [6, 8]; set that or [0, 0]"),
+    # -- files
+    ("--data.path=", "data.path = '': name a file, folder, glob or URL"),
+    ("--data.path wc.zarr", "cannot read 'wc.zarr': there is no such file or folder; nearest: 'wb.zarr'"),
+    ("--data.path empty.nc", "cannot read 'empty.nc': it is empty"),
+    ("--data.path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF nor HDF5"),
+    ("--data.path emptied", "cannot read 'emptied': the folder holds no Zarr, NetCDF or HDF5"),
+    ("--data.path nowhere://bucket/era5.zarr", "cannot read 'nowhere://bucket/era5.zarr'"),
+    ("--job.config_file=", "job.config_file = '': the name of a TOML file expected"),
+    (
+        "--job.config_file god.toml",
+        "job.config_file = god.toml: No such file or directory; did you mean good.toml?",
+    ),
+    ("--job.config_file emptied", "job.config_file = emptied: Is a directory"),
+    ("--job.config_file good.toml/x", "job.config_file = good.toml/x: Not a directory"),
+    ("--job.config_file empty.toml", "job.config_file = empty.toml: the file is empty"),
+    ("--job.config_file binary.toml", "job.config_file = binary.toml: not a text file"),
+    ("--job.config_file loop.toml", "job.config_file = loop.toml: Too many levels of symbolic links"),
+    ("--job.config_file circle.toml", "a circle of extends: circle.toml -> round.toml -> circle.toml"),
+    # -- the machine
+    ("--job.dump_folder text.nc/run", "job.dump_folder = 'text.nc/run': text.nc is not a folder"),
+    (
+        "--model.attention_backend flash_attn --comm.backend gloo",
+        'model.attention_backend = "flash_attn": needs',
+    ),
+    (
+        "--model.attention_backend cudnn --comm.backend gloo",
+        'attention_backend = "cudnn": needs a CUDA device',
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "expected"), COMMAND_LINES, ids=[args[:60] for args, _ in COMMAND_LINES])
+def test_bad_command_line(args: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(args)
+    own_file = any(word.startswith("--job.config_file") for word in words)
+    assert expected in refusal(words if own_file else ["--job.config_file=good.toml", *words], capsys)
+
+
+FILES = [
+    ("[trainning]\nsteps = 3", "trainning: unknown section in case.toml; did you mean training?"),
+    ("[training]\nstepz = 3", "training.stepz: unknown key in case.toml; did you mean training.steps?"),
+    ('[training]\nsteps = "3"', "training.steps = '3': whole number at least 1 expected, not text"),
+    ("[data.path]\nurl = 1", "data.path = {'url': 1}: text expected, not a table"),
+    (
+        "[data]\ntrain_period = [2001-01-01, 2001-02-01]",
+        "= 2001-01-01: text expected, not a bare date; put it in",
+    ),
+    ("steps = 3", "steps = 3: stands outside any section in case.toml; write it below [training]"),
+    ("modle = 3", "modle = 3: stands outside any section in case.toml; did you mean model?"),
+    ("model = 3", "model = 3: a section in case.toml is a table; write [model] and its keys below"),
+    ("[[model]]\ndim = 3", "model = [{'dim': 3}]: a section in case.toml is a table"),
+    ("[model\ndim = 3", "job.config_file = case.toml: not TOML: "),
+    ("[model]\ndim = 3\ndim = 4", "job.config_file = case.toml: not TOML: "),
+    ("[model]\ndim = " + "9" * 5000, "job.config_file = case.toml: not TOML: "),
+    ("[data]\nlevels = " + "[" * 5000, "job.config_file = case.toml: not TOML: "),
+    ("extends = 3", "case.toml: extends = 3: the name of one TOML file expected"),
+    ('extends = ""', "case.toml: extends = '': the name of a TOML file expected"),
+    (
+        'extends = "god.toml"',
+        "case.toml: extends = god.toml: No such file or directory; did you mean good.toml?",
+    ),
+    ('extends = "case.toml"', "a circle of extends: case.toml -> case.toml"),
+    (r'extends = "a\u0000b"', "embedded null byte"),
+    ('[job]\nconfig_file = "other.toml"', "job.config_file = 'other.toml': stands in case.toml itself"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES, ids=[text[:40] for text, _ in FILES])
+def test_bad_file(text: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "case.toml").write_text(text)
+    assert expected in refusal(["--job.config_file", "case.toml"], capsys)
+
+
+REPLICATE = "--parallelism.data_parallel_replicate_degree"
+RANKS = [
+    ({"NGPU": "0"}, "", "NGPU = '0': an environment variable that must be a whole number, at least 1"),
+    ({"NGPU": "two"}, "", "NGPU = 'two': an environment variable"),
+    ({"NNODES": "1.5"}, "", "NNODES = '1.5': an environment variable"),
+    ({"WORLD_SIZE": ""}, f"{REPLICATE} 3", "the run has 1 rank(s)"),
+    ({"WORLD_SIZE": "-4"}, "", "WORLD_SIZE = '-4': an environment variable"),
+    ({"NGPU": "2"}, f"{REPLICATE} 1", "replicate_degree = 1: the run has 2 rank(s); use -1 or 2, or start 1"),
+    ({"NGPU": "2", "NNODES": "2:4"}, f"{REPLICATE} 2", "the run has 4 rank(s)"),
+    ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 2", "the run has 8 rank(s)"),
+    ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x ranks = 48; try 96 or -1"),
+]
+
+
+@pytest.mark.parametrize(("environment", "args", "expected"), RANKS)
+def test_bad_ranks(
+    environment: dict[str, str],
+    args: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expected in refusal(["--job.config_file=good.toml", *shlex.split(args)], capsys)
+
+
+def test_nccl_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    argv = ["--job.config_file=good.toml", "--comm.backend=nccl"]
+    assert "comm.backend = 'nccl': this machine has no CUDA device" in refusal(argv, capsys)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("NGPU", "2")
+    assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(argv[:1], capsys)
+
+
+def test_ranks_that_are_not_first_say_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        config.main(["--training.stepz=3"])
+    assert end.value.code == 2 and capsys.readouterr() == ("", "")
+
+
+def test_the_good_configuration_passes_every_check() -> None:
+    config.main(["--job.config_file", "good.toml"])
+
+
+# Through the door: program, processes, arguments, what the line says.
+STARTED = [
+    ("./run_train.sh", 1, "--trainning.steps 3", "did you mean training?"),
+    ("./run_train.sh", 1, "--job.config_file train_configs/gfs_wind.toml", "train_configs/gfs_winds.toml?"),
+    ("./run_train.sh", 2, "--training.stepz 3", "did you mean training.steps?"),
+    ("./run_train.sh", 2, "--data.path /nowhere", "cannot read '/nowhere'"),
+    ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
+    ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
+    ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
+    ("config.py", 2, "--training.global_batch_size 3", "x ranks = 32; try 32"),
+    ("config.py", 1, "--training.steps 1 2", "2: not an option"),
+]
+
+
+@pytest.mark.parametrize(("program", "ranks", "args", "expected"), STARTED)
+def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: Path, tmp_path: Path) -> None:
+    """Exit code 2, one line, within 5 s of processor time, and neither a launcher nor a process group."""
+    python, started = tmp_path / "python", tmp_path / "started"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {started}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    # A rank without MASTER_ADDR: joining a process group would end in a traceback.
+    env = os.environ | {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
+    env.pop("MASTER_ADDR", None)
+    command = [program] if program.startswith("./") else [str(python), program]
+    own_file = ["--job.config_file", str(folder / "good.toml")] * ("config_file" not in args)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*command, *own_file, *args.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert expected in done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert "torch.distributed.run" not in started.read_text()

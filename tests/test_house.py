@@ -1,0 +1,266 @@
+"""The rules of the house that a program can check: structure, sizes, names, imports, configurations."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+VERBS = {"train", "plan", "forecast", "evaluate"}
+LONGEST_MODULE, LONGEST_FUNCTION = 400, 100  # lines
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
+# Checkpoints hold tensors and plain data: who pickles says why here.
+PICKLES = {"tests/test_era5.py", "tests/test_loader.py"}  # archives travel to loader processes
+CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or is about to: everything it does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"not a git checkout: {error}")
+    return sorted({ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()})
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file of all Python of the project: "datasets.grid" -> datasets/grid.py."""
+    modules = {}
+    for path in tracked_files():
+        if path.suffix == ".py":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Every module that may be meant: `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top_level(tree: ast.Module) -> ast.Module:
+    """The module without the bodies of its functions: what runs when it is imported."""
+
+    class Outside(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+    return Outside().visit(tree)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of the project that importing it imports."""
+    modules = sources()
+    return {
+        module: {name for name in imported_names(top_level(parsed(path))) if name in modules} - {module}
+        for module, path in modules.items()
+    }
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found, waiting = set(), [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def functions() -> list[tuple[str, int]]:
+    """("datasets/grid.py: area_weights", lines of code), without docstrings, comments and empty lines."""
+    return [
+        (f"{name_of(path)}: {node.name}", lines_of_code(node, path.read_text(encoding="utf-8").splitlines()))
+        for path in sources().values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
+    documented = ast.get_docstring(node) is not None
+    docstring = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if documented else range(0)
+    span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    text = [lines[i - 1].strip() for i in span if i not in docstring]
+    return sum(bool(line) and not line.startswith("#") for line in text)
+
+
+# -- 1. who imports whom
+
+
+def test_models_and_grid_know_nothing_of_ranks() -> None:
+    """Nor does anything that they import."""
+    modules, graph = sources(), import_graph()
+    for module in modules:
+        if module.partition(".")[0] != "models" and module != "datasets.grid":
+            continue
+        for name in {module} | reachable(graph, module):
+            forbidden = [
+                imported
+                for imported in imported_names(parsed(modules[name]))
+                if re.match(r"(parallelisms|training|torch\.distributed)(\.|$)", imported)
+            ]
+            via = "" if name == module else f" (through {name})"
+            assert not forbidden, f"{module}{via} imports {forbidden}: a model never asks with whom it runs"
+
+
+def test_nothing_imports_a_verb() -> None:
+    """Tests may: they stand outside."""
+    for module, path in sources().items():
+        verbs = VERBS & set(imported_names(parsed(path)))
+        assert not verbs or module.startswith("tests."), (
+            f"{module} imports the verb {verbs}: move what it needs"
+        )
+
+
+def test_no_import_cycles() -> None:
+    graph = import_graph()
+    cycles = [module for module in graph if module in reachable(graph, module)]
+    assert not cycles, f"these modules import themselves through others: {cycles}"
+
+
+def test_imports_are_absolute() -> None:
+    for module, path in sources().items():
+        relative = [n.lineno for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom) and n.level]
+        assert not relative, f"{module} has relative imports in lines {relative}"
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {path.parent for path in sources().values()} - {ROOT}
+    bare = [name_of(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+    assert not bare, f"without __init__.py: {bare}"
+
+
+def test_no_root_name_hides_another_package() -> None:
+    """`profiling` joins the standard library in Python 3.15."""
+    roots = {module.partition(".")[0] for module in sources()}
+    taken = sys.stdlib_module_names | {"profiling"} | set(packages_distributions())
+    assert not roots & taken, (
+        f"these names are taken by the standard library or an installed package: {roots & taken}"
+    )
+
+
+# -- 2. sizes and names
+
+
+def test_functions_are_short() -> None:
+    """Median 12 lines, nine tenths 45; one long function, which reads from top to bottom."""
+    lengths = [length for _, length in functions()]
+    assert statistics.median(lengths) <= 12
+    assert statistics.quantiles(lengths, n=10)[-1] <= 45
+    long = [f"{name} ({length})" for name, length in functions() if length > LONGEST_FUNCTION]
+    assert all(name.startswith("train.py: ") for name in long) and len(long) <= 1, f"cut up: {long}"
+
+
+def test_modules_are_short() -> None:
+    long = {name_of(path): len(path.read_text().splitlines()) for path in sources().values()}
+    long = {name: lines for name, lines in long.items() if lines > LONGEST_MODULE}
+    assert not long, f"over {LONGEST_MODULE} lines, split them: {long}"
+
+
+def test_names_say_what_is_inside() -> None:
+    vague = [module for module in sources() if VAGUE_NAMES & set(re.split(r"[._]", module))]
+    assert not vague, f"name these by what is inside: {vague}"
+
+
+# -- 5. nothing is swallowed
+
+
+def test_no_error_is_swallowed() -> None:
+    """No bare except; no `except Exception: pass`; no suppress_errors, with which compile falls back."""
+    for path in sources().values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ExceptHandler):
+                where = f"{name_of(path)}:{node.lineno}"
+                assert node.type is not None, f"{where}: a bare except; name the error"
+                broad = ast.unparse(node.type) in ("Exception", "BaseException")
+                passes = all(isinstance(statement, ast.Pass) for statement in node.body)
+                assert not (broad and passes), f"{where}: every error is swallowed; name the one expected"
+            names = (getattr(node, "attr", None), getattr(node, "arg", None))
+            assert "suppress_errors" not in names, f"{name_of(path)}: suppress_errors hides what went wrong"
+
+
+# -- 7. and 8. installing and storing
+
+
+def test_the_project_is_not_installable() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tools["setuptools"] == {"packages": [], "py-modules": []}
+    assert tools["pytest"]["ini_options"]["pythonpath"] == ["."]
+    assert "--import-mode=importlib" in tools["pytest"]["ini_options"]["addopts"]
+
+
+def test_versions_are_exact() -> None:
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            exact = re.fullmatch(r"[\w.\-\[\],]+==[\w.+!]+", line)
+            assert exact, f"requirements.txt: {line!r}: write name==version"
+
+
+def test_nothing_depends_on_hugging_face_names() -> None:
+    """Its `datasets` and `evaluate` have the names of ours."""
+    lines = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements-extras.txt").read_text()
+    found = re.findall(r"^(datasets|evaluate|transformers)\b", lines, re.MULTILINE)
+    assert not found, f"requirements name {found}"
+
+
+def test_no_pickled_code() -> None:
+    for path in sources().values():
+        tree = parsed(path)
+        pickles = {"pickle", "cloudpickle", "dill", "joblib"} & set(imported_names(tree))
+        torch_io = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("load", "save")]
+        pickles |= {ast.unparse(n) for n in torch_io if ast.unparse(n.value) == "torch"}
+        assert not pickles or name_of(path) in PICKLES, f"{name_of(path)} uses {pickles}: store plain tensors"
+
+
+# -- weights, configurations, places
+
+
+def test_area_weights_are_not_cosines() -> None:
+    """Weights are cell areas (datasets/grid.py): cos(latitude) gives rows at the poles 0."""
+    for module, path in sources().items():
+        if module != "datasets.grid" and module.partition(".")[0] not in ("training", "verification"):
+            continue
+        calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+        cosines = [c for c in calls if re.search(r"\bcos$", ast.unparse(c.func)) and "lat" in ast.unparse(c)]
+        assert not cosines, f"{name_of(path)}:{cosines[0].lineno}: take area_weights of datasets/grid.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+def test_train_configs_say_what_they_cost(path: Path) -> None:
+    header = re.match(r"(?:#.*\n)*", path.read_text())
+    missing = [word for word in CONFIG_HEADER if not header or word not in header[0]]
+    assert not missing, f"{name_of(path)}: its opening comment lacks {missing}"
+
+
+def test_no_file_names_a_place_on_this_machine() -> None:
+    folders = "|".join(("work", "root", "home", "Users"))
+    place = re.compile(rf"(?<![\w.:/\-])/({folders})/\w")  # preceded by more, it is a URL or a relative path
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture
+        if match := place.search(text):
+            line = text.count("\n", 0, match.start()) + 1
+            pytest.fail(f"{name_of(path)}:{line} names {match[0]}...: nobody else has that folder")

@@ -1,0 +1,94 @@
+"""The sampler is a function of (seed, step); the loader adds nothing to it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from datasets.era5 import open_archive
+from datasets.loader import (
+    EvaluationSampler,
+    FieldDataset,
+    MemoryArchive,
+    TrainLoader,
+    TrainSampler,
+    cache_if_small,
+)
+from tests.archives import NAMES, analyses, values, weatherbench
+
+
+def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
+    samplers = [TrainSampler(37, 5, local, accumulation, rank, ranks) for rank in range(ranks)]
+    return [i for micro in range(accumulation) for s in samplers for i in s.local_batch(step, micro)]
+
+
+@pytest.mark.parametrize("step", [0, 3, 100_000])
+def test_global_batch_is_independent_of_ranks_and_accumulation(step):
+    reference = global_batch(step, 8, 1, 1)
+    for local, accumulation, ranks in ((4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 1, 8), (1, 8, 1)):
+        assert global_batch(step, local, accumulation, ranks) == reference
+
+
+def test_every_epoch_draws_every_sample_once():
+    sampler = TrainSampler(37, 5, 1, 1, 0, 1)
+    epochs = [[sampler.sample(37 * epoch + i) for i in range(37)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert TrainSampler(37, 6, 1, 1, 0, 1).sample(0) != sampler.sample(0)
+
+
+def test_evaluation_visits_every_sample_once_on_any_number_of_ranks():
+    for num_samples in (1, 5, 19, 24):
+        for ranks in (1, 2, 3, 8):
+            samplers = [EvaluationSampler(num_samples, 4, rank, ranks) for rank in range(ranks)]
+            seen = sorted(i for s in samplers for batch in s for i in batch if i >= 0)
+            assert seen == list(range(num_samples))
+            assert len({len(s) for s in samplers}) == 1  # none waits for another
+
+
+@pytest.fixture
+def archive(tmp_path):
+    return open_archive(weatherbench(tmp_path, analyses()))
+
+
+SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
+
+
+def test_dataset_reads_whole_batches(archive):
+    fields, times = FieldDataset(archive, NAMES, SAMPLES).__getitems__([2, 0, -1])
+    truth = values(analyses())
+    np.testing.assert_array_equal(fields.numpy(), truth[SAMPLES[[2, 0, 3]]])
+    first = np.datetime64("2019-12-31T06", "s").astype(int)
+    assert times.tolist() == [first + 2 * 21600, first, first + 3 * 21600]
+
+
+def test_memory_archive_reads_the_same(archive):
+    memory = MemoryArchive(archive, NAMES, np.array([1, 2, 4]))
+    np.testing.assert_array_equal(memory.read(4, NAMES), archive.read(4, NAMES))
+    np.testing.assert_array_equal(memory.read_block(1, 3, NAMES), archive.read_block(1, 3, NAMES))
+    assert cache_if_small(archive, NAMES, np.arange(5), limit_gib=0.0) is archive
+    assert isinstance(cache_if_small(archive, NAMES, np.arange(5), limit_gib=1.0), MemoryArchive)
+
+
+def first_batches(source, num_workers: int, step: int, count: int) -> list[torch.Tensor]:
+    sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
+    loader = TrainLoader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers, 2, pin=False)
+    batches = loader.iterate(step)
+    return [next(batches)[1] for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_resumed_loader_continues_the_sequence(archive, num_workers, cached):
+    source = cache_if_small(archive, NAMES, np.arange(5), 1.0 if cached else 0.0)
+    whole = first_batches(source, 0, step=0, count=7)
+    rest = first_batches(source, num_workers, step=4, count=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+
+
+def test_a_dataset_can_be_sent_to_a_loader_process(archive):
+    dataset = pickle.loads(pickle.dumps(FieldDataset(archive, NAMES, SAMPLES)))
+    assert torch.equal(
+        dataset.__getitems__([0])[0].nan_to_num(), torch.from_numpy(values(analyses())[:2])[None].nan_to_num()
+    )

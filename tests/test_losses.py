@@ -1,0 +1,75 @@
+"""Losses against explicit sums in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from datasets.grid import area_weights
+from training.losses import change_weights, mse_loss, relative_l2_loss, variable_weights
+
+
+def batch(b=4, v=3, h=6, w=5, missing=0.2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    prediction, target = (torch.randn(b, v, h, w, generator=generator) for _ in range(2))
+    mask = torch.rand(b, v, h, w, generator=generator) > missing
+    area = torch.tensor(area_weights(np.linspace(90, -90, h)), dtype=torch.float32)
+    return prediction, target * mask, mask, area, torch.tensor([1.0, 2.0, 0.5])
+
+
+def test_mse_is_the_area_weighted_mean_over_cells_with_values():
+    prediction, target, mask, area, weights = batch()
+    total = 0.0
+    for b in range(4):
+        for v in range(3):
+            cells = [
+                (float(area[i]), float(prediction[b, v, i, j] - target[b, v, i, j]) ** 2)
+                for i, j in zip(*np.nonzero(mask[b, v].numpy()), strict=True)
+            ]
+            total += float(weights[v]) * sum(a * e for a, e in cells) / sum(a for a, _ in cells)
+    assert mse_loss(prediction, target, mask, area, weights).item() == pytest.approx(total / 12, rel=1e-6)
+
+
+def test_mse_of_a_known_field_on_721_rows():
+    """The error sin(latitude) has the area mean of squares 1/3; cells of 0.25 degrees know that to 1e-5."""
+    latitude = np.linspace(90, -90, 721)
+    area = torch.tensor(area_weights(latitude), dtype=torch.float32)
+    error = torch.tensor(np.sin(np.deg2rad(latitude)), dtype=torch.float32)[:, None].expand(1, 1, 721, 4)
+    loss = mse_loss(
+        error, torch.zeros_like(error), torch.ones_like(error, dtype=torch.bool), area, torch.ones(1)
+    )
+    assert loss.item() == pytest.approx(1 / 3, rel=1e-5)
+
+
+def test_mean_of_micro_batches_is_the_mean_of_the_batch():
+    prediction, target, mask, area, weights = batch()
+    whole = mse_loss(prediction, target, mask, area, weights)
+    parts = [
+        mse_loss(prediction[i : i + 1], target[i : i + 1], mask[i : i + 1], area, weights) for i in range(4)
+    ]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+    relative = [relative_l2_loss(prediction[i : i + 2], target[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
+    torch.testing.assert_close(torch.stack(relative).mean(), relative_l2_loss(prediction, target, mask))
+
+
+def test_a_field_without_any_value_costs_nothing():
+    prediction, target, mask, area, weights = batch()
+    mask[1] = False
+    prediction.requires_grad_()
+    loss = mse_loss(prediction, target, mask, area, weights)
+    loss.backward()
+    assert torch.isfinite(loss) and prediction.grad is not None
+    assert torch.isfinite(prediction.grad).all() and not prediction.grad[1].any()
+
+
+def test_relative_l2_is_not_weighted_by_area():
+    target = torch.tensor([[3.0, 4.0], [6.0, 8.0]]).view(2, 1, 1, 2)
+    prediction = target + torch.tensor([[3.0, 4.0], [0.0, 0.0]]).view(2, 1, 1, 2)
+    mask = torch.ones_like(target, dtype=torch.bool)
+    assert relative_l2_loss(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
+
+
+def test_weights():
+    assert variable_weights((), 3).tolist() == [1, 1, 1]
+    assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
+    with pytest.raises(ValueError, match="training.variable_weights"):
+        variable_weights((1.0,), 3)

@@ -1,0 +1,39 @@
+"""The learning rate of each step in closed form, and the mission's scaling."""
+
+import math
+
+import pytest
+
+from training.lr_schedules import lr_factor, peak_lr
+
+
+def test_warmup_reaches_the_peak():
+    assert lr_factor(1, 100, 10, "cosine", 0.0) == pytest.approx(0.1)
+    assert lr_factor(10, 100, 10, "cosine", 0.0) == 1.0
+
+
+@pytest.mark.parametrize(("decay", "middle"), [("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)])
+def test_decay_ends_at_the_last_step(decay, middle):
+    last = 1.0 if decay == "constant" else 0.2
+    assert lr_factor(55, 100, 10, decay, 0.0) == pytest.approx(middle)
+    assert lr_factor(100, 100, 10, decay, 0.2) == pytest.approx(last)
+
+
+def test_cosine_is_the_cosine():
+    for step in (10, 33, 71, 100):
+        expected = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 10) / 90)) / 2
+        assert lr_factor(step, 100, 10, "cosine", 0.1) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_run_shorter_than_its_warmup_trains():
+    factors = [lr_factor(step, 3, 100, "cosine", 0.0) for step in (1, 2, 3)]
+    assert factors == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_scaling_of_the_mission_and_of_the_tutorial():
+    assert peak_lr(3e-4, "linear", 8, 64, math.inf) == pytest.approx(2.4e-3)
+    assert peak_lr(3e-4, "linear", 8, 3072, math.inf) == pytest.approx(0.1152)
+    assert peak_lr(3e-4, "linear", 8, 3072, 0.01) == 0.01
+    for batch, lr in ((64, 1e-3), (256, 2e-3), (1024, 4e-3)):  # lr 5e-4 at 16, square root
+        assert peak_lr(5e-4, "sqrt", 16, batch, math.inf) == pytest.approx(lr)
+    assert peak_lr(1e-3, "linear", 0, 4096, math.inf) == 1e-3

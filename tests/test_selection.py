@@ -1,0 +1,96 @@
+"""Periods, gaps and samples."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from config import Data
+from datasets.selection import evenly_spaced, open_selection
+from tests.archives import analyses, weatherbench
+
+NAMES = ("2m_temperature", "geopotential:500")
+NOTHING = np.zeros(0, int)
+
+
+def hours(n: int, missing: tuple[int, ...] = ()) -> xr.Dataset:
+    """n dates 6 h apart from 2020-01-01, without some."""
+    ds = xr.concat([analyses().isel(time=0)] * n, "time")
+    ds = ds.assign_coords(time=np.datetime64("2020-01-01", "ns") + np.arange(n) * np.timedelta64(6, "h"))
+    return ds.isel(time=[i for i in range(n) if i not in missing])
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = weatherbench(tmp_path, hours(20, missing=(7,)))
+    return Data(
+        path=path,
+        variables=NAMES,
+        train_period=("2020-01-01", "2020-01-03"),
+        validation_period=("2020-01-04", "2020-01-05"),
+        static_variables=("land_sea_mask",),
+    )
+
+
+def test_samples_keep_to_their_period_and_make_nothing_of_gaps(data):
+    selection = open_selection(data, (2, 2), ())
+    times = selection.archive.times
+    train = selection.samples("train", [0, 1], NOTHING)
+    assert (times[train[:, 1]] - times[train[:, 0]] == np.timedelta64(6, "h")).all()
+    assert len(train) == 12 - 1 - 1 - 1  # 12 slots, one missing: itself, the pair before it, and the last one
+    validation = selection.samples("validation", [0, 1, 2], NOTHING)
+    assert times[validation].min() == np.datetime64("2020-01-04T00") and len(validation) == 8 - 2
+    assert not set(train.ravel()) & set(validation.ravel())
+
+
+def test_empty_dates_are_in_no_sample(data):
+    selection = open_selection(data, (2, 2), ())
+    assert not (selection.samples("train", [0, 1], np.array([3])) == 3).any()
+
+
+def test_without_a_training_period_all_other_dates_train(data):
+    selection = open_selection(replace(data, train_period=()), (2, 2), ())
+    assert len(selection.train) + len(selection.validation) == len(selection.archive.times)
+
+
+def test_the_last_day_counts_to_its_end(data):
+    selection = open_selection(data, (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T18")
+    precise = replace(data, train_period=("2020-01-01", "2020-01-03T06"))
+    selection = open_selection(precise, (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T06")
+
+
+def test_log_line_counts_what_was_left_out(data):
+    selection, empty = open_selection(data, (2, 2), ()), np.array([2])
+    line = selection.describe("train", selection.samples("train", [0, 1], empty), empty)
+    assert "7 samples from 11 dates" in line and "1 dates missing in between" in line
+    assert "1 left out for fields without a value" in line
+
+
+def test_evenly_spaced():
+    assert evenly_spaced(np.arange(10), 0).tolist() == list(range(10))
+    assert evenly_spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variables": ("2m_temperatur",)}, "2m_temperature"),
+        ({"variables": ("geopotential:700",)}, "geopotential"),
+        ({"variables": ("geopotential",), "levels": (500, 700)}, "geopotential:700"),
+        ({"static_variables": ("orography",)}, "orography"),
+        ({"forcings": ("insolation",)}, "insolation"),
+        ({"grid_shape": (721, 1440)}, "data.grid_shape"),
+        ({"validation_period": ("2030-01-01", "2030-02-01")}, "data.validation_period"),
+        ({"train_period": ("2030-01-01", "2030-02-01"), "validation_period": ()}, "data.train_period"),
+        ({"path": "no/such/file.zarr"}, "no/such/file.zarr"),
+        ({"step_hours": 24 * 40}, "data.train_period"),
+        ({"variables": NAMES, "step_hours": 5}, "data.train_period"),
+    ],
+)
+def test_what_is_not_in_the_data_is_named(data, change, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        open_selection(replace(data, **change), (2, 2), (6,))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,241 @@
+"""Runs from end to end on a small archive: the contract of a run's folder, resuming, layouts, precision."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from config import load_config
+from tests.archives import weatherbench
+from train import train
+from training.checkpoint import complete_steps
+
+ROOT = Path(__file__).parent.parent
+CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> str:
+    """40 days of two waves that travel east at different speeds: easily learned, badly persisted."""
+    time = np.datetime64("2020-01-01", "ns") + np.arange(160) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(82.5, -90, -15.0), np.arange(0, 360, 22.5)
+    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(160)[:, None, None]
+    profile = np.cos(np.deg2rad(latitude))[None, :, None]
+    noise = np.random.default_rng(0).normal(0, 0.02, (2, 160, 12, 16))
+    u = 10 * profile * np.sin(2 * phase) + noise[0]
+    v = 5 * profile * np.cos(3 * phase) + noise[1]
+    dims = ("time", "latitude", "longitude")
+    names = ("10m_u_component_of_wind", "10m_v_component_of_wind")
+    ds = xr.Dataset(
+        {name: (dims, field.astype("f4")) for name, field in zip(names, (u, v), strict=True)},
+        {"time": time, "latitude": latitude, "longitude": longitude},
+    )
+    return weatherbench(tmp_path_factory.mktemp("archive"), ds)
+
+
+@pytest.fixture
+def config_file(archive, tmp_path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(f"""
+[data]
+path = "{archive}"
+variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
+forcings = ["sin_local_time"]
+train_period = ["2020-01-01", "2020-01-31"]
+validation_period = ["2020-02-01", "2020-02-09"]
+[model]
+patch_size = [4, 4]
+dim = 32
+num_layers = 2
+num_heads = 2
+[lr_scheduler]
+warmup_steps = 5
+[training]
+steps = 12
+local_batch_size = 8
+[metrics]
+log_freq = 1
+[validation]
+plots = false
+""")
+    return path
+
+
+def run(config_file: Path, folder: Path, *options: str) -> list[dict]:
+    """A run in this process; the objects of its metrics.jsonl."""
+    arguments = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options]
+    train(load_config(arguments))
+    return read(folder)
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    return [r["loss"] for r in records if "loss" in r]
+
+
+def start(config_file: Path, folder: Path, *options: str, **environment: str) -> subprocess.Popen:
+    """The same through the launcher, as a user starts it."""
+    command = [
+        str(ROOT / "run_train.sh"),
+        "--job.config_file",
+        str(config_file),
+        "--job.dump_folder",
+        str(folder),
+    ]
+    environment = {**os.environ, "ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [*command, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
+    options = [
+        "--training.steps",
+        "150",
+        "--optimizer.lr",
+        "3e-3",
+        "--validation.plots",
+        "--checkpoint.enable",
+    ]
+    options += [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq",
+        "10",
+        "--validation.interval",
+        "100",
+    ]
+    records = run(config_file, tmp_path / "run", *options)
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "traces", "plots"} <= there
+    assert list((tmp_path / "run/traces").glob("*.json.gz"))
+    assert {p.name for p in (tmp_path / "run/plots").iterdir()} == {"loss.png", "rmse.png", "maps.png"}
+    assert complete_steps(tmp_path / "run/checkpoints") == [150]
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0]) == CONTRACT
+    validations = [r for r in records if "val/loss" in r]
+    assert [r["step"] for r in validations] == [100, 150]
+    for name in ("10m_u_component_of_wind", "10m_v_component_of_wind"):
+        last = validations[-1]
+        assert last[f"val/rmse/{name}"] < 0.5 * last[f"val/rmse_persistence/{name}"]
+        assert last[f"val/rmse/{name}"] < last[f"val/rmse_climatology/{name}"]
+
+
+def test_traces_name_the_parts_of_a_step(config_file, tmp_path):
+    options = ["--profiling.enable_profiling", "--profiling.profile_freq", "6", "--checkpoint.enable"]
+    run(config_file, tmp_path / "run", *options, "--checkpoint.interval", "5")
+    trace = sorted((tmp_path / "run/traces").iterdir())[0]
+    names = {event.get("name") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
+    assert {"data", "forward", "backward", "optimizer", "checkpoint"} <= names
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("num_workers", ["0", "2"])
+def test_a_resumed_run_repeats_to_the_bit(config_file, tmp_path, async_mode, num_workers):
+    options = ["--checkpoint.enable", "--checkpoint.interval", "4", "--lr_scheduler.decay_type", "constant"]
+    options += ["--model.stochastic_depth", "0.2"]  # draws random numbers in every step
+    whole = run(config_file, tmp_path / "whole", *options)
+    options += ["--checkpoint.async_mode", async_mode, "--data.num_workers", num_workers]
+    part = run(config_file, tmp_path / "part", *options, "--training.steps", "8")
+    assert losses(part) == losses(whole)[:8]
+    resumed = run(config_file, tmp_path / "part", *options)
+    assert losses(resumed) == losses(whole)
+    assert resumed[-1] == whole[-1]  # the validation
+
+
+def test_a_finished_run_started_again_trains_nothing_and_validates(config_file, tmp_path):
+    first = run(config_file, tmp_path / "run", "--checkpoint.enable")
+    again = run(config_file, tmp_path / "run", "--checkpoint.enable")
+    assert losses(first) == losses(again)
+    assert again[-1] == first[-1]
+
+
+def test_accumulation_equals_the_large_batch(config_file, tmp_path):
+    large = run(config_file, tmp_path / "large", "--training.local_batch_size", "8")
+    options = ["--training.local_batch_size", "2", "--training.global_batch_size", "8"]
+    accumulated = run(config_file, tmp_path / "accumulated", *options)
+    np.testing.assert_allclose(losses(accumulated), losses(large), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.01)])
+def test_half_precision_follows_float32(config_file, tmp_path, dtype, tolerance):
+    full = run(config_file, tmp_path / "full")
+    half = run(config_file, tmp_path / "half", "--training.mixed_precision_param", dtype)
+    np.testing.assert_allclose(losses(half), losses(full), rtol=tolerance)
+
+
+def test_resolved_configuration_repeats_the_run(config_file, tmp_path):
+    first = run(config_file, tmp_path / "run", "--training.steps", "4")
+    train(load_config(["--job.config_file", str(tmp_path / "run/config.toml")]))
+    assert losses(read(tmp_path / "run")) == losses(first)
+
+
+def test_a_killed_run_goes_on_to_the_bit(config_file, tmp_path):
+    options = ["--checkpoint.enable", "--checkpoint.interval", "10", "--training.steps", "60"]
+    reference = run(config_file, tmp_path / "reference", *options)
+    process = start(config_file, tmp_path / "killed", *options)
+    metrics = tmp_path / "killed/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 25:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 25 <= len(read_complete_lines(metrics)) < 60
+    resumed = start(config_file, tmp_path / "killed", *options)
+    out, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err.decode()
+    assert b"resumed from" in err
+    assert losses(read(tmp_path / "killed")) == losses(reference)
+
+
+def read_complete_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_two_ranks_train_the_same_run(config_file, tmp_path):
+    one = run(config_file, tmp_path / "one", "--training.local_batch_size", "8")
+    process = start(config_file, tmp_path / "two", "--training.local_batch_size", "4", NGPU="2")
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err.decode()
+    np.testing.assert_allclose(losses(read(tmp_path / "two")), losses(one), rtol=1e-5)
+    last_two, last_one = read(tmp_path / "two")[-1], one[-1]
+    assert last_two.keys() == last_one.keys()
+    for name in last_one:
+        assert last_two[name] == pytest.approx(last_one[name], rel=1e-4)
+    assert "climatology" in out.decode() and out.decode().count("validation over") == 1
+
+
+def test_a_run_that_diverges_says_where_and_keeps_the_last_good_checkpoint(config_file, tmp_path):
+    options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--checkpoint.enable"]
+    process = start(config_file, tmp_path / "run", *options, "--checkpoint.interval", "1")
+    out, err = process.communicate(timeout=120)
+    last = err.decode().strip().splitlines()[-1]
+    assert process.returncode == 1 and "non-finite between steps" in last and "ranks [0]" in last
+    assert "Traceback" not in err.decode()
+    steps = complete_steps(tmp_path / "run/checkpoints")
+    assert f"step-{steps[-1]:08d}" in last if steps else "checkpoint: none" in last
+
+
+def test_weights_by_change_and_relative_loss_train(config_file, tmp_path):
+    for option in (["--training.weight_by_change"], ["--training.loss", "relative_l2"]):
+        values = losses(run(config_file, tmp_path / option[0].strip("-"), *option))
+        assert np.isfinite(values).all() and values[-1] < values[0]
+
+
+def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
+    try:
+        run(config_file, tmp_path / "run", "--training.deterministic", "--training.steps", "2")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,111 @@
+"""Scores and baselines against numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from datasets.era5 import open_archive
+from datasets.grid import area_weights
+from datasets.loader import FieldDataset
+from tests.archives import NAMES, analyses, values, weatherbench
+from verification.baselines import climatology, fit_baselines, persistence
+from verification.scores import mean_squared_error, rmse, rmse_root_first
+from verification.validation import Validation
+
+SAMPLES = np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4]])  # the state, and the truth after 6 and 12 h
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return FieldDataset(open_archive(weatherbench(tmp_path, analyses())), NAMES, SAMPLES)
+
+
+@pytest.fixture
+def area(dataset):
+    return torch.tensor(area_weights(dataset.archive.grid.latitude), dtype=torch.float32)
+
+
+def reference_rmse(forecast: np.ndarray, lead: int, area: np.ndarray) -> np.ndarray:
+    """(V,): forecast (n, V, H, W) of the samples against the truth of a lead, where state and truth have
+    values.
+    """
+    fields = values(analyses()).astype(np.float64)
+    state, truth = fields[SAMPLES[:, 0]], fields[SAMPLES[:, lead]]
+    weights = np.isfinite(truth + state) * area[:, None]
+    squares = np.where(weights > 0, forecast - truth, 0) ** 2
+    return np.sqrt(((weights * squares).sum((2, 3)) / weights.sum((2, 3))).mean(axis=0))
+
+
+def run(dataset, area, model, batch_size=2, **baselines):
+    validation = Validation(dataset, [1, 2], 6, area, batch_size)
+    return validation.run(
+        model, baselines, lambda predicted, truth: (predicted - truth).nan_to_num().abs().mean()
+    )
+
+
+def test_persistence_scores_what_numpy_says(one_rank, dataset, area):
+    scores = run(dataset, area, persistence)
+    state = values(analyses()).astype(np.float64)[SAMPLES[:, 0]]
+    for lead in (1, 2):
+        expected = reference_rmse(state, lead, area.double().numpy())
+        np.testing.assert_allclose(scores.rmse["model"][lead - 1].numpy(), expected, rtol=1e-6)
+
+
+def test_scores_do_not_depend_on_the_batch_size(one_rank, dataset, area):
+    tables = [run(dataset, area, persistence, batch_size=n).rmse["model"] for n in (1, 2, 3)]
+    assert torch.equal(tables[0], tables[1]) and torch.equal(tables[1], tables[2])
+
+
+def test_a_forecast_equal_to_the_truth_scores_zero_and_nan_is_not_hidden(one_rank, dataset, area):
+    truth = torch.from_numpy(values(analyses()))
+
+    def perfect(fields, times, leads):
+        start = [int(np.searchsorted(dataset.archive.times.astype(int), t)) for t in times.tolist()]
+        return torch.stack([truth[[s + lead for s in start]] for lead in leads], dim=1).nan_to_num()
+
+    assert not run(dataset, area, perfect).rmse["model"].any()
+    broken = run(dataset, area, lambda *args: perfect(*args) * torch.nan)
+    assert broken.rmse["model"].isnan().all()
+
+
+def test_damped_persistence_is_the_least_squares_fit(one_rank, dataset, area):
+    mean_field = torch.from_numpy(np.nanmean(values(analyses()), axis=0))
+    forecasts = fit_baselines(dataset, mean_field, area, [1, 2], batch_size=2)
+    fields = values(analyses()).astype(np.float64) - mean_field.double().numpy()
+    state, weights = fields[SAMPLES[:, 0]], area.double().numpy()[:, None]
+    for row, lead in enumerate((1, 2)):
+        truth = fields[SAMPLES[:, lead]]
+        for v in range(len(NAMES)):
+            both = np.isfinite(state[:, v] + truth[:, v])
+            w = np.broadcast_to(weights, both.shape)[both]
+            x, y = state[:, v][both], truth[:, v][both]
+            a = np.linalg.lstsq((np.sqrt(w) * x)[:, None], np.sqrt(w) * y, rcond=None)[0][0]
+            ones = mean_field[None] + 1.0
+            got = forecasts["damped persistence"](ones, torch.zeros(1), [1, 2])[0, row, v] - mean_field[v]
+            np.testing.assert_allclose(got.nan_to_num(a).numpy(), a, rtol=2e-4, atol=1e-6)
+
+
+def test_climatology_is_the_same_for_every_date():
+    field = torch.randn(3, 4, 5)
+    assert torch.equal(climatology(field)(torch.zeros(2, 3, 4, 5), torch.zeros(2), [1, 4])[1, 1], field)
+
+
+def test_root_after_the_mean_over_time():
+    squares = torch.tensor([[[1.0]], [[9.0]]], dtype=torch.float64)
+    assert rmse(squares, torch.ones_like(squares)).item() == pytest.approx(5**0.5)
+    assert rmse_root_first(squares, torch.ones_like(squares)).item() == pytest.approx(2.0)
+
+
+def test_mse_weighs_by_area():
+    area = torch.tensor([0.5, 1.5])
+    forecast = torch.tensor([[1.0, 1.0], [3.0, 3.0]]).view(1, 1, 1, 2, 2)
+    assert mean_squared_error(forecast, torch.zeros_like(forecast), area).item() == (0.5 * 1 + 1.5 * 9) / 2
+
+
+def test_table_and_record(one_rank, dataset, area):
+    scores = run(dataset, area, persistence, persistence=persistence)
+    record = scores.record(7)
+    assert record["step"] == 7
+    assert record["val/rmse/geopotential:500"] == record["val/rmse_persistence/geopotential:500"]
+    assert "val/rmse/2m_temperature@12h" in record
+    assert "m2 s-2" in scores.table() and "12 h" in scores.table()

@@ -1,0 +1,181 @@
+"""The model: exact parameter counts, padding, initialisation, FLOPs, and the layout of the fused
+projection.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.attention import BACKENDS, attention, check_backend
+from models.embeddings import crop_grid, pad_grid, patchify, sincos_positions, unpatchify
+from models.vit import Attention, StochasticDepth, VisionTransformer, fill_with_nan, init_weights
+
+
+def build(grid=(8, 16), patch=(4, 4), layers=2, **options) -> VisionTransformer:
+    with torch.device("meta"):
+        model = VisionTransformer(5, 3, grid, patch, dim=32, num_layers=layers, num_heads=4, **options)
+    model.to_empty(device="cpu")
+    fill_with_nan(model)
+    init_weights(model, seed=0)
+    return model
+
+
+def count(patch: tuple[int, int], heads: int = 24) -> tuple[int, VisionTransformer]:
+    with torch.device("meta"):
+        model = VisionTransformer(17, 17, (1024, 2048), patch, 1536, 48, heads, 6144)
+    return sum(p.numel() for p in model.parameters()), model
+
+
+def test_vit1b_has_its_parameters():
+    # block: qkv 1536 x 4608 + 4608, projection 1536 x 1536 + 1536, MLP 1536 x 6144 + 6144 and 6144 x 1536 +
+    # 1536,
+    #        two norms 2 x 2 x 1536: 7,082,496 + 2,360,832 + 9,443,328 + 9,438,720 + 6,144      =
+    # 28,331,520
+    # 48 blocks                                                                                = 1,359,912,960
+    # patch embedding: 17 x 16 x 16 = 4352 inputs: 4352 x 1536 + 1536                          =     6,686,208
+    # positions: 64 x 128 tokens x 1536                                                        =    12,582,912
+    # last norm 2 x 1536                                                                       =         3,072
+    # head: 1536 x 4352 + 4352                                                                 =     6,689,024
+    assert count((16, 16))[0] == 1_359_912_960 + 6_686_208 + 12_582_912 + 3_072 + 6_689_024 == 1_385_874_176
+
+
+def test_vit1b_with_4096_tokens():
+    # 16 x 32 patches double embedding and head matrices (8704 values a patch) and halve the positions.
+    embedding, head = 8704 * 1536 + 1536, 1536 * 8704 + 8704
+    parameters, model = count((16, 32))
+    assert parameters == 1_359_912_960 + embedding + 4096 * 1536 + 3_072 + head == 1_392_956_416
+    assert model.num_tokens == 4096
+
+
+def test_twelve_heads_of_128_cost_the_same():
+    (parameters, model), (reference, other) = count((16, 16), heads=12), count((16, 16))
+    assert parameters == reference and model.flops() == other.flops()
+
+
+def test_model_flops_of_the_mission():
+    assert round(3 * count((16, 16))[1].flops() / 1e12, 1) == 126.8
+    assert round(3 * count((16, 32))[1].flops() / 1e12, 1) == 48.9
+
+
+@pytest.mark.parametrize("grid", [(8, 16), (9, 14)])
+def test_flops_are_what_torch_counts(grid):
+    model = build(grid, attention_backend="math")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 5, *grid))
+    assert counter.get_total_flops() == model.flops()
+
+
+@pytest.mark.parametrize("grid", [(8, 16), (181, 36), (33, 36), (7, 10)])
+@pytest.mark.parametrize("periodic", [True, False])
+def test_every_row_is_predicted_and_learned_from(grid, periodic):
+    model = build(grid, (4, 8), periodic=periodic)
+    x = torch.randn(1, 5, *grid, requires_grad=True)
+    out = model(x)
+    assert out.shape == (1, 3, *grid) and torch.isfinite(out).all()
+    out.square().sum().backward()
+    assert x.grad is not None and (x.grad.abs().amax(dim=(0, 1)) > 0).all()
+
+
+def test_padding_replicates_latitude_and_wraps_longitude():
+    x = torch.arange(12.0).view(1, 1, 3, 4)
+    padded = pad_grid(x, (6, 6), periodic=True)
+    assert padded[0, 0, :, 0].tolist() == [0, 0, 4, 8, 8, 8]  # one row above, two below
+    assert padded[0, 0, 1].tolist() == [0, 1, 2, 3, 0, 1]
+    assert pad_grid(x, (3, 6), periodic=False)[0, 0, 0].tolist() == [0, 1, 2, 3, 3, 3]
+    assert torch.equal(crop_grid(padded, (3, 4)), x)
+
+
+def test_patches_come_back():
+    x = torch.randn(2, 3, 8, 12)
+    tokens = patchify(x, (4, 3))
+    assert tokens.shape == (2, 8, 36)
+    assert torch.equal(tokens[0, 5].view(3, 4, 3), x[0, :, 4:8, 3:6])  # token 5: second row, second column
+    assert torch.equal(unpatchify(tokens, (8, 12), (4, 3)), x)
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    small, deep = build(layers=1), build(layers=3)
+    same = "blocks.0.attention.qkv.weight"
+    assert torch.equal(small.get_parameter(same), deep.get_parameter(same))
+    other = "blocks.1.attention.qkv.weight"
+    assert not torch.equal(deep.get_parameter(same), deep.get_parameter(other))
+    again = build(layers=3)
+    assert all(torch.equal(a, b) for a, b in zip(deep.parameters(), again.parameters(), strict=True))
+    init_weights(again, seed=1)
+    assert not torch.equal(deep.get_parameter(same), again.get_parameter(same))
+
+
+@pytest.mark.parametrize("options", [{}, {"position": "sincos", "qk_norm": True, "qkv_bias": False}])
+def test_nothing_stays_nan(options):
+    model = build(**options)
+    assert all(torch.isfinite(t).all() for t in (*model.parameters(), *model.buffers()))
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    assert abs(weight.std().item() / 0.0176 - 1) < 0.05  # 0.02, cut at two deviations: x 0.88
+
+
+def test_fused_projection_can_be_sliced_by_heads():
+    """Half of the rows of qkv is half of the heads, each with its own q, k and v: what tensor parallelism
+    cuts.
+    """
+    torch.manual_seed(0)
+    whole, half = Attention(32, 4, True, False, "math"), Attention(32, 4, True, False, "math")
+    x = torch.randn(2, 6, 32)
+    out = whole.projection.bias.expand(2, 6, 32).clone()
+    for rank in range(2):
+        rows = slice(rank * 48, (rank + 1) * 48)
+        half.qkv = torch.nn.Linear(32, 48)
+        half.projection = torch.nn.Linear(16, 32, bias=False)
+        with torch.no_grad():
+            half.qkv.weight.copy_(whole.qkv.weight[rows])
+            half.qkv.bias.copy_(whole.qkv.bias[rows])
+            half.projection.weight.copy_(whole.projection.weight[:, rank * 16 : (rank + 1) * 16])
+        out = out + half(x)
+    torch.testing.assert_close(out, whole(x), rtol=1e-5, atol=1e-6)
+
+
+def reference_attention(q, k, v):
+    """In float64, a head and a query at a time."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
+        b, n, t = index
+        weights = torch.exp(k[b, n].double() @ q[b, n, t].double() / q.shape[-1] ** 0.5)
+        out[b, n, t] = (weights[:, None] * v[b, n].double()).sum(0) / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_compute_attention_without_a_causal_mask(backend):
+    device = "cuda" if backend in ("cudnn", "flash_attn") else "cpu"
+    try:
+        check_backend(backend, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(str(error))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(2, 3, 7, 16).to(device, dtype) for _ in range(3))
+    out = attention(q, k, v, backend).double().cpu()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        out, reference_attention(*(x.cpu() for x in (q, k, v))), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash_attn"])
+def test_a_backend_that_is_not_there_says_so(backend):
+    with pytest.raises(ValueError, match=f'model.attention_backend = "{backend}".*use "sdpa"'):
+        check_backend(backend, "cpu", torch.float32)
+
+
+def test_sincos_positions_meet_at_the_seam():
+    positions = sincos_positions((4, 32), 16, periodic=True).view(4, 32, 16)
+    steps = (positions - positions.roll(1, dims=1)).norm(dim=2)  # from each column to its western neighbour
+    assert torch.allclose(steps, steps[:, :1].expand_as(steps), atol=1e-4)
+    assert len(torch.unique(positions.view(-1, 16).round(decimals=4), dim=0)) == 4 * 32  # no two tokens alike
+
+
+def test_stochastic_depth_rests_in_evaluation_and_keeps_the_mean():
+    layer, branch = StochasticDepth(0.25), torch.ones(4000, 1, 1)
+    torch.manual_seed(0)
+    dropped = layer.train()(branch)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert dropped.mean() == pytest.approx(1.0, abs=0.05)
+    assert torch.equal(layer.eval()(branch), branch)
