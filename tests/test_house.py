@@ -264,3 +264,15 @@ def test_no_file_names_a_place_on_this_machine() -> None:
         if match := place.search(text):
             line = text.count("\n", 0, match.start()) + 1
             pytest.fail(f"{name_of(path)}:{line} names {match[0]}...: nobody else has that folder")
+
+
+def test_readme_counts_lines_as_they_are() -> None:
+    """The tour's numbers may lag behind by a fifth, not more."""
+    counted = re.findall(r"`([\w/.]+)` \((\d+)\)", (ROOT / "README.md").read_text())
+    assert counted, "README.md: the tour names no file with its number of lines"
+    wrong = {
+        name: f"{number} in the README, {len((ROOT / name).read_text().splitlines())} there"
+        for name, number in counted
+        if abs(len((ROOT / name).read_text().splitlines()) / int(number) - 1) > 0.2
+    }
+    assert not wrong, f"README.md: {wrong}"
