@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
 import tomli_w
 
 from command_line import ConfigError, Range, help_text, merge, parse_command_line, read_toml
-from datasets.variables import expand_levels
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
 
@@ -120,7 +118,32 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    data_parallel_replicate_degree: int = -1  # ranks with a full copy of the model (DDP); -1: the rest
+    data_parallel_replicate_degree: Positive = 1  # copies of the model (DDP, or HSDP with shards inside each)
+    data_parallel_shard_degree: int = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
+    tensor_parallel_degree: Positive = 1  # ranks that share every matrix, by heads and hidden units
+    context_parallel_degree: Positive = 1  # ranks that share the tokens of a sample
+    # how attention sees all tokens: exchange heads, gather keys, or pass keys round
+    context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
+    # free a block's gathered parameters after its forward: "always" (ZeRO-3), "never" (ZeRO-2), "default":
+    # but the last
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    cpu_offload: bool = False  # parameters, gradients and optimiser states live in host memory (FSDP2)
+    # axes from the slowest to the fastest varying rank number: the last ones share a node
+    axis_order: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    # "full" recomputes blocks, "selective" all but matmuls and attention, "every_n_blocks" keeps every n-th
+    # input
+    mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = "none"
+    every_n_blocks: Positive = 7  # blocks recomputed as one
+    memory_budget: Annotated[float, Range(0.0, 1.0)] = 0.5  # share of activations kept (needs compile)
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = False  # torch.compile of each block, one compilation for all
 
 
 @dataclass(frozen=True)
@@ -170,6 +193,8 @@ class Config:
     lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
@@ -191,163 +216,14 @@ def load_config(argv: list[str]) -> Config:
     file = read_toml(config_file, SECTIONS)
     if "config_file" in file.get("job", {}):
         reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
-        _fail("job.config_file", file["job"]["config_file"], reason)
+        raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
     values = merge(file, overrides)
     config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
     config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
+    from config_checks import check  # here, because the checks import the sections above
+
     check(config)
     return config
-
-
-def check(config: Config) -> None:
-    """Combinations that cannot work. What depends on the data is checked where the data are opened."""
-    _check_model(config.model)
-    _check_data(config.data)
-    _check_training(config)
-    _check_ranks(config)
-    _check_validation(config.validation, config.data.step_hours)
-
-
-def _check_model(model: Model) -> None:
-    if model.dim % model.num_heads:
-        choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
-        near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
-        reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
-        _fail("model.num_heads", model.num_heads, reason)
-    if model.position == "sincos" and model.dim % 4:
-        _fail("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
-    if model.attention_backend in ("flash", "flash_attn", "cudnn") and (model.dim // model.num_heads) % 8:
-        reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
-        _fail("model.num_heads", model.num_heads, reason)
-
-
-def _check_data(data: Data) -> None:
-    if not data.path:
-        _fail("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
-    if not data.variables:
-        example = '["geopotential:500", "2m_temperature"]'
-        _fail("data.variables", [], f"name what is predicted, for example {example}")
-    predicted_variables(data)
-    for key in ("static_variables", "forcings"):
-        names = list(getattr(data, key))
-        if twice := [name for name in names if names.count(name) > 1]:
-            _fail(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
-    _check_periods(data)
-    if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
-        reason = "give both numbers, or [0, 0] for the grid of the data"
-        _fail("data.grid_shape", list(data.grid_shape), reason)
-
-
-def predicted_variables(data: Data) -> list[str]:
-    """`data.variables`, those on levels with theirs: "geopotential:500"."""
-    try:
-        return expand_levels(data.variables, data.levels)
-    except ValueError as error:
-        _fail("data.variables", list(data.variables), str(error))
-
-
-def _check_periods(data: Data) -> None:
-    train = parse_period("data.train_period", data.train_period)
-    validation = parse_period("data.validation_period", data.validation_period)
-    if train and validation and train[0] <= validation[1] and validation[0] <= train[1]:
-        reason = f"overlaps data.train_period = {list(data.train_period)}"
-        _fail("data.validation_period", list(data.validation_period), f"{reason}; move one of them")
-
-
-def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime] | None:
-    """First and last instant (UTC) of ["first", "last"]; a last day without an hour counts to its end."""
-    if not period:
-        return None
-    if len(period) != 2:
-        _fail(name, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
-    first, last = (_parse_date(name, text) for text in period)
-    if len(period[1]) <= len("2001-01-01"):
-        last += timedelta(days=1, seconds=-1)
-    if last < first:
-        _fail(name, list(period), "the last date lies before the first; exchange them")
-    return first, last
-
-
-def _parse_date(name: str, text: str) -> datetime:
-    try:
-        date = datetime.fromisoformat(text)
-    except ValueError:
-        _fail(name, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
-    return date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
-
-
-def _check_training(config: Config) -> None:
-    weights, variables = config.training.variable_weights, predicted_variables(config.data)
-    if weights and len(weights) != len(variables):
-        reason = f"{len(variables)} variables are predicted; give one weight each"
-        _fail("training.variable_weights", list(weights), reason)
-    if weights and not any(weights):
-        _fail("training.variable_weights", list(weights), "one of them must be above 0")
-
-
-def _check_ranks(config: Config) -> None:
-    world, replicate = num_ranks(), config.parallelism.data_parallel_replicate_degree
-    if replicate not in (-1, world):
-        reason = f"the run has {world} rank(s); use -1 or {world}, or start {max(replicate, 1)} with NGPU"
-        _fail("parallelism.data_parallel_replicate_degree", replicate, reason)
-    batch, smallest = config.training.global_batch_size, config.training.local_batch_size * world
-    if batch != -1 and (batch < 1 or batch % smallest):
-        near = max(round(batch / smallest), 1) * smallest
-        reason = f"not a multiple of training.local_batch_size x ranks = {smallest}; try {near} or -1"
-        _fail("training.global_batch_size", batch, reason)
-
-
-def num_ranks() -> int:
-    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
-    if "WORLD_SIZE" in os.environ:
-        return _number_in_environment("WORLD_SIZE")
-    return _number_in_environment("NGPU") * _number_in_environment("NNODES")
-
-
-def _number_in_environment(name: str) -> int:
-    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
-    text = os.environ.get(name) or "1"
-    first = text.partition(":")[0]
-    if not first.isdecimal() or int(first) < 1:
-        _fail(name, text, "an environment variable that must be a whole number, at least 1")
-    return int(first)
-
-
-def _check_validation(validation: Validation, step_hours: int) -> None:
-    leads = list(validation.lead_hours)
-    if validation.enable and not leads:
-        _fail("validation.lead_hours", leads, "name one lead time, or set validation.enable to false")
-    for hours in leads:
-        if hours % step_hours:
-            _fail("validation.lead_hours", hours, f"not a multiple of data.step_hours = {step_hours}")
-        if leads.count(hours) > 1:
-            _fail("validation.lead_hours", leads, f"{hours} is listed twice; name it once")
-
-
-def check_machine(config: Config) -> None:
-    """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
-    import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
-
-    from models.attention import check_backend
-
-    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        _fail("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
-    use_cuda = num_gpus > 0 and backend != "gloo"
-    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
-    local_ranks = _number_in_environment(name)
-    if use_cuda and local_ranks > num_gpus:
-        _fail(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    folder = config.dump_folder
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        _fail("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    check_backend(config.model.attention_backend, "cuda" if use_cuda else "cpu", dtype)
-
-
-def _fail(key: str, value: Any, reason: str) -> NoReturn:
-    raise ConfigError(f"{key} = {value!r}: {reason}")
 
 
 def to_toml(config: Config) -> str:
@@ -385,8 +261,10 @@ def main(argv: list[str]) -> None:
     """Check a command line, this machine and the data, before any rank starts (run_train.sh does)."""
     config = start(argv)
     with one_line_errors():
+        from config_checks import check_machine  # these here, because only this function needs them
+        from datasets.selection import open_selection
+
         check_machine(config)
-        from datasets.selection import open_selection  # here, because only this check needs xarray
 
         lead_hours = config.validation.lead_hours if config.validation.enable else ()
         open_selection(config.data, config.model.patch_size, lead_hours)

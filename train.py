@@ -10,26 +10,38 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Config, check_machine, one_line_errors, start, to_toml
+from config import Config, one_line_errors, start, to_toml
+from config_checks import check_machine, degrees_asked
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
 from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
 from datasets.selection import evenly_spaced, open_selection
 from models.build import build_model
-from models.vit import fill_with_nan, init_weights
-from parallelisms.data_parallel import apply_ddp, exchange_gradients
+from parallelisms.data_parallel import exchange_gradients
+from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
+from parallelisms.parallelize import parallelize
 from training.checkpoint import Checkpointer, check_steps, resume, run_state
 from training.determinism import set_determinism
 from training.divergence import FiniteWatch, TrainingDiverged
-from training.losses import change_weights, mse_loss, relative_l2_loss, variable_weights
+from training.gradients import LossScaler, clip, total_norm
+from training.losses import (
+    change_weights,
+    mse_loss,
+    mse_weights,
+    relative_l2_loss,
+    relative_l2_weights,
+    sum_of_squares,
+    variable_weights,
+)
 from training.lr_schedules import lr_factor, peak_lr
 from training.metrics import Metrics, peak_tflops
 from training.optimizers import build_optimizer, set_lr
@@ -63,8 +75,11 @@ def train(config: Config) -> None:
     # -- ranks -------------------------------------------------------------------------------------
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    mesh = build_mesh(device)
-    set_determinism(training.seed, rank, training.deterministic, training.tf32)
+    degrees = resolve_degrees(num_ranks, **degrees_asked(config.parallelism))
+    mesh = build_mesh(device.type, degrees, config.parallelism.axis_order)
+    set_determinism(training.seed, mesh.dp_rank, training.deterministic, training.tf32)
+    if num_ranks > 1:
+        logger.info(f"{num_ranks} ranks\n{mesh.picture()}")
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config))
@@ -93,15 +108,22 @@ def train(config: Config) -> None:
 
     train_set = samples("train", [0, 1])
 
-    # -- model: on the meta device, filled with NaN, then every weight from (seed, name) -----------
+    # -- model: planned on the meta device, cut to this rank's part, then every weight from (seed, name) ---
     conditions = Conditions(list(selection.static.values()), data.forcings, grid).to(device)
     normalizer = Normalizer(statistics, config.model.predict).to(device)
-    plain_model = build_model(
-        config.model, len(variables), conditions.num_channels, grid.shape, grid.periodic
-    ).to_empty(device=device)
-    fill_with_nan(plain_model)
-    init_weights(plain_model, training.seed)
-    model = apply_ddp(plain_model, mesh)
+    plan = build_model(config.model, len(variables), conditions.num_channels, grid.shape, grid.periodic)
+    model = parallelize(
+        plan,
+        mesh,
+        device,
+        training.seed,
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        param_dtype=dtype,
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+    )
+    parameters = dict(model.named_parameters())
 
     # -- loss and optimiser ------------------------------------------------------------------------
     area_weight = torch.tensor(area, dtype=torch.float32, device=device)  # (H,)
@@ -110,42 +132,73 @@ def train(config: Config) -> None:
         loss_weights = loss_weights * change_weights(normalizer.change_scale.flatten())
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
-    def loss_function(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    def weights_of(target: Tensor, mask: Tensor) -> Tensor:
+        """(B, V, H, W): what each squared error of a normalised state weighs in the loss."""
         if training.loss == "relative_l2":
-            return relative_l2_loss(prediction, target, mask)
-        return mse_loss(prediction, target, mask, area_weight, loss_weights)
+            return relative_l2_weights(mask, target)
+        return mse_weights(mask, area_weight, loss_weights)
+
+    def loss_of(squares: Tensor, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
+        return (
+            relative_l2_loss(squares, sum_over_pieces)
+            if training.loss == "relative_l2"
+            else mse_loss(squares)
+        )
+
+    def cut(fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, and
+        weights.
+        """
+        values, mask = normalizer.normalize(fields)
+        state, target = values[:, 0], values[:, 1]
+        weights = weights_of(target, mask[:, 1]) * normalizer.output_scale.square()
+        return (
+            model.shards.cut_input(plan.to_pieces(conditions.append(state, times))),
+            model.shards.cut_output(plan.to_pieces(normalizer.expected_output(state, target))),
+            model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
+        )
 
     optim, schedule = config.optimizer, config.lr_scheduler
     betas = (optim.beta1, optim.beta2)
-    optimizer = build_optimizer(plain_model, betas, optim.eps, optim.weight_decay, optim.implementation)
-    uses_scaler = dtype == torch.float16
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, growth_interval=2000, enabled=uses_scaler)
-    smallest_batch = training.local_batch_size * num_ranks
+    optimizer = build_optimizer(parameters, betas, optim.eps, optim.weight_decay, optim.implementation)
+    scaler = LossScaler(enabled=dtype == torch.float16)
+    smallest_batch = training.local_batch_size * degrees.dp
     global_batch = max(training.global_batch_size, smallest_batch)
     accumulation = global_batch // smallest_batch
     peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
 
     # -- validation: every date of the period, beside what costs nothing ---------------------------
-    forecast = model_forecast(plain_model, normalizer, conditions, data.step_hours * 3600, autocast)
+    forecast = model_forecast(model.predict, normalizer, conditions, data.step_hours * 3600, autocast)
     validation, baselines = None, {}
     if config.validation.enable and len(selection.validation):
-        batch_size, workers = config.validation.local_batch_size, data.num_workers
-        validation_set = samples("validation", [0, *leads])
-        validation = Validation(validation_set, leads, data.step_hours, area_weight, batch_size, workers)
+        batch_size = config.validation.local_batch_size
+        validation = Validation(
+            samples("validation", [0, *leads]),
+            leads,
+            data.step_hours,
+            area_weight,
+            batch_size,
+            data.num_workers,
+            share=(mesh.dp_rank, degrees.dp),
+            counts=model.speaks_for_sample,
+        )
         mean_field = torch.from_numpy(statistics.mean_field).to(device)  # (V, H, W)
         fitted = samples("train", [0, *leads], limit=BASELINE_SAMPLES)
         baselines = fit_baselines(fitted, mean_field, area_weight, leads, batch_size)
 
     def physical_loss(predicted: Tensor, truth: Tensor) -> Tensor:
         target, mask = normalizer.normalize(truth)
-        return loss_function(normalizer.normalize(predicted)[0], target, mask)
+        weights = weights_of(target, mask)
+        return loss_of(
+            sum_of_squares(normalizer.normalize(predicted)[0], target, weights), lambda total: total
+        )
 
     def validate(step: int) -> Scores | None:
         if validation is None:
             return None
-        plain_model.eval()
+        model.module.eval()
         scores = validation.run(forecast, baselines, physical_loss)
-        plain_model.train()
+        model.module.train()
         metrics.write(scores.record(step))
         return scores
 
@@ -155,9 +208,9 @@ def train(config: Config) -> None:
         background, keep = config.checkpoint.async_mode == "async", config.checkpoint.keep_latest_k
         checkpointer = Checkpointer(folder / "checkpoints", background, keep, to_toml(config))
         with one_line_errors():
-            step = resume(checkpointer, plain_model, optimizer, scaler, device)
+            step = resume(checkpointer, parameters, optimizer, scaler, device)
     sampler = TrainSampler(
-        len(train_set), training.seed, training.local_batch_size, accumulation, rank, num_ranks
+        len(train_set), training.seed, training.local_batch_size, accumulation, mesh.dp_rank, degrees.dp
     )
     loader = TrainLoader(
         train_set, sampler, data.num_workers, data.prefetch_factor, pin=device.type == "cuda"
@@ -167,22 +220,22 @@ def train(config: Config) -> None:
         resume_step=step,
         steps=training.steps,
         tensorboard=config.metrics.enable_tensorboard,
-        flops_per_sample=3 * plain_model.flops(),
+        flops_per_sample=3 * plan.flops(),
         peak=config.metrics.peak_tflops or peak_tflops(device),
     )
     profiler = Profiler(folder / "traces", config.profiling, rank, step)
     watch = FiniteWatch(step, device)
     logger.info(
-        f"{sum(p.numel() for p in plain_model.parameters()) / 1e6:.1f} M parameters, "
-        f"{plain_model.num_tokens} tokens, {plain_model.in_channels} channels in, {len(variables)} out; "
-        f"global batch {global_batch} = {training.local_batch_size} x {num_ranks} ranks x {accumulation}; "
+        f"{sum(p.numel() for p in plan.parameters()) / 1e6:.1f} M parameters, "
+        f"{plan.num_tokens} tokens, {plan.in_channels} channels in, {len(variables)} out; "
+        f"global batch {global_batch} = {training.local_batch_size} x {degrees.dp} ranks x {accumulation}; "
         f"from step {step} to {training.steps} on {device}"
     )
 
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
     gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
     batches = loader.iterate(step)
-    model.train()
+    model.module.train()
     metrics.start_interval()
     with profiler:
         while step < training.steps:
@@ -196,40 +249,40 @@ def train(config: Config) -> None:
                     data_seconds += time.perf_counter() - started
                     fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
                 with span("forward"):
-                    values, mask = normalizer.normalize(fields)
+                    inputs, target, weights = cut(fields, times)
                     with autocast:
-                        output = model(conditions.append(values[:, 0], times))  # (B, V, H, W)
-                    prediction = normalizer.advance(values[:, 0], output)
-                    loss = loss_function(prediction, values[:, 1], mask[:, 1]) / accumulation
-                with span("backward"), exchange_gradients(model, micro_batch == accumulation - 1):
-                    scaler.scale(loss).backward()
+                        output = model.module(inputs)
+                    squares = sum_of_squares(output, target, weights)  # (B,)
+                    loss = loss_of(squares, model.shards.sum_over_pieces) / accumulation
+                with span("backward"), exchange_gradients(model.module, micro_batch == accumulation - 1):
+                    scaler.scale(loss * model.loss_scale).backward()
                 step_loss += loss.detach()
             with span("optimizer"):
                 factor = lr_factor(
                     step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
                 )
                 set_lr(optimizer, peak * factor)
-                scaler.unscale_(optimizer)
-                limit = training.max_norm or float("inf")
-                grad_norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), limit)
-                scaler.step(optimizer)
-                scaler.update()
+                scaler.unscale(parameters.values())
+                grad_norm = total_norm(parameters.values())
+                clip(parameters.values(), training.max_norm, grad_norm)
+                if scaler.good(grad_norm):
+                    optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             # fp16: a gradient that overflows is what the scaler is there for; a loss that does is not.
-            watch.see(*((step_loss,) if uses_scaler else (step_loss, grad_norm)))
+            watch.see(*((step_loss,) if scaler.enabled else (step_loss, grad_norm)))
             metrics.count(global_batch, data_seconds)
 
             # -- on a schedule ---------------------------------------------------------------------
             if last or step % config.metrics.log_freq == 0:
                 watch.check(step, checkpointer)
                 dist.all_reduce(step_loss)
-                metrics.log_step(step, step_loss / num_ranks, grad_norm, peak * factor, device)
+                metrics.log_step(step, step_loss / degrees.dp, grad_norm, peak * factor, device)
             if step % training.gc_freq == 0:
                 gc.collect(1)
             if checkpointer and (last or step % config.checkpoint.interval == 0):
                 with span("checkpoint"):
                     watch.check(step, checkpointer)  # NaN must not become the newest checkpoint
-                    checkpointer.save(step, run_state(plain_model, optimizer, scaler, step, device))
+                    checkpointer.save(step, run_state(parameters, optimizer, scaler, step, device))
                 metrics.start_interval()
             if config.validation.interval and step % config.validation.interval == 0 and not last:
                 if scores := validate(step):
@@ -243,14 +296,14 @@ def train(config: Config) -> None:
     # -- at the end: scores and plots --------------------------------------------------------------
     scores = validate(step)
     metrics.close()
-    if rank == 0:
-        if validation and scores and config.validation.plots:
+    if validation and scores and config.validation.plots:
+        example = validation.last_date(forecast)  # on all ranks: the model may take all of them
+        if rank == 0:
             plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
             plot_rmse(scores, folder / "plots/rmse.png")
             land = selection.static.get("land_sea_mask")
-            plot_maps(
-                *validation.last_date(forecast), scores.lead_hours[0], grid, land, folder / "plots/maps.png"
-            )
+            plot_maps(*example, scores.lead_hours[0], grid, land, folder / "plots/maps.png")
+    if rank == 0:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
     dist.barrier()
     dist.destroy_process_group()

@@ -193,3 +193,12 @@ class Normalizer(nn.Module):
         """The next normalised state (B, V, H, W) from this one and the model's output, in float32."""
         output = output.float()
         return output if self.predict == "state" else state + self.change_scale * output
+
+    def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
+        """The output that would take `state` to `target` (B, V, H, W): the inverse of `advance`."""
+        return target if self.predict == "state" else (target - state) / self.change_scale
+
+    @property
+    def output_scale(self) -> Tensor:
+        """(V, 1, 1): by how much the next state changes with the output."""
+        return torch.ones_like(self.change_scale) if self.predict == "state" else self.change_scale

@@ -10,7 +10,8 @@ from datetime import datetime
 
 import numpy as np
 
-from config import Data, parse_period
+from config import Data
+from config_checks import parse_period
 from datasets import simulated
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings

@@ -17,12 +17,15 @@ def padded_shape(grid_shape: tuple[int, int], patch_size: tuple[int, int]) -> tu
     return height, width
 
 
-def pad_grid(x: Tensor, shape: tuple[int, int], periodic: bool) -> Tensor:
+def pad_grid(x: Tensor, shape: tuple[int, int], periodic: bool, with_zeros: bool = False) -> Tensor:
     """x (B, C, H, W) -> (B, C, *shape): latitude repeats its last row on both sides, longitude wraps around.
 
-    A regional grid (not `periodic`) repeats its last column too.
+    A regional grid (not `periodic`) repeats its last column too. `with_zeros` is for weights: what is padded
+    counts for nothing.
     """
     rows, columns = shape[0] - x.shape[2], shape[1] - x.shape[3]
+    if with_zeros:
+        return F.pad(x, (0, columns, rows // 2, rows - rows // 2))
     if columns:
         x = F.pad(x, (0, columns, 0, 0), mode="circular" if periodic else "replicate")
     if rows:
@@ -52,33 +55,35 @@ def unpatchify(x: Tensor, shape: tuple[int, int], patch_size: tuple[int, int]) -
     return x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], -1, h * p, w * q)
 
 
-class PatchEmbedding(nn.Module):
-    """x (B, C, H, W) -> (B, T, D): one matrix for every patch."""
+class Position(nn.Module):
+    """tokens (B, t, D) plus one vector a token. They may be a chunk of all: `first_token` says where it
+    begins.
+    """
 
-    def __init__(self, in_channels: int, patch_size: tuple[int, int], dim: int) -> None:
-        super().__init__()
-        self.patch_size = patch_size
-        self.projection = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
+    first_token = 0
+    embedding: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.projection(patchify(x, self.patch_size))
+    def forward(self, tokens: Tensor) -> Tensor:
+        count, total = tokens.shape[1], self.embedding.shape[1]
+        if count == total:
+            return tokens + self.embedding.to(tokens.dtype)
+        part = self.embedding[:, min(self.first_token, total - 1) : self.first_token + count]
+        missing = count - part.shape[1]
+        if missing > 0:  # padded tokens at the end: any vector will do
+            part = torch.cat([part, part[:, -1:].expand(-1, missing, -1)], dim=1)
+        return tokens + part.to(tokens.dtype)
 
 
-class LearnedPosition(nn.Module):
-    """tokens (B, T, D) plus one learned vector a token."""
+class LearnedPosition(Position):
+    """A learned vector a token."""
 
     def __init__(self, token_shape: tuple[int, int], dim: int) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(1, token_shape[0] * token_shape[1], dim))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.embedding
 
-
-class SinCosPosition(nn.Module):
-    """tokens (B, T, D) plus sines and cosines of latitude (half of D) and longitude (half of D)."""
-
-    embedding: Tensor
+class SinCosPosition(Position):
+    """Sines and cosines of latitude (half of D) and longitude (half of D)."""
 
     def __init__(self, token_shape: tuple[int, int], dim: int, periodic: bool) -> None:
         super().__init__()
@@ -87,12 +92,9 @@ class SinCosPosition(nn.Module):
             "embedding", torch.empty(1, token_shape[0] * token_shape[1], dim), persistent=False
         )
 
-    def fill_buffers(self) -> None:
-        """A module built on the meta device has no values yet: compute them where it lives now."""
-        self.embedding.copy_(sincos_positions(self.token_shape, self.dim, self.periodic))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.embedding.to(tokens.dtype)
+    def values(self) -> Tensor:
+        """What the buffer has to hold: a module built on the meta device has no values yet."""
+        return sincos_positions(self.token_shape, self.dim, self.periodic)
 
 
 def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from models.attention import Kernel
 from models.embeddings import (
     LearnedPosition,
-    PatchEmbedding,
     SinCosPosition,
     crop_grid,
     pad_grid,
     padded_shape,
+    patchify,
     unpatchify,
 )
 
@@ -39,8 +39,9 @@ class Attention(nn.Module):
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        b, t, _ = tokens.shape
-        qkv = self.qkv(tokens).view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: the heads on this rank
+        qkv = self.qkv(tokens)  # (B, T, 3 N E)
+        b, t, _ = qkv.shape
+        qkv = qkv.view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: the heads that this slice holds
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, T, E)
         out = self.kernel(self.q_norm(q), self.k_norm(k), v)  # (B, N, T, E)
         return self.projection(out.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
@@ -100,7 +101,11 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """x (B, C, H, W) -> (B, V, H, W), for any grid: what patches do not divide is padded, then cropped."""
+    """Patches of fields in, patches of fields out: (B, T, C P Q) -> (B, T, V P Q).
+
+    `to_pieces` makes patches of fields, for any grid: what patches do not divide is padded; `to_fields` is
+    its inverse. The model itself only sees tokens, and these may be a part of all.
+    """
 
     def __init__(
         self,
@@ -126,9 +131,9 @@ class VisionTransformer(nn.Module):
         self.mlp_dim = mlp_dim or 4 * dim
         self.padded_shape = padded_shape(grid_shape, patch_size)
         self.token_shape = (self.padded_shape[0] // patch_size[0], self.padded_shape[1] // patch_size[1])
-        self.patch_embedding = PatchEmbedding(in_channels, patch_size, dim)
+        self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
         if position == "learned":
-            self.position: nn.Module = LearnedPosition(self.token_shape, dim)
+            self.position: LearnedPosition | SinCosPosition = LearnedPosition(self.token_shape, dim)
         else:
             self.position = SinCosPosition(self.token_shape, dim, periodic)
         drops = torch.linspace(0, stochastic_depth, num_layers, device="cpu").tolist()
@@ -154,14 +159,23 @@ class VisionTransformer(nn.Module):
     def num_tokens(self) -> int:
         return self.token_shape[0] * self.token_shape[1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = pad_grid(x, self.padded_shape, self.periodic)  # (B, C, H', W')
-        tokens = self.position(self.patch_embedding(x))  # (B, T, D)
+    def forward(self, patches: Tensor) -> Tensor:
+        tokens = self.position(self.patch_embedding(patches))  # (B, T, D)
         for block in self.blocks.values():
             tokens = block(tokens)
-        patches = self.head(self.norm(tokens))  # (B, T, V P Q)
-        fields = unpatchify(patches, self.padded_shape, self.patch_size)  # (B, V, H', W')
-        return crop_grid(fields, self.grid_shape)
+        return self.head(self.norm(tokens))  # (B, T, V P Q)
+
+    def to_pieces(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
+        """fields (B, C, H, W) -> patches (B, T, C P Q), padded as `pad_grid` says."""
+        return patchify(pad_grid(fields, self.padded_shape, self.periodic, with_zeros), self.patch_size)
+
+    def to_fields(self, patches: Tensor) -> Tensor:
+        """patches (B, T, V P Q) -> fields (B, V, H, W)."""
+        return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
+
+    def predict(self, fields: Tensor) -> Tensor:
+        """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole model and the whole grid."""
+        return self.to_fields(self(self.to_pieces(fields)))
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""
@@ -188,18 +202,23 @@ def fill_with_nan(model: nn.Module) -> None:
 
 
 def init_weights(
-    model: VisionTransformer, seed: int, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    model: nn.Module,
+    seed: int,
+    name_of: Callable[[str], str] = str,
+    assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
     """Every parameter from (seed, its name) alone: the same on every layout, whatever is built first.
 
-    `assign(parameter, value)` puts the full value into a parameter; a sharded one takes its part.
+    `name_of` takes off what wrappers have put before a name; `assign(parameter, value)` puts the full value
+    into a parameter, of which a sharded one takes its part.
     """
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assign(parameter, initial_value(name, parameter.shape, model.initial_std(name), seed))
+        for wrapped, parameter in model.named_parameters():
+            name = name_of(wrapped)
+            assign(parameter, initial_value(name, parameter.shape, model.initial_std(name), seed))  # type: ignore[operator]
         for module in model.modules():
             if isinstance(module, SinCosPosition):
-                module.fill_buffers()
+                assign(module.embedding, module.values())
 
 
 def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:

@@ -1,10 +1,22 @@
-"""Data parallelism: every rank takes its share of the batch, and gradients are averaged."""
+"""Data parallelism: every rank takes its share of the batch, and gradients are averaged.
 
+DDP holds everything everywhere; FSDP2 shards parameters, gradients and optimiser states; HSDP shards them
+inside groups and replicates the groups.
+"""
+
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -18,8 +30,48 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
 
 
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+    cpu_offload: bool,
+) -> None:
+    """Shards each block, then what is left, over the last axis of `mesh`; a first axis replicates (HSDP).
+
+    reshard_after_forward: "always" frees a block's gathered parameters after its forward (ZeRO-3), "never"
+    keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which backward needs
+    at once. Master parameters stay float32; matrices see `param_dtype`; gradients are summed in
+    `reduce_dtype`.
+    """
+    policy: dict = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
+    blocks = list(blocks)
+    for index, block in enumerate(blocks):
+        last = index == len(blocks) - 1
+        reshard = {"always": True, "never": False, "default": not last}[reshard_after_forward]
+        fully_shard(block, reshard_after_forward=reshard, **policy)
+    fully_shard(model, reshard_after_forward=reshard_after_forward == "always", **policy)
+    _prefetch([b for b in blocks if isinstance(b, FSDPModule)])
+
+
+def _prefetch(blocks: list[FSDPModule]) -> None:
+    """Gather the next block's parameters while this one computes, in either direction."""
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
 def exchange_gradients(model: nn.Module, enabled: bool) -> AbstractContextManager:
     """While accumulating, only the last micro-batch of a step exchanges gradients."""
-    if isinstance(model, DistributedDataParallel) and not enabled:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+        model.set_is_last_backward(enabled)
+    elif isinstance(model, DistributedDataParallel) and not enabled:
         return model.no_sync()
     return nullcontext()

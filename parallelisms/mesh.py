@@ -1,14 +1,17 @@
-"""Ranks, devices and the mesh they form."""
+"""Ranks, devices, and the one mesh they form. Everything that asks "with whom" asks here."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelisms.degrees import AXES, Degrees
 
 T = TypeVar("T")
 
@@ -32,9 +35,62 @@ def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
     return device
 
 
-def build_mesh(device: torch.device) -> DeviceMesh:
-    """Every rank holds a full copy of the model: one axis, `dp_replicate`."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_replicate",))
+@dataclass(frozen=True)
+class Mesh:
+    """Five axes. Ranks that share their dp coordinates read the same samples; the others split one sample.
+
+    `grid` has the axes pp, dp_replicate, dp_shard, cp, tp. `parameters` has pp, dp_replicate, fsdp, tp,
+    where fsdp is dp_shard and cp together: parameters are replicated over cp, so that sharding them over it
+    costs nothing and sums their gradients.
+    """
+
+    degrees: Degrees
+    grid: DeviceMesh
+    parameters: DeviceMesh
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.grid.get_group(axis)
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return self.grid.get_local_rank(axis)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of `degrees.dp` shares of a batch this rank reads."""
+        return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
+
+    @property
+    def device_type(self) -> str:
+        return self.grid.device_type
+
+    def picture(self) -> str:
+        """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
+        axes = [axis for axis in AXES if getattr(self.degrees, axis) > 1]
+        ranks = self.grid.mesh
+        lines = [
+            f"rank {int(ranks[tuple(place)]):>4}: "
+            + ", ".join(f"{axis} {int(i)}" for axis, i in zip(AXES, place, strict=True) if axis in axes)
+            for place in torch.cartesian_prod(*(torch.arange(n) for n in ranks.shape))
+            .view(-1, len(AXES))
+            .tolist()
+        ]
+        return "\n".join(lines)
+
+
+def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] = AXES) -> Mesh:
+    """The mesh of all ranks. `axis_order` names the axes from the slowest to the fastest varying rank number.
+
+    By default neighbours in number, which share a node, are tp, then cp: these talk most.
+    """
+    order = [AXES.index(axis) for axis in axis_order]
+    ranks = torch.arange(degrees.world).view([degrees.sizes[i] for i in order])
+    ranks = ranks.permute([order.index(i) for i in range(len(AXES))]).contiguous()
+    pp, replicate, shard, cp, tp = degrees.sizes
+    grid = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    flat = ranks.view(pp, replicate, shard * cp, tp)
+    parameters = DeviceMesh(device_type, flat, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    return Mesh(degrees, grid, parameters)
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:

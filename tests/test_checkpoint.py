@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from parallelisms.names import canonical
 from training.checkpoint import (
     Checkpointer,
-    canonical,
     check_steps,
     complete_steps,
     resume,
@@ -14,6 +14,7 @@ from training.checkpoint import (
     step_folder,
     stored_tensors,
 )
+from training.gradients import LossScaler, total_norm
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 
 DEVICE = torch.device("cpu")
@@ -25,23 +26,25 @@ class Run:
     def __init__(self, width: int = 8, seed: int = 0, scaling: bool = True) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
-        self.optimizer = build_optimizer(self.model, (0.9, 0.95), 1e-8, 0.1, "fused")
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=scaling)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
+        self.scaler = LossScaler(scaling, growth_interval=2)
 
     def step(self) -> float:
         set_lr(self.optimizer, 1e-2)
         loss = self.model(torch.randn(5, 4)).square().mean()
         self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.scaler.unscale(self.parameters.values())
+        if self.scaler.good(total_norm(self.parameters.values())):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
 
     def state(self, step: int):
-        return run_state(self.model, self.optimizer, self.scaler, step, DEVICE)
+        return run_state(self.parameters, self.optimizer, self.scaler, step, DEVICE)
 
     def resume(self, checkpointer: Checkpointer) -> int:
-        return resume(checkpointer, self.model, self.optimizer, self.scaler, DEVICE)
+        return resume(checkpointer, self.parameters, self.optimizer, self.scaler, DEVICE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -59,7 +62,7 @@ def test_a_resumed_run_is_the_same_run(one_rank, tmp_path, asynchronous):
     assert [other.step() for _ in range(3)] == expected
     pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert other.scaler.get_scale() == run.scaler.get_scale()
+    assert other.scaler.factor == run.scaler.factor == 2.0**19
 
 
 def test_names_are_the_models_own_and_nothing_is_pickled(one_rank, tmp_path):
@@ -124,6 +127,6 @@ def test_norms_biases_and_positions_do_not_decay():
     model = nn.ModuleDict(
         {"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2), "position": nn.Embedding(4, 2)}
     )
-    decayed, still = parameter_groups(model, 0.1)
+    decayed, still = parameter_groups(dict(model.named_parameters()), 0.1)
     assert [p.shape for p in decayed["params"]] == [(2, 3)] and decayed["weight_decay"] == 0.1
     assert len(still["params"]) == 4 and still["weight_decay"] == 0.0

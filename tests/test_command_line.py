@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import config
+import config_checks
 from command_line import help_text
-from tests.test_config import GOOD, REPLICATE, ROOT
+from tests.test_config import GOOD, ROOT, SHARD
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_precedence(folder: Path) -> None:
         ("--data.path=a=b", "data.path", "a=b"),
         ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
         ("--model.position sincos", "model.position", "sincos"),
-        (f"{REPLICATE} -1", "parallelism.data_parallel_replicate_degree", -1),
+        (f"{SHARD} -1", "parallelism.data_parallel_shard_degree", -1),
     ],
 )
 def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
@@ -70,7 +71,7 @@ def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
 
 
 def test_dates_with_an_offset_become_utc() -> None:
-    first, last = config.parse_period("p", ("2020-01-01T06:00+02:00", "2020-01-01")) or (None, None)
+    first, last = config_checks.parse_period("p", ("2020-01-01T06:00+02:00", "2020-01-01")) or (None, None)
     assert first and first.isoformat() == "2020-01-01T04:00:00+00:00"
     assert last and last.isoformat() == "2020-01-01T23:59:59+00:00"
 

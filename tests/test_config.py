@@ -138,10 +138,10 @@ COMMAND_LINES = [
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
     ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs heads whose size"),
     ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),
-    ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: the run has 1 rank(s)"),
+    ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: must be at least 1"),
     (
         "--training.global_batch_size 40",
-        "global_batch_size = 40: not a multiple of training.local_batch_size",
+        "global_batch_size = 40: not a multiple of local_batch_size",
     ),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
@@ -268,16 +268,21 @@ def test_bad_file(text: str, expected: str, folder: Path, capsys: pytest.Capture
 
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
+SHARD = "--parallelism.data_parallel_shard_degree"
 RANKS = [
     ({"NGPU": "0"}, "", "NGPU = '0': an environment variable that must be a whole number, at least 1"),
     ({"NGPU": "two"}, "", "NGPU = 'two': an environment variable"),
     ({"NNODES": "1.5"}, "", "NNODES = '1.5': an environment variable"),
     ({"WORLD_SIZE": ""}, f"{REPLICATE} 3", "the run has 1 rank(s)"),
     ({"WORLD_SIZE": "-4"}, "", "WORLD_SIZE = '-4': an environment variable"),
-    ({"NGPU": "2"}, f"{REPLICATE} 1", "replicate_degree = 1: the run has 2 rank(s); use -1 or 2, or start 1"),
-    ({"NGPU": "2", "NNODES": "2:4"}, f"{REPLICATE} 2", "the run has 4 rank(s)"),
-    ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 2", "the run has 8 rank(s)"),
-    ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x ranks = 48; try 96 or -1"),
+    ({"NGPU": "4"}, f"{SHARD} 3", "shard_degree = 3: the run has 4 rank(s)"),
+    ({"NGPU": "8"}, f"{SHARD} 3", "valid: data_parallel_shard_degree = -1 or 8"),
+    ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
+    ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
+    ({}, '--parallelism.axis_order \'["tp", "pp"]\'', "name each of"),
+    ({"NGPU": "2", "NNODES": "2:4"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
+    ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 3", "the run has 8 rank(s)"),
+    ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]
 
 
@@ -325,7 +330,7 @@ STARTED = [
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
     ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
-    ("config.py", 2, "--training.global_batch_size 3", "x ranks = 32; try 32"),
+    ("config.py", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
     ("config.py", 1, "--training.steps 1 2", "2: not an option"),
 ]
 

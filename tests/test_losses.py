@@ -5,7 +5,25 @@ import pytest
 import torch
 
 from datasets.grid import area_weights
-from training.losses import change_weights, mse_loss, relative_l2_loss, variable_weights
+from training.losses import (
+    change_weights,
+    mse_loss,
+    mse_weights,
+    relative_l2_loss,
+    relative_l2_weights,
+    sum_of_squares,
+    variable_weights,
+)
+
+
+def mse(prediction, target, mask, area, weights):
+    return mse_loss(sum_of_squares(prediction, target, mse_weights(mask, area, weights)))
+
+
+def relative_l2(prediction, target, mask):
+    return relative_l2_loss(
+        sum_of_squares(prediction, target, relative_l2_weights(mask, target)), lambda x: x
+    )
 
 
 def batch(b=4, v=3, h=6, w=5, missing=0.2, seed=0):
@@ -26,7 +44,7 @@ def test_mse_is_the_area_weighted_mean_over_cells_with_values():
                 for i, j in zip(*np.nonzero(mask[b, v].numpy()), strict=True)
             ]
             total += float(weights[v]) * sum(a * e for a, e in cells) / sum(a for a, _ in cells)
-    assert mse_loss(prediction, target, mask, area, weights).item() == pytest.approx(total / 12, rel=1e-6)
+    assert mse(prediction, target, mask, area, weights).item() == pytest.approx(total / 12, rel=1e-6)
 
 
 def test_mse_of_a_known_field_on_721_rows():
@@ -34,28 +52,24 @@ def test_mse_of_a_known_field_on_721_rows():
     latitude = np.linspace(90, -90, 721)
     area = torch.tensor(area_weights(latitude), dtype=torch.float32)
     error = torch.tensor(np.sin(np.deg2rad(latitude)), dtype=torch.float32)[:, None].expand(1, 1, 721, 4)
-    loss = mse_loss(
-        error, torch.zeros_like(error), torch.ones_like(error, dtype=torch.bool), area, torch.ones(1)
-    )
+    loss = mse(error, torch.zeros_like(error), torch.ones_like(error, dtype=torch.bool), area, torch.ones(1))
     assert loss.item() == pytest.approx(1 / 3, rel=1e-5)
 
 
 def test_mean_of_micro_batches_is_the_mean_of_the_batch():
     prediction, target, mask, area, weights = batch()
-    whole = mse_loss(prediction, target, mask, area, weights)
-    parts = [
-        mse_loss(prediction[i : i + 1], target[i : i + 1], mask[i : i + 1], area, weights) for i in range(4)
-    ]
+    whole = mse(prediction, target, mask, area, weights)
+    parts = [mse(prediction[i : i + 1], target[i : i + 1], mask[i : i + 1], area, weights) for i in range(4)]
     torch.testing.assert_close(torch.stack(parts).mean(), whole)
-    relative = [relative_l2_loss(prediction[i : i + 2], target[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(torch.stack(relative).mean(), relative_l2_loss(prediction, target, mask))
+    relative = [relative_l2(prediction[i : i + 2], target[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
+    torch.testing.assert_close(torch.stack(relative).mean(), relative_l2(prediction, target, mask))
 
 
 def test_a_field_without_any_value_costs_nothing():
     prediction, target, mask, area, weights = batch()
     mask[1] = False
     prediction.requires_grad_()
-    loss = mse_loss(prediction, target, mask, area, weights)
+    loss = mse(prediction, target, mask, area, weights)
     loss.backward()
     assert torch.isfinite(loss) and prediction.grad is not None
     assert torch.isfinite(prediction.grad).all() and not prediction.grad[1].any()
@@ -65,7 +79,21 @@ def test_relative_l2_is_not_weighted_by_area():
     target = torch.tensor([[3.0, 4.0], [6.0, 8.0]]).view(2, 1, 1, 2)
     prediction = target + torch.tensor([[3.0, 4.0], [0.0, 0.0]]).view(2, 1, 1, 2)
     mask = torch.ones_like(target, dtype=torch.bool)
-    assert relative_l2_loss(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
+    assert relative_l2(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
+
+
+def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
+    prediction, target, mask, area, weights = batch(w=6)
+    whole = prediction.clone().requires_grad_()
+    relative_l2(whole, target, mask).backward()
+    pieces = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
+    parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
+    squares = [sum_of_squares(p, t, w) for p, w, t in zip(pieces, *parts, strict=True)]
+    shares = [relative_l2_loss(s, lambda _: sum(squares).detach()) for s in squares]
+    torch.testing.assert_close(sum(shares), relative_l2(prediction, target, mask))
+    sum(shares).backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.cat([p.grad for p in pieces], dim=3), whole.grad)
 
 
 def test_weights():

@@ -61,7 +61,7 @@ def test_model_flops_of_the_mission():
 def test_flops_are_what_torch_counts(grid):
     model = build(grid, attention_backend="math")
     with FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, 5, *grid))
+        model.predict(torch.randn(1, 5, *grid))
     assert counter.get_total_flops() == model.flops()
 
 
@@ -70,7 +70,7 @@ def test_flops_are_what_torch_counts(grid):
 def test_every_row_is_predicted_and_learned_from(grid, periodic):
     model = build(grid, (4, 8), periodic=periodic)
     x = torch.randn(1, 5, *grid, requires_grad=True)
-    out = model(x)
+    out = model.predict(x)
     assert out.shape == (1, 3, *grid) and torch.isfinite(out).all()
     out.square().sum().backward()
     assert x.grad is not None and (x.grad.abs().amax(dim=(0, 1)) > 0).all()

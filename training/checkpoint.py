@@ -1,7 +1,7 @@
 """Checkpoints through torch.distributed.checkpoint: written aside, renamed when complete, tensors only.
 
 A checkpoint is a folder `step-00000100` with DCP's files and the run's `config.toml`. What has another name
-is not a checkpoint. Names in it are the model's own, whatever wraps the model (DDP, compile).
+is not a checkpoint. Names in it are the model's own, whatever wraps the model (parallelisms/names.py).
 """
 
 import logging
@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from training.gradients import LossScaler
+
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 UNFINISHED = ".incomplete"
 State = dict[str, dict[str, Tensor]]
+Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -144,20 +147,11 @@ def flatten(state: State) -> dict[str, Tensor]:
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
-def canonical(name: str) -> str:
-    """A parameter's own name, without what wrappers (DDP, compile) put before it."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    return {canonical(name): parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`<parameter>.<moment>` -> tensor. The groups hold nothing that the configuration and the step do not
     say.
     """
-    names: dict[Tensor, str] = {parameter: canonical(name) for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
         f"{names[parameter]}.{moment}": value
         for parameter, moments in optimizer.state.items()
@@ -165,11 +159,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def allocate_optimizer_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def allocate_optimizer_state(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
     into.
     """
-    parameters = {canonical(name): parameter for name, parameter in model.named_parameters()}
     for key, entry in stored_tensors(path).items():
         part, _, rest = key.partition(".")
         name, _, moment = rest.rpartition(".")
@@ -198,30 +191,28 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def run_state(
-    model: nn.Module,
+    parameters: Parameters,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    scaler: LossScaler,
     step: int,
     device: torch.device,
 ) -> State:
     """Everything a run has to know to go on as if it had not stopped. The sampler is a function of the
     step.
     """
-    scaling = scaler.state_dict()  # empty while the scaler is disabled
-    counters = {"step": torch.tensor(step)} | {f"scaler.{k}": torch.tensor(v) for k, v in scaling.items()}
     return {
-        "model": model_state(model),
-        "optimizer": optimizer_state(model, optimizer),
-        "train": counters,
+        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimizer": optimizer_state(parameters, optimizer),
+        "train": {"step": torch.tensor(step), **scaler.state()},
         "random": random_state(device),
     }
 
 
 def resume(
     checkpointer: Checkpointer,
-    model: nn.Module,
+    parameters: Parameters,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    scaler: LossScaler,
     device: torch.device,
 ) -> int:
     """Restores the newest complete checkpoint and returns its step; 0 where there is none. ValueError: no
@@ -231,14 +222,12 @@ def resume(
     if step is None:
         return 0
     path = step_folder(checkpointer.folder, step)
-    allocate_optimizer_state(path, model, optimizer)
-    state, stored = run_state(model, optimizer, scaler, step, device), stored_tensors(path)
+    allocate_optimizer_state(path, parameters, optimizer)
+    state, stored = run_state(parameters, optimizer, scaler, step, device), stored_tensors(path)
     # Another number of ranks has ranks without a stored generator: they keep the one their seed gave them.
     state["random"] = {name: value for name, value in state["random"].items() if f"random.{name}" in stored}
     checkpointer.load(step, state)
-    scaler.load_state_dict(
-        {k.removeprefix("scaler."): v.item() for k, v in state["train"].items() if k.startswith("scaler.")}
-    )
+    scaler.load(state["train"])
     set_random_state(state["random"], device)
     logger.info("resumed from %s", path)
     return step

@@ -1,28 +1,59 @@
-"""Losses of normalised fields, in float32. Shapes: B batch, V variables, H latitudes, W longitudes."""
+"""Losses of normalised fields, in float32, as weighted sums of squares that can be taken piece by piece.
+
+Shapes: B batch, V variables, H latitudes, W longitudes. A piece is what a rank has of a prediction: some of
+its tokens or a tile of its grid; weights are made of whole fields, so that no piece has to ask another for
+a mean.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+TINY = torch.finfo(torch.float32).tiny
 
-def mse_loss(
-    prediction: Tensor, target: Tensor, mask: Tensor, area: Tensor, variable_weights: Tensor
-) -> Tensor:
-    """Area-weighted mean squared error over the cells that have a value; a scalar.
 
-    prediction, target, mask (bool) (B, V, H, W); area (H,) with mean 1; variable_weights (V,). The mean is
-    taken a sample and variable first, then over samples and variables: so it does not depend on how a batch
-    is divided.
+def mse_weights(mask: Tensor, area: Tensor, variable_weights: Tensor) -> Tensor:
+    """(B, V, H, W) weights of squared errors whose weighted sum is the area-weighted mean squared error.
+
+    mask (bool) (B, V, H, W); area (H,) with mean 1; variable_weights (V,). The mean is taken over the cells
+    that have a value, of each sample and variable first, then over these: so it does not depend on how a
+    batch is divided.
     """
     weights = mask * area[:, None]  # (B, V, H, W)
-    squares = (weights * (prediction - target).square()).sum(dim=(-2, -1))  # (B, V)
-    mean = squares / weights.sum(dim=(-2, -1)).clamp_min(torch.finfo(torch.float32).tiny)
-    return (mean * variable_weights).mean()
+    total = weights.sum(dim=(-2, -1), keepdim=True).clamp_min(TINY)  # (B, V, 1, 1)
+    return weights / total * (variable_weights[:, None, None] / (mask.shape[0] * mask.shape[1]))
 
 
-def relative_l2_loss(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Mean over samples of |p - y| / |y| over all values, not weighted by area: the NERSC tutorial's loss."""
-    error = (mask * (prediction - target)).flatten(1).norm(dim=1)
-    return (error / (mask * target).flatten(1).norm(dim=1).clamp_min(1e-12)).mean()
+def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:
+    """(B, V, H, W) weights of squared errors whose weighted sum over a sample is |p - y|^2 / |y|^2.
+
+    The NERSC tutorial's loss is the mean over samples of the root of that; it is not weighted by area.
+    """
+    squares = (mask * target).square().sum(dim=(1, 2, 3), keepdim=True)  # (B, 1, 1, 1)
+    return mask / squares.clamp_min(TINY)
+
+
+def sum_of_squares(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """(B,): the weighted sum of squared errors of a piece, all of the same shape (B, ...)."""
+    return (weights * (output.float() - target).square()).flatten(1).sum(dim=1)
+
+
+def mse_loss(squares: Tensor) -> Tensor:
+    """This piece's share of the loss, from `sum_of_squares` with `mse_weights`."""
+    return squares.sum()
+
+
+def relative_l2_loss(squares: Tensor, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
+    """This piece's share of mean sqrt(S), where S sums over the pieces of a sample; shares add up to the
+    loss.
+
+    d sqrt(S) = dS / (2 sqrt(S)), while the share S_piece / sqrt(S) has the right value and twice that
+    gradient.
+    """
+    total = sum_over_pieces(squares.detach().clone())
+    share = (squares / total.sqrt().clamp_min(TINY)).mean()
+    return share / 2 + (share / 2).detach()
 
 
 def variable_weights(given: tuple[float, ...], num_variables: int) -> Tensor:

@@ -5,11 +5,15 @@ from torch import nn
 
 
 def build_optimizer(
-    model: nn.Module, betas: tuple[float, float], eps: float, weight_decay: float, implementation: str
+    parameters: dict[str, nn.Parameter],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    implementation: str,
 ) -> torch.optim.AdamW:
     """AdamW over two groups. Its learning rate is set at every step, from training/lr_schedules.py."""
     return torch.optim.AdamW(
-        parameter_groups(model, weight_decay),
+        parameter_groups(parameters, weight_decay),
         lr=0.0,
         betas=betas,
         eps=eps,
@@ -18,9 +22,9 @@ def build_optimizer(
     )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
     """Matrices decay; norms, biases and positions do not: shrinking them would move what they stand for."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = parameters.items()
     still = {name for name, p in named if p.ndim < 2 or "position." in name}
     return [
         {"params": [p for name, p in named if name not in still], "weight_decay": weight_decay},

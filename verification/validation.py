@@ -64,10 +64,14 @@ class Validation:
         area: Tensor,
         batch_size: int,
         num_workers: int = 0,
+        share: tuple[int, int] = (0, 1),
+        counts: bool = True,
     ) -> None:
+        """share: this rank's share of the dates and how many there are; counts: on one rank of each share."""
         self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
         self.dataset, self.variables, self.num_dates = dataset, dataset.variables, len(dataset)
-        self.sampler = EvaluationSampler(self.num_dates, batch_size, dist.get_rank(), dist.get_world_size())
+        self.counts = counts
+        self.sampler = EvaluationSampler(self.num_dates, batch_size, *share)
         self.loader = build_loader(dataset, self.sampler, num_workers, pin=area.device.type == "cuda")
         self.known: dict[str, Tensor] = {}
 
@@ -111,6 +115,8 @@ class Validation:
         for name, table in errors.items():
             errors[name] = torch.where(present > 0, table, 0.0)
         for table in (*errors.values(), losses, present):
+            if not self.counts:
+                table.zero_()  # another rank says the same
             dist.all_reduce(table)
         tables = {name: rmse(table, present) for name, table in errors.items()}
         self.known |= {name: table for name, table in tables.items() if name != "model"}

@@ -1,0 +1,175 @@
+"""Combinations of settings that cannot work, said before any rank starts in one line: key, value, reason,
+fix.
+"""
+
+import os
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn
+
+from command_line import ConfigError
+from config import Config, Data, Model, Parallelism, Validation
+from datasets.variables import expand_levels
+from parallelisms.degrees import check_axis_order, check_heads, resolve_degrees
+
+
+def check(config: Config) -> None:
+    """Combinations that cannot work. What depends on the data is checked where the data are opened."""
+    _check_model(config.model)
+    _check_data(config.data)
+    _check_training(config)
+    _check_ranks(config)
+    _check_validation(config.validation, config.data.step_hours)
+
+
+def _check_model(model: Model) -> None:
+    if model.dim % model.num_heads:
+        choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
+        near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
+        reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
+        _fail("model.num_heads", model.num_heads, reason)
+    if model.position == "sincos" and model.dim % 4:
+        _fail("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
+    if model.attention_backend in ("flash", "flash_attn", "cudnn") and (model.dim // model.num_heads) % 8:
+        reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
+        _fail("model.num_heads", model.num_heads, reason)
+
+
+def _check_data(data: Data) -> None:
+    if not data.path:
+        _fail("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
+    if not data.variables:
+        example = '["geopotential:500", "2m_temperature"]'
+        _fail("data.variables", [], f"name what is predicted, for example {example}")
+    predicted_variables(data)
+    for key in ("static_variables", "forcings"):
+        names = list(getattr(data, key))
+        if twice := [name for name in names if names.count(name) > 1]:
+            _fail(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
+    _check_periods(data)
+    if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
+        reason = "give both numbers, or [0, 0] for the grid of the data"
+        _fail("data.grid_shape", list(data.grid_shape), reason)
+
+
+def predicted_variables(data: Data) -> list[str]:
+    """`data.variables`, those on levels with theirs: "geopotential:500"."""
+    try:
+        return expand_levels(data.variables, data.levels)
+    except ValueError as error:
+        _fail("data.variables", list(data.variables), str(error))
+
+
+def _check_periods(data: Data) -> None:
+    train = parse_period("data.train_period", data.train_period)
+    validation = parse_period("data.validation_period", data.validation_period)
+    if train and validation and train[0] <= validation[1] and validation[0] <= train[1]:
+        reason = f"overlaps data.train_period = {list(data.train_period)}"
+        _fail("data.validation_period", list(data.validation_period), f"{reason}; move one of them")
+
+
+def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime] | None:
+    """First and last instant (UTC) of ["first", "last"]; a last day without an hour counts to its end."""
+    if not period:
+        return None
+    if len(period) != 2:
+        _fail(name, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
+    first, last = (_parse_date(name, text) for text in period)
+    if len(period[1]) <= len("2001-01-01"):
+        last += timedelta(days=1, seconds=-1)
+    if last < first:
+        _fail(name, list(period), "the last date lies before the first; exchange them")
+    return first, last
+
+
+def _parse_date(name: str, text: str) -> datetime:
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        _fail(name, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+    return date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
+
+
+def _check_training(config: Config) -> None:
+    weights, variables = config.training.variable_weights, predicted_variables(config.data)
+    if weights and len(weights) != len(variables):
+        reason = f"{len(variables)} variables are predicted; give one weight each"
+        _fail("training.variable_weights", list(weights), reason)
+    if weights and not any(weights):
+        _fail("training.variable_weights", list(weights), "one of them must be above 0")
+
+
+def _check_ranks(config: Config) -> None:
+    parallelism, heads = config.parallelism, config.model.num_heads
+    check_axis_order(parallelism.axis_order)
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    check_heads(heads, tp, cp, parallelism.context_parallel_method)
+    degrees = resolve_degrees(num_ranks(), **degrees_asked(parallelism))
+    batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
+    if batch != -1 and (batch < 1 or batch % smallest):
+        near = max(round(batch / smallest), 1) * smallest
+        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
+        _fail("training.global_batch_size", batch, reason)
+
+
+def degrees_asked(parallelism: Parallelism) -> dict[str, int]:
+    """The degrees of the configuration under the mesh's names for its axes; dp_shard may be -1."""
+    return {
+        "pp": 1,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+
+
+def num_ranks() -> int:
+    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        return _number_in_environment("WORLD_SIZE")
+    return _number_in_environment("NGPU") * _number_in_environment("NNODES")
+
+
+def _number_in_environment(name: str) -> int:
+    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
+    text = os.environ.get(name) or "1"
+    first = text.partition(":")[0]
+    if not first.isdecimal() or int(first) < 1:
+        _fail(name, text, "an environment variable that must be a whole number, at least 1")
+    return int(first)
+
+
+def _check_validation(validation: Validation, step_hours: int) -> None:
+    leads = list(validation.lead_hours)
+    if validation.enable and not leads:
+        _fail("validation.lead_hours", leads, "name one lead time, or set validation.enable to false")
+    for hours in leads:
+        if hours % step_hours:
+            _fail("validation.lead_hours", hours, f"not a multiple of data.step_hours = {step_hours}")
+        if leads.count(hours) > 1:
+            _fail("validation.lead_hours", leads, f"{hours} is listed twice; name it once")
+
+
+def check_machine(config: Config) -> None:
+    """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
+    import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
+
+    from models.attention import check_backend
+
+    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
+    if backend == "nccl" and not num_gpus:
+        _fail("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
+    use_cuda = num_gpus > 0 and backend != "gloo"
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
+    local_ranks = _number_in_environment(name)
+    if use_cuda and local_ranks > num_gpus:
+        _fail(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    folder = config.dump_folder
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        _fail("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    check_backend(config.model.attention_backend, "cuda" if use_cuda else "cpu", dtype)
+
+
+def _fail(key: str, value: Any, reason: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r}: {reason}")

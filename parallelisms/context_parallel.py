@@ -1,0 +1,105 @@
+"""Context parallelism: the tokens of one sample dealt out over ranks, with attention over all of them.
+
+Not causal, and for any attention kernel; torch's own has neither a kernel on CPU nor a way to name one. A
+rank holds t = T'/cp tokens (parallelisms/pieces.py). What each method moves and holds, a block forward:
+
+    ulysses     sends 3 t d, receives as much, computes N/cp heads over T tokens: 4 t d
+    all_gather  receives 2 (cp - 1) t d, holds the keys and values of all: 2 T d
+    ring        passes on 2 t d in each of cp - 1 rounds, holds 4 t d: its own and the next rank's
+
+Shapes: B batch, N heads on this rank, t tokens on this rank, T valid tokens of all, E head size.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
+
+from models.attention import Kernel
+from parallelisms.ring_attention import Ring, RingAttention, block_kernels
+
+
+class UlyssesKernel(nn.Module):
+    """Exchanges tokens for heads, attends over the whole sequence, exchanges back (Jacobs et al. 2023)."""
+
+    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
+        super().__init__()
+        self.inner, self.group, self.num_tokens = inner, group, num_tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = self._to_heads(torch.stack([q, k, v])).unbind(0)  # each (B, N/cp, T', E)
+        out = self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
+        return self._to_tokens(out)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """(3, B, N, t, E) -> (3, B, N/cp, T', E), in one collective."""
+        cp = dist.get_world_size(self.group)
+        parts = x.unflatten(2, (cp, -1)).movedim(2, 0)  # (cp, 3, B, N/cp, t, E): what goes to each rank
+        parts = _exchange(parts, self.group)  # what came from each rank: its tokens
+        return parts.movedim(0, 3).flatten(3, 4)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """(B, N/cp, T', E) -> (B, N, t, E)."""
+        cp = dist.get_world_size(self.group)
+        parts = x.unflatten(2, (cp, -1)).movedim(2, 0)  # (cp, B, N/cp, t, E)
+        return _exchange(parts, self.group).movedim(0, 1).flatten(1, 2)
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all over the first dim, which has one entry a rank."""
+    flat = parts.contiguous().flatten()
+    splits = [flat.numel() // len(parts)] * len(parts)
+    return all_to_all_single_autograd(flat, splits, splits, group).view(parts.shape)
+
+
+class AllGatherKernel(nn.Module):
+    """Gathers keys and values; queries stay."""
+
+    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
+        super().__init__()
+        self.inner, self.group, self.num_tokens = inner, group, num_tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cp = dist.get_world_size(self.group)
+        gathered = all_gather_tensor_autograd(torch.stack([k, v]), 0, self.group)  # (2 cp, B, N, t, E)
+        both = gathered.unflatten(0, (cp, 2)).movedim(0, 3).flatten(3, 4)  # (2, B, N, T', E)
+        k, v = both[:, :, :, : self.num_tokens].unbind(0)
+        return self.inner(q, k, v)
+
+
+class RingKernel(nn.Module):
+    """Passes keys and values on from rank to rank; see parallelisms/ring_attention.py."""
+
+    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
+        super().__init__()
+        self.backend, self.ring = inner.backend, Ring(group, num_tokens)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernels = block_kernels(self.backend, q.device.type)
+        return RingAttention.apply(q, k, v, self.ring, kernels)  # type: ignore[return-value]
+
+
+class TrimmedKernel(nn.Module):
+    """Attention that leaves out padded keys: for tokens that tensor parallelism alone does not divide."""
+
+    def __init__(self, inner: Kernel, num_tokens: int) -> None:
+        super().__init__()
+        self.inner, self.num_tokens = inner, num_tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
+
+
+METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel, "ring": RingKernel}
+
+
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str, num_tokens: int) -> None:
+    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`."""
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        block.attention.kernel = METHODS[method](block.attention.kernel, group, num_tokens)
+
+
+def trim_padding(model: nn.Module, num_tokens: int) -> None:
+    """Cuts padded tokens off the keys of every block."""
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)

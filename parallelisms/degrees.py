@@ -1,0 +1,100 @@
+"""How many ranks each axis of the mesh has. No torch here: a configuration is checked before anything
+starts.
+"""
+
+import math
+from dataclasses import dataclass
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis; their product is the number of ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a sample takes more than one rank."""
+        return self.pp * self.cp * self.tp > 1
+
+
+def resolve_degrees(world: int, pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int) -> Degrees:
+    """Degrees with `dp_shard = -1` filled in. ValueError, with a layout that works, where they do not give
+    `world`.
+    """
+    rest = pp * dp_replicate * cp * tp
+    if dp_shard == -1 and world % rest == 0:
+        return Degrees(pp, dp_replicate, world // rest, cp, tp)
+    if dp_shard != -1 and rest * dp_shard == world:
+        return Degrees(pp, dp_replicate, dp_shard, cp, tp)
+    named = {
+        "pipeline_parallel_degree": pp,
+        "data_parallel_replicate_degree": dp_replicate,
+        "data_parallel_shard_degree": dp_shard,
+        "context_parallel_degree": cp,
+        "tensor_parallel_degree": tp,
+    }
+    asked = {key: value for key, value in named.items() if value != 1} or {
+        "data_parallel_shard_degree": dp_shard
+    }
+    key, value = max(asked.items(), key=lambda item: item[1])
+    product = " x ".join(str(value) for value in named.values() if value != -1)
+    raise ValueError(
+        f"parallelism.{key} = {value}: the run has {world} rank(s), the degrees make {product}; "
+        f"{_proposal(world, named, key)}"
+    )
+
+
+def _proposal(world: int, named: dict[str, int], key: str) -> str:
+    others = math.prod(value for name, value in named.items() if name != key and value != -1)
+    if world % others:
+        return "try data_parallel_shard_degree = -1 and all others 1"
+    valid = [n for n in range(1, world // others + 1) if (world // others) % n == 0]
+    exact = "" if key == "data_parallel_shard_degree" else " with data_parallel_shard_degree = -1"
+    choices = [-1, world // others] if key == "data_parallel_shard_degree" else valid
+    return f"valid: {key} = {' or '.join(map(str, choices))}{exact}"
+
+
+def check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
+    """ValueError, naming valid degrees, where heads cannot be dealt out evenly."""
+    if num_heads % tp:
+        valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {tp}: does not divide model.num_heads = {num_heads}; "
+            f"valid: {valid}"
+        )
+    if method == "ulysses" and (num_heads // tp) % cp:
+        heads = num_heads // tp
+        valid = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {cp}: ulysses deals out {heads} heads a rank; "
+            f"valid: {valid}, "
+            'or context_parallel_method = "all_gather" or "ring"'
+        )
+
+
+def check_axis_order(order: tuple[str, ...]) -> None:
+    """ValueError where `order` is not each axis once."""
+    if sorted(order) != sorted(AXES):
+        raise ValueError(
+            f"parallelism.axis_order = {list(order)}: name each of {list(AXES)} once, slowest first"
+        )

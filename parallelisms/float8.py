@@ -1,0 +1,95 @@
+"""float8 training through torchao: the matrices of the blocks multiply in float8, weights stay as they are."""
+
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
+MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
+
+
+def apply_float8(
+    model: nn.Module,
+    recipe: str,
+    filter_min_features: int,
+    emulate: bool,
+    enable_fsdp_float8_all_gather: bool,
+    device_type: str,
+    tensor_parallel_degree: int = 1,
+) -> list[str]:
+    """Swaps Linear layers for float8 ones, in place, under the same names; returns the names of those layers.
+
+    Those are the layers in `model.blocks` whose numbers of features, in and out, are at least
+    `filter_min_features` and multiples of 16 on every tensor-parallel rank; embedding and head never are.
+    Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
+    `emulate` rounds to float8 and multiplies in the parameters' precision: the numbers without the speed.
+    Raises ValueError where the machine or the combination cannot do it, or no layer is left.
+    """
+    check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # imported late: takes seconds
+
+    multiple = MULTIPLE * tensor_parallel_degree
+    names = [name for name in linear_names(model) if fits(model, name, filter_min_features, multiple)]
+    if not names:
+        raise ValueError(
+            f"float8.filter_min_features = {filter_min_features}: no layer of the blocks has so many features in "
+            f"and out and multiples of {multiple}; lower it or set float8.enable = false"
+        )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", emulate)
+    object.__setattr__(config, "enable_fsdp_float8_all_gather", enable_fsdp_float8_all_gather)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+    return names
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The Linear layers of the blocks, by their full names."""
+    named = model.named_modules()
+    return [name for name, m in named if isinstance(m, nn.Linear) and name.startswith("blocks.")]
+
+
+def fits(model: nn.Module, name: str, min_features: int, multiple: int) -> bool:
+    """Small matrices lose more by scaling than they gain; others have no float8 matmul."""
+    features = tuple(model.get_submodule(name).weight.shape)  # type: ignore[union-attr]
+    return min(features) >= min_features and all(n % multiple == 0 for n in features)
+
+
+def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool, device_type: str) -> None:
+    """Raises ValueError, with the fix, where this machine or this combination cannot do it."""
+    if recipe not in get_args(Recipe):
+        raise ValueError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
+    if enable_fsdp_float8_all_gather and recipe != "tensorwise":
+        raise ValueError(
+            f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" has a scale for each row, which a shard does '
+            'not know; set it to false or float8.recipe = "tensorwise"'
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            "float8.enable = true: the package torchao is not installed; pip install -r requirements.txt"
+        )
+    reason = "" if emulate else _missing(recipe, device_type)
+    if reason:
+        raise ValueError(f"float8.enable = true: {reason}; set it to false or float8.emulate = true")
+
+
+def _missing(recipe: str, device_type: str) -> str:
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return f"needs a CUDA device and the run is on {device_type}"
+    needed, capability = TENSORWISE if recipe == "tensorwise" else ROWWISE, torch.cuda.get_device_capability()
+    if capability < needed:
+        have, need = (".".join(map(str, version)) for version in (capability, needed))
+        return f'recipe "{recipe}" needs compute capability {need} and this GPU has {have}'
+    return ""
+
+
+def precompute_float8_scales(model: nn.Module) -> None:
+    """The scales of all sharded float8 weights in one all-reduce, instead of one a weight in the next forward.
+
+    For after each optimiser step when the all-gather is float8; does nothing without such weights.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,0 +1,144 @@
+"""Pipeline parallelism: consecutive blocks on consecutive ranks, micro-batches passed between them.
+
+torch.distributed.pipelining schedules them (GPipe, 1F1B, interleaved, zero-bubble). Shapes: B batch, t tokens of this
+rank, D width.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from models.vit import VisionTransformer
+from parallelisms.mesh import Mesh
+
+V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
+
+
+class Stage(nn.Module):
+    """Some blocks of a model under their own names; the first has the embedding too, the last the head."""
+
+    def __init__(self, model: VisionTransformer, first: int, last: int, autocast: torch.autocast) -> None:
+        super().__init__()
+        self.autocast, self.initial_std = autocast, model.initial_std
+        if first == 0:
+            self.patch_embedding, self.position = model.patch_embedding, model.position
+        self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in range(first, last)})
+        if last == len(model.blocks):
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """patches (B, t, C P Q) or tokens (B, t, D) -> tokens (B, t, D) or patches (B, t, V P Q)."""
+        with self.autocast:
+            if hasattr(self, "patch_embedding"):
+                x = self.position(self.patch_embedding(x))
+            for block in self.blocks.values():
+                x = block(x)
+            return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+def split_points(model: VisionTransformer, num_stages: int, named: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """First and one past the last block of each stage: as `named` (the first block of every stage but the first), or
+    balanced by FLOPs, embedding and head counted. ValueError where there are fewer blocks than stages."""
+    num_blocks = len(model.blocks)
+    if num_stages > num_blocks:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree: {num_stages} stages for {num_blocks} blocks; "
+            "raise model.num_layers or take fewer stages"
+        )
+    if not named:
+        named = balanced_splits(num_blocks, num_stages, *model.end_flops())
+    borders = [0, *named, num_blocks]
+    if len(borders) != num_stages + 1 or any(a >= b for a, b in zip(borders, borders[1:], strict=False)):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_splits = {list(named)}: name the first block of stages 2 to {num_stages}, "
+            f"ascending, between 1 and {num_blocks - 1}"
+        )
+    return list(zip(borders, borders[1:], strict=False))
+
+
+def balanced_splits(num_blocks: int, num_stages: int, first_extra: float, last_extra: float) -> list[int]:
+    """Borders after which the largest stage is as small as can be; extras in units of a block."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
+
+    def solve(start: int, stages: int) -> tuple[float, list[int]]:
+        """The least maximum over `stages` stages for the blocks from `start` on."""
+        if (start, stages) not in best:
+            extra = first_extra if start == 0 else 0.0
+            if stages == 1:
+                best[start, stages] = (num_blocks - start + extra + last_extra, [])
+            else:
+                options = []
+                for border in range(start + 1, num_blocks - stages + 2):
+                    rest, borders = solve(border, stages - 1)
+                    options.append((max(border - start + extra, rest), [border, *borders]))
+                best[start, stages] = min(options)
+        return best[start, stages]
+
+    return solve(0, num_stages)[1]
+
+
+def stages_of_rank(schedule: str, rank: int, num_ranks: int, num_stages: int) -> list[int]:
+    """Which stages a rank holds: one, several in turn, or for V schedules one on the way down and one back."""
+    if schedule in V_SCHEDULES:
+        return [rank, num_stages - 1 - rank]
+    return list(range(rank, num_stages, num_ranks))
+
+
+class Pipeline:
+    """The stages of this rank and the schedule that runs them."""
+
+    def __init__(self, parts: list[nn.Module], indices: list[int], num_stages: int, mesh: Mesh, device: torch.device):
+        self.parts, self.indices, self.num_stages, self.mesh, self.device = parts, indices, num_stages, mesh, device
+        group = mesh.group("pp")
+        self.stages = [
+            PipelineStage(part, index, num_stages, device, group=group)  # type: ignore[arg-type]
+            for part, index in zip(parts, indices, strict=True)
+        ]
+        self.has_first, self.has_last = 0 in indices, num_stages - 1 in indices
+
+    def schedule(self, name: str, num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Sets what `step` runs. `loss(output, target)` is a micro-batch's share of the loss: shares are added."""
+        kind = get_schedule_class(name)
+        stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
+        self.runner = kind(stages, num_microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type, call-arg]
+
+    def step(self, inputs: Tensor, target: Tensor) -> Tensor:
+        """Forward and backward of one batch; the loss where the last stage is, 0 elsewhere."""
+        losses: list[Tensor] = []
+        arguments = (inputs,) if self.has_first else ()
+        if self.has_last:
+            self.runner.step(*arguments, target=target, losses=losses)
+        else:
+            self.runner.step(*arguments)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
+        """The output on every rank of the pipeline, one stage after the other: for validation."""
+        x, group = inputs, self.mesh.group("pp")
+        for index in range(self.num_stages):
+            owner, following = self._owner(index), self._owner(index + 1)
+            if index in self.indices:
+                x = self.parts[self.indices.index(index)](x).float()
+                if following not in (None, owner):
+                    dist.send(x.contiguous(), group=group, group_dst=following)
+            elif following is not None and index + 1 in self.indices:
+                x = torch.empty(tokens_shape, device=self.device)
+                dist.recv(x, group=group, group_src=owner)
+        last = self._owner(self.num_stages - 1)
+        x = x.contiguous() if self.has_last else torch.empty(output_shape, device=self.device)
+        dist.broadcast(x, group=group, group_src=last)
+        return x
+
+    def _owner(self, stage: int) -> int | None:
+        """The rank in the pipeline that holds a stage."""
+        if stage >= self.num_stages:
+            return None
+        ranks = self.mesh.degrees.pp
+        turn, place = divmod(stage, ranks)
+        is_v = len(self.indices) == 2 and sum(self.indices) == self.num_stages - 1 and self.num_stages == 2 * ranks
+        return ranks - 1 - place if is_v and turn == 1 else place

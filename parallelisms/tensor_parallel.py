@@ -1,0 +1,49 @@
+"""Tensor parallelism with sequence parallelism: two collectives a block forward, two backward.
+
+Between the matrices tokens are sharded; a column-parallel matrix gathers them, the row-parallel one after it
+reduces and scatters (Korthikanti et al. 2022). Everything else holds replicated DTensors on the same mesh, so
+that one gradient norm exists.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
+
+    Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/pieces.py).
+    """
+    plan: dict[str, ParallelStyle] = {
+        "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
+        "position": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
+        "norm": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
+        "head": RowwiseParallel(input_layouts=Shard(TOKENS), output_layouts=Shard(TOKENS)),
+    }
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        parallelize_module(block, mesh, block_plan())
+
+
+def block_plan() -> dict[str, ParallelStyle]:
+    """qkv's rows are ordered by head, so that a slice of them is whole heads (models/vit.py)."""
+    return {
+        "attention_norm": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
+        "attention.qkv": ColwiseParallel(input_layouts=Shard(TOKENS)),
+        "attention.q_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "attention.k_norm": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "attention.projection": RowwiseParallel(output_layouts=Shard(TOKENS)),
+        "mlp_norm": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
+        "mlp.up": ColwiseParallel(input_layouts=Shard(TOKENS)),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(TOKENS)),
+    }

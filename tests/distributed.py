@@ -1,0 +1,73 @@
+"""Gloo ranks spawned once and given many checks: starting one takes longer than stepping a tiny model."""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+Check = Callable[..., Any]  # a top-level function: what it returns on rank 0 comes back
+
+
+def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
+    """One rank: joins the group, then runs checks until it is told to stop."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    import torch
+    import torch.distributed as dist
+
+    from parallelisms.mesh import start_ranks
+
+    torch.set_num_threads(1)
+    start_ranks("gloo", timeout_seconds=120)
+    while (task := inbox.get()) is not None:
+        check, arguments = task
+        try:
+            outbox.put((rank, True, check(*arguments)))
+        except Exception:
+            outbox.put((rank, False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`run(check, *arguments)` runs a check on all ranks; what each returns, by rank. Failures are raised."""
+
+    def __init__(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.inboxes, self.outbox = [context.Queue() for _ in range(world)], context.Queue()
+        self.processes = [
+            context.Process(target=_serve, args=(rank, world, port, inbox, self.outbox), daemon=True)
+            for rank, inbox in enumerate(self.inboxes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, check: Check, *arguments: Any, timeout: float = 120) -> list[Any]:
+        for inbox in self.inboxes:
+            inbox.put((check, arguments))
+        answers: dict[int, Any] = {}
+        for _ in self.inboxes:
+            rank, succeeded, answer = self.outbox.get(timeout=timeout)
+            if not succeeded:
+                self.stop()  # others may wait for this one
+                raise AssertionError(f"rank {rank} of {len(self.inboxes)}:\n{answer}")
+            answers[rank] = answer
+        return [answers[rank] for rank in sorted(answers)]
+
+    def stop(self) -> None:
+        for inbox in self.inboxes:
+            inbox.put(None)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit("tests/distributed.py is imported by tests and benchmarks")

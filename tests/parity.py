@@ -1,0 +1,271 @@
+"""Three optimiser steps of a small ViT on any layout, by the functions that train.py is made of.
+
+What comes back is layout-free: losses, gradient norms, full gradients of the first step, full weights after
+the third. A layout is right when all of it is what one process gives.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from config import ActivationCheckpoint, Compile, Parallelism
+from config_checks import degrees_asked
+from datasets.grid import area_weights
+from datasets.loader import TrainSampler
+from models.vit import VisionTransformer
+from parallelisms.data_parallel import exchange_gradients
+from parallelisms.degrees import resolve_degrees
+from parallelisms.mesh import build_mesh
+from parallelisms.parallelize import parallelize
+from training.gradients import LossScaler, clip, total_norm
+from training.losses import mse_loss, mse_weights, relative_l2_loss, relative_l2_weights, sum_of_squares
+from training.optimizers import build_optimizer, set_lr
+
+GLOBAL_BATCH = 8
+# Some gradients are zero but for rounding (a bias of all keys moves no softmax); with a small eps Adam
+# would blow that rounding up to full steps.
+EPS = 1e-4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table."""
+
+    ranks: int = 1
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    activation_checkpoint: str = "none"
+    compile: bool = False
+    dtype: str = "float32"
+    accumulation: int = 1
+    grid: tuple[int, int] = (16, 32)
+    model: tuple[tuple[str, Any], ...] = ()
+    loss: str = "mse"
+
+    def tolerance(self, what: str) -> float:
+        """Largest relative difference to one process; initial weights have to be the same bits."""
+        if what == "initial weights":
+            return 0.0
+        # Half precision rounds in another order: the size of its own rounding, after three steps.
+        return {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}[self.dtype]
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    initial: dict[str, np.ndarray]
+    parameter_bytes: int
+
+    def errors(self, reference: "Outcome") -> dict[str, float]:
+        """Relative differences to another outcome."""
+        scalars = {"loss": (self.losses, reference.losses), "gradient norm": (self.norms, reference.norms)}
+        relative = {k: max(abs(a / b - 1) for a, b in zip(*v, strict=True)) for k, v in scalars.items()}
+        return relative | {
+            "initial weights": difference(self.initial, reference.initial)[0],
+            "gradients": difference(self.gradients, reference.gradients)[0],
+            "weights": difference(self.weights, reference.weights)[0],
+        }
+
+
+def full(tensor: Tensor) -> np.ndarray:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().float().cpu().numpy().copy()
+
+
+def samples(grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """16 samples: inputs (5 channels), targets (3 variables) and a mask with holes."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(16, 5, *grid, generator=generator)
+    targets = inputs[:, :3].roll(2, dims=-1) + 0.1 * torch.randn(16, 3, *grid, generator=generator)
+    return inputs, targets, torch.rand(16, 3, *grid, generator=generator) > 0.1
+
+
+def build(layout: Layout) -> VisionTransformer:
+    with torch.device("meta"):
+        return VisionTransformer(5, 3, layout.grid, (4, 4), 32, 4, 4, **dict(layout.model))
+
+
+def three_steps(layout: Layout) -> Outcome:
+    """Runs on every rank of the layout; all return the same."""
+    parallelism = Parallelism(**layout.parallelism)
+    degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
+    mesh, device = build_mesh("cpu", degrees, parallelism.axis_order), torch.device("cpu")
+    dtype = getattr(torch, layout.dtype)
+    plan = build(layout)
+    checkpointing = ActivationCheckpoint(mode=layout.activation_checkpoint, every_n_blocks=2)  # type: ignore[arg-type]
+    model = parallelize(
+        plan, mesh, device, 0, parallelism, checkpointing, Compile(layout.compile), dtype, torch.float32
+    )
+    parameters = dict(model.named_parameters())
+    initial = {name: full(p) for name, p in parameters.items()}
+    optimizer = build_optimizer(parameters, (0.9, 0.95), EPS, 0.05, "fused")
+    set_lr(optimizer, 1e-2)
+    scaler = LossScaler(dtype == torch.float16)
+    local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
+    sampler = TrainSampler(16, 0, local, layout.accumulation, mesh.dp_rank, degrees.dp)
+    inputs, targets, mask = samples(layout.grid)
+    area = torch.tensor(area_weights(np.linspace(88, -88, layout.grid[0])), dtype=torch.float32)
+    losses, norms, gradients = [], [], {}
+    for step in range(3):
+        total = torch.zeros(())
+        for micro in range(layout.accumulation):
+            rows = sampler.local_batch(step, micro)
+            if layout.loss == "mse":
+                weights = mse_weights(mask[rows], area, torch.tensor([1.0, 2.0, 0.5]))
+            else:
+                weights = relative_l2_weights(mask[rows], targets[rows])
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                output = model.module(model.shards.cut_input(plan.to_pieces(inputs[rows])))
+            squares = sum_of_squares(
+                output,
+                model.shards.cut_output(plan.to_pieces(targets[rows])),
+                model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
+            )
+            if layout.loss == "mse":
+                loss = mse_loss(squares) / layout.accumulation
+            else:
+                loss = relative_l2_loss(squares, model.shards.sum_over_pieces) / layout.accumulation
+            with exchange_gradients(model.module, micro == layout.accumulation - 1):
+                scaler.scale(loss * model.loss_scale).backward()
+            total += loss.detach()
+        scaler.unscale(parameters.values())
+        norm = total_norm(parameters.values())
+        if step == 0:
+            gradients = {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
+        clip(parameters.values(), 0.5, norm)
+        if scaler.good(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / degrees.dp)
+        norms.append(norm.item())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+    predicted = full(model.predict(inputs[:2]))
+    return Outcome(
+        losses,
+        norms,
+        gradients,
+        {**{name: full(p) for name, p in parameters.items()}, "prediction": predicted},
+        initial,
+        sum(4 * p.numel() for p in local),
+    )
+
+
+def difference(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest |got - expected| / |expected| over tensors, and where."""
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    whole = np.sqrt(sum(float(np.square(value).sum()) for value in expected.values()))
+    smallest, worst = 1e-3 * whole, (0.0, "")  # what is zero but for rounding is compared with the whole
+    for name, value in expected.items():
+        assert got[name].shape == value.shape, name
+        error = float(np.linalg.norm(got[name] - value) / max(np.linalg.norm(value), smallest))
+        worst = max(worst, (error, name))
+    return worst
+
+
+def reference_of(layout: Layout) -> Layout:
+    """The same model, data and precision in one process, nothing recomputed, compiled or accumulated."""
+    return Layout(dtype=layout.dtype, grid=layout.grid, model=layout.model, loss=layout.loss)
+
+
+ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
+OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
+
+
+def tp(degree: int = 2, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel_degree": degree, **more}
+
+
+def cp(method: str = "ulysses", degree: int = 2, **more: Any) -> dict[str, Any]:
+    return {"context_parallel_degree": degree, "context_parallel_method": method, **more}
+
+
+def replicate(degree: int = 2, **more: Any) -> dict[str, Any]:
+    return {"data_parallel_replicate_degree": degree, **more}
+
+
+TABLE: dict[str, Layout] = {
+    "accumulation 4": Layout(1, accumulation=4),
+    "ac full": Layout(1, activation_checkpoint="full"),
+    "ac selective": Layout(1, activation_checkpoint="selective"),
+    "ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks"),
+    "compile": Layout(1, compile=True),
+    "ddp 2": Layout(2, replicate()),
+    "ddp 2, accumulation 2": Layout(2, replicate(), accumulation=2),
+    "fsdp 2": Layout(2),
+    "fsdp 2, zero-2": Layout(2, {"fsdp_reshard_after_forward": "never"}),
+    "fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}),
+    "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
+    "fsdp 2, accumulation 2": Layout(2, accumulation=2),
+    "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
+    "fsdp 2, ac full": Layout(2, activation_checkpoint="full"),
+    "fsdp 2, ac selective": Layout(2, activation_checkpoint="selective"),
+    "fsdp 2, ac every 2 blocks": Layout(2, activation_checkpoint="every_n_blocks"),
+    "fsdp 2, compile": Layout(2, compile=True),
+    "fsdp 2, bf16": Layout(2, dtype="bfloat16"),
+    "fsdp 2, fp16": Layout(2, dtype="float16"),
+    "tp 2": Layout(2, tp()),
+    "tp 2, odd tokens": Layout(2, tp(), grid=ODD),
+    "tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER),
+    "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
+    "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
+    "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
+    "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
+    "ulysses 2": Layout(2, cp()),
+    "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
+    "ulysses 2, ac full": Layout(2, cp(), activation_checkpoint="full"),
+    "all-gather 2": Layout(2, cp("all_gather")),
+    "all-gather 2, odd tokens": Layout(2, cp("all_gather"), grid=ODD),
+    "ring 2": Layout(2, cp("ring")),
+    "ring 2, math, odd tokens": Layout(2, cp("ring"), grid=ODD, model=(("attention_backend", "math"),)),
+    "ring 2, bf16": Layout(2, cp("ring"), dtype="bfloat16"),
+    "hsdp 2 x 2": Layout(4, replicate()),
+    "hsdp 2 x 2, accumulation 2": Layout(4, replicate(), accumulation=2),
+    "fsdp 2 x tp 2": Layout(4, tp()),
+    "fsdp 2 x tp 2, accumulation 2": Layout(4, tp(), accumulation=2),
+    "replicate 2 x tp 2": Layout(4, tp(**replicate(data_parallel_shard_degree=1))),
+    "fsdp 2 x ulysses 2": Layout(4, cp()),
+    "fsdp 2 x all-gather 2": Layout(4, cp("all_gather")),
+    "fsdp 2 x ring 2": Layout(4, cp("ring")),
+    "ulysses 2 x tp 2": Layout(4, cp(**tp())),
+    "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
+    "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
+    "fsdp 2 x tp 2, tp slowest": Layout(4, tp(axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))),
+    "replicate 2 x fsdp 2 x tp 2": Layout(8, tp(**replicate())),
+    "fsdp 2 x ulysses 2 x tp 2": Layout(8, cp(**tp())),
+    "replicate 2 x ring 2 x tp 2": Layout(8, cp("ring", **tp(**replicate(data_parallel_shard_degree=1)))),
+}
+FAST = [
+    "accumulation 4",
+    "ac full",
+    "ac selective",
+    "ac every 2 blocks",
+    "ddp 2, accumulation 2",
+    "fsdp 2",
+    "fsdp 2, zero-2",
+    "fsdp 2, accumulation 2",
+    "fsdp 2, ac selective",
+    "fsdp 2, bf16",
+    "fsdp 2, fp16",
+    "tp 2, odd tokens",
+    "tp 2, qk norm, sincos",
+    "tp 2, ac full",
+    "ulysses 2, odd tokens, relative l2",
+    "all-gather 2",
+    "ring 2",
+    "ring 2, math, odd tokens",
+    "hsdp 2 x 2",
+    "fsdp 2 x tp 2",
+    "fsdp 2 x ring 2",
+    "ulysses 2 x tp 2",
+]

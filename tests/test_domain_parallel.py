@@ -1,0 +1,284 @@
+"""A split grid computes what the whole grid does: outputs, loss, gradients; and sends what is stated."""
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from models.unet import GridConv2d, UNet
+from models.vit import fill_with_nan, init_weights
+from parallelisms.domain_parallel import (
+    GridTiles,
+    apply_domain_parallel,
+    bounds,
+    build_tiles,
+    check_tiles,
+    halo_traffic,
+)
+from tests.distributed import Ranks
+
+NUM_RANKS = 4
+GRID = (27, 43)  # 28 x 44 padded, 7 x 11 units of 4 x 4 cells: no layout divides it evenly
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+# Relative to the largest value of a tensor. Measured: 6e-7 and 2e-15; gradients of parameters, sums over all
+# cells in another order, 7e-6 and 6e-15.
+TOLERANCE = {"float32": 1e-6, "float64": 5e-15}
+GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
+WRAPPERS = ("ddp", "fsdp", "checkpoint", "compile")
+CONVOLUTIONS = [(3, 1), (3, 2), (4, 2), (5, 1), (2, 2)]  # kernel, stride
+
+
+def build_model(periodic: bool, dtype: torch.dtype) -> UNet:
+    model = UNet(5, 3, GRID, 8, 2, periodic=periodic)
+    fill_with_nan(model)
+    init_weights(model, seed=0)
+    return model.to(dtype)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference over the largest value."""
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def total(value: Tensor | None, tiles: GridTiles) -> Tensor:
+    """Sum over the tiles, of a copy."""
+    assert value is not None
+    return tiles.sum_over_pieces(value.detach().clone())
+
+
+def gradient_differences(model: nn.Module, plain: nn.Module, tiles: GridTiles) -> float:
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(difference(total(p.grad, tiles), q.grad) for p, q in pairs if q.grad is not None)
+
+
+@contextmanager
+def counted_messages() -> Iterator[list[int]]:
+    """[messages, bytes] that this rank sends inside."""
+    sent, send = [0, 0], dist.batch_isend_irecv
+
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sizes = [op.tensor.nbytes for op in operations if op.op is dist.isend]
+        sent[0], sent[1] = sent[0] + len(sizes), sent[1] + sum(sizes)
+        return send(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
+        yield sent
+
+
+# -- what every rank does
+
+
+def compare(model: UNet, tiles: GridTiles, fields: Tensor, target: Tensor) -> dict:
+    """Loss, outputs and gradients of `model` on this rank's tile against the same on the whole grid.
+
+    fields (B, C, H', W'), target the shape of the output.
+    """
+    plain, mine = copy.deepcopy(model), apply_domain_parallel(model, tiles)
+    whole, part = (fields.clone().requires_grad_() for _ in range(2))
+    expected = plain(whole)
+    loss = (expected - target).square().sum()
+    loss.backward()
+    with counted_messages() as forward:
+        output = mine(tiles.cut_input(part))
+    part_loss = (output - tiles.cut_output(target)).square().sum()
+    with counted_messages() as backward:
+        part_loss.backward()
+    return {
+        "output": difference(tiles.gather_output(output), expected),
+        "loss": difference(total(part_loss, tiles), loss),
+        "input_gradient": difference(total(part.grad, tiles), whole.grad),  # type: ignore[reportArgumentType]
+        "gradients": gradient_differences(mine, plain, tiles),
+        "names": [n for n, _ in mine.named_parameters()] == [n for n, _ in plain.named_parameters()],
+        "forward": forward,
+        "backward": backward,
+    }
+
+
+@functools.cache
+def domain(layout: tuple[int, int]) -> DeviceMesh:
+    """The axis whose ranks share a sample; two samples at once where the layout takes half of the ranks."""
+    size = layout[0] * layout[1]
+    return init_device_mesh("cpu", (NUM_RANKS // size, size), mesh_dim_names=("dp", "domain"))["domain"]
+
+
+def check_model(layout: tuple[int, int], periodic: bool, dtype: torch.dtype) -> dict:
+    mesh, model = domain(layout), build_model(periodic, dtype)
+    tiles = build_tiles(mesh, layout, model.padded_shape, model.multiple)
+    torch.manual_seed(dist.get_rank() // mesh.size())
+    fields = model.to_pieces(torch.randn(2, 5, *GRID, dtype=dtype))
+    result = compare(model, tiles, fields, torch.randn(2, 3, *model.padded_shape, dtype=dtype))
+    result["stated"] = list(halo_traffic(model, tiles, 2, dtype.itemsize))
+    return result
+
+
+def check_convolution(layout: tuple[int, int], kernel: int, stride: int, periodic: bool) -> dict:
+    tiles = build_tiles(domain(layout), layout, (16, 24), 4)
+    torch.manual_seed(0)
+    conv = GridConv2d(3, 4, kernel, stride, periodic).double()
+    target = torch.randn(2, 4, 16 // stride, 24 // stride).double()
+    coarse = build_tiles(domain(layout), layout, (16 // stride, 24 // stride), 4 // stride)
+    plain, mine = copy.deepcopy(conv), apply_domain_parallel(conv, tiles)
+    whole, part = (torch.randn(2, 3, 16, 24).double().requires_grad_() for _ in range(2))
+    part.data.copy_(whole.data)
+    (expected := plain(whole)).mul(target).sum().backward()
+    (output := mine(tiles.cut_input(part))).mul(coarse.cut_output(target)).sum().backward()
+    return {
+        "output": difference(coarse.gather_output(output), expected),
+        "input_gradient": difference(total(part.grad, tiles), whole.grad),  # type: ignore[reportArgumentType]
+        "gradients": gradient_differences(mine, plain, tiles),
+    }
+
+
+def check_one_tile() -> dict:
+    """A group of one rank: the plain model, to the last bit."""
+    result = check_model((1, 1), True, torch.float32)
+    return {key: result[key] for key in ("output", "loss", "input_gradient", "gradients", "forward")}
+
+
+def check_wrapped(wrapper: str) -> dict:
+    """DDP, FSDP2, checkpointing or compile around the split model; the first two average over the tiles."""
+    mesh, model = domain((2, 2)), build_model(True, torch.float32)
+    tiles = build_tiles(mesh, (2, 2), model.padded_shape, model.multiple)
+    torch.manual_seed(0)
+    fields, target = model.to_pieces(torch.randn(2, 5, *GRID)), torch.randn(2, 3, *model.padded_shape)
+    plain, split = copy.deepcopy(model), apply_domain_parallel(model, tiles)
+    (plain(fields) - target).square().sum().backward()
+    averaging = wrapper in ("ddp", "fsdp")
+    wrapped = wrap(split, wrapper, mesh)
+    loss = (wrapped(tiles.cut_input(fields)) - tiles.cut_output(target)).square().sum()
+    (loss * (len(tiles.ranks) if averaging else 1)).backward()
+    if not averaging:
+        return {"gradients": gradient_differences(split, plain, tiles)}
+    pairs = zip(split.parameters(), plain.parameters(), strict=True)
+    return {"gradients": max(difference(whole_gradient(p), whole_gradient(q)) for p, q in pairs)}
+
+
+def wrap(model: UNet, wrapper: str, mesh: DeviceMesh) -> nn.Module:
+    blocks = model.blocks
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group())
+    for block in blocks.values() if wrapper == "fsdp" else ():
+        fully_shard(block, mesh=mesh)
+    if wrapper == "fsdp":
+        fully_shard(model, mesh=mesh)
+    elif wrapper == "compile":
+        blocks["middle"].compile(backend="aot_eager", fullgraph=True)
+    elif wrapper == "checkpoint":
+        for block in blocks.values():
+            plain = block.forward
+            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    return model
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[reportAttributeAccessIssue]
+
+
+def check_gather() -> dict:
+    tiles = build_tiles(domain((2, 2)), (2, 2), (28, 44), 4)
+    x = torch.arange(2 * 3 * 28 * 44).view(2, 3, 28, 44).float()
+    piece = tiles.cut_input(x)
+    return {
+        "same": torch.equal(tiles.gather_output(piece), x),
+        "shape": list(piece.shape),
+        "sum": tiles.sum_over_pieces(piece.double().sum()).item() == x.double().sum().item(),
+    }
+
+
+def check_all() -> dict[str, dict]:
+    """Every comparison that this file asks about, on one rank; all ranks run it together."""
+    results = {}
+    for layout, periodic, dtype in itertools.product(LAYOUTS, (True, False), TOLERANCE):
+        results[name(layout, periodic, dtype)] = check_model(layout, periodic, getattr(torch, dtype))
+    for (kernel, stride), periodic in itertools.product(CONVOLUTIONS, (True, False)):
+        for layout in ((1, 4), (2, 2)):
+            key = f"conv {name(layout, periodic, kernel, stride)}"
+            results[key] = check_convolution(layout, kernel, stride, periodic)
+    results |= {"one tile": check_one_tile(), "gather": check_gather()}
+    return results | {wrapper: check_wrapped(wrapper) for wrapper in WRAPPERS}
+
+
+def name(*parts: object) -> str:
+    return " ".join(map(str, parts))
+
+
+# -- what the tests ask of it
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[dict]]:
+    """The results of every rank; spawned once."""
+    processes = Ranks(NUM_RANKS)
+    yield processes.run(check_all)
+    processes.stop()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("periodic", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_split_grid_equals_the_whole(ranks, layout, periodic, dtype):
+    for result in ranks:
+        found = result[name(layout, periodic, dtype)]
+        assert found["names"]
+        for what in ("output", "loss", "input_gradient"):
+            assert found[what] <= TOLERANCE[dtype], what
+        assert found["gradients"] <= GRADIENT_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("periodic", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_and_bytes_are_the_stated_ones(ranks, layout, periodic):
+    for result in ranks:
+        found = result[name(layout, periodic, "float32")]
+        assert found["forward"] == found["backward"] == found["stated"]
+        assert found["forward"][0] > 0
+
+
+@pytest.mark.parametrize("convolution", CONVOLUTIONS)
+def test_strides_and_wide_kernels_cross_borders(ranks, convolution):
+    for layout, periodic in itertools.product(((1, 4), (2, 2)), (True, False)):
+        for result in ranks:
+            found = result[f"conv {name(layout, periodic, *convolution)}"]
+            assert all(value <= TOLERANCE["float64"] for value in found.values())
+
+
+def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):
+    for result in ranks:
+        assert result["one tile"] == {
+            "output": 0, "loss": 0, "input_gradient": 0, "gradients": 0, "forward": [0, 0]
+        }  # fmt: skip
+
+
+def test_tiles_are_cut_and_put_together(ranks):
+    assert all(result["gather"]["same"] and result["gather"]["sum"] for result in ranks)
+    shapes = [result["gather"]["shape"] for result in ranks]
+    assert shapes == [[2, 3, 16, 24], [2, 3, 16, 20], [2, 3, 12, 24], [2, 3, 12, 20]]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_it_composes(ranks, wrapper):
+    assert all(result[wrapper]["gradients"] <= GRADIENT_TOLERANCE["float32"] for result in ranks)
+
+
+def test_uneven_tiles_differ_by_one_unit():
+    assert bounds(736, 4, 16) == (0, 192, 368, 560, 736)
+    assert bounds(1440, 3, 16) == (0, 480, 960, 1440)
+
+
+@pytest.mark.parametrize("tiles", [(3, 1), (4, 2), (1, 1)])
+def test_tiles_that_do_not_fit_name_those_that_do(tiles):
+    with pytest.raises(ValueError, match=r"domain_parallel_tiles = .*valid: \[1, 4\], \[2, 2\]$"):
+        check_tiles(tiles, (48, 96), 16, 4)  # 3 rows of units: not 4 rows of tiles
