@@ -124,6 +124,13 @@ class Parallelism:
     context_parallel_degree: Positive = 1  # ranks that share the tokens of a sample
     # how attention sees all tokens: exchange heads, gather keys, or pass keys round
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
+    pipeline_parallel_degree: Positive = 1  # ranks that the blocks are dealt out over
+    # order of forward and backward of micro-batches; the last three have two stages a rank
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    pipeline_parallel_microbatch_size: Positive = 1  # samples that pass through the pipeline at once
+    pipeline_parallel_splits: tuple[Positive, ...] = ()  # first block of each later stage; []: by FLOPs
     # free a block's gathered parameters after its forward: "always" (ZeRO-3), "never" (ZeRO-2), "default":
     # but the last
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"

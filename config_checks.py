@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from command_line import ConfigError
 from config import Config, Data, Model, Parallelism, Validation
 from datasets.variables import expand_levels
-from parallelisms.degrees import check_axis_order, check_heads, resolve_degrees
+from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
 
 
 def check(config: Config) -> None:
@@ -104,6 +104,7 @@ def _check_ranks(config: Config) -> None:
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     check_heads(heads, tp, cp, parallelism.context_parallel_method)
     degrees = resolve_degrees(num_ranks(), **degrees_asked(parallelism))
+    _check_pipeline(config)
     batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
@@ -111,10 +112,29 @@ def _check_ranks(config: Config) -> None:
         _fail("training.global_batch_size", batch, reason)
 
 
+def _check_pipeline(config: Config) -> None:
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    size = parallelism.pipeline_parallel_microbatch_size
+    if local % size:
+        reason = f"does not divide training.local_batch_size = {local}; try 1"
+        _fail("parallelism.pipeline_parallel_microbatch_size", size, reason)
+    stages = num_stages(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree)
+    if local // size < stages and parallelism.pipeline_parallel_schedule != "GPipe":
+        reason = (
+            f"makes {local // size} micro-batches of a batch for {stages} stages: take one a stage at least"
+        )
+        _fail("training.local_batch_size", local, reason)
+    if stages > config.model.num_layers:
+        reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
+        _fail("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+
+
 def degrees_asked(parallelism: Parallelism) -> dict[str, int]:
     """The degrees of the configuration under the mesh's names for its axes; dp_shard may be -1."""
     return {
-        "pp": 1,
+        "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
         "dp_shard": parallelism.data_parallel_shard_degree,
         "cp": parallelism.context_parallel_degree,

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_sm
 from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
 from datasets.selection import evenly_spaced, open_selection
 from models.build import build_model
-from parallelisms.data_parallel import exchange_gradients
 from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
@@ -112,6 +110,7 @@ def train(config: Config) -> None:
     conditions = Conditions(list(selection.static.values()), data.forcings, grid).to(device)
     normalizer = Normalizer(statistics, config.model.predict).to(device)
     plan = build_model(config.model, len(variables), conditions.num_channels, grid.shape, grid.periodic)
+    num_parameters = sum(p.numel() for p in plan.parameters())
     model = parallelize(
         plan,
         mesh,
@@ -130,7 +129,6 @@ def train(config: Config) -> None:
     loss_weights = loss_weights.to(device)  # (V,)
     if training.weight_by_change:
         loss_weights = loss_weights * change_weights(normalizer.change_scale.flatten())
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
     def weights_of(target: Tensor, mask: Tensor) -> Tensor:
         """(B, V, H, W): what each squared error of a normalised state weighs in the loss."""
@@ -138,12 +136,12 @@ def train(config: Config) -> None:
             return relative_l2_weights(mask, target)
         return mse_weights(mask, area_weight, loss_weights)
 
-    def loss_of(squares: Tensor, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
-        return (
-            relative_l2_loss(squares, sum_over_pieces)
-            if training.loss == "relative_l2"
-            else mse_loss(squares)
-        )
+    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        """The share of the loss that a piece of a batch has; shares add up."""
+        squares = sum_of_squares(output, target, weights)  # (B,)
+        if training.loss == "relative_l2":
+            return relative_l2_loss(squares, training.local_batch_size, model.shards.sum_over_pieces)
+        return mse_loss(squares)
 
     def cut(fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, and
@@ -158,6 +156,9 @@ def train(config: Config) -> None:
             model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
         )
 
+    if model.pipeline:
+        micro_batches = training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches, loss_of)
     optim, schedule = config.optimizer, config.lr_scheduler
     betas = (optim.beta1, optim.beta2)
     optimizer = build_optimizer(parameters, betas, optim.eps, optim.weight_decay, optim.implementation)
@@ -168,7 +169,7 @@ def train(config: Config) -> None:
     peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
 
     # -- validation: every date of the period, beside what costs nothing ---------------------------
-    forecast = model_forecast(model.predict, normalizer, conditions, data.step_hours * 3600, autocast)
+    forecast = model_forecast(model.predict, normalizer, conditions, data.step_hours * 3600)
     validation, baselines = None, {}
     if config.validation.enable and len(selection.validation):
         batch_size = config.validation.local_batch_size
@@ -187,18 +188,17 @@ def train(config: Config) -> None:
         baselines = fit_baselines(fitted, mean_field, area_weight, leads, batch_size)
 
     def physical_loss(predicted: Tensor, truth: Tensor) -> Tensor:
+        """The loss of one sample of whole physical fields (1, V, H, W)."""
         target, mask = normalizer.normalize(truth)
-        weights = weights_of(target, mask)
-        return loss_of(
-            sum_of_squares(normalizer.normalize(predicted)[0], target, weights), lambda total: total
-        )
+        squares = sum_of_squares(normalizer.normalize(predicted)[0], target, weights_of(target, mask))
+        return squares.sqrt().mean() if training.loss == "relative_l2" else mse_loss(squares)
 
     def validate(step: int) -> Scores | None:
         if validation is None:
             return None
-        model.module.eval()
+        model.train(False)
         scores = validation.run(forecast, baselines, physical_loss)
-        model.module.train()
+        model.train()
         metrics.write(scores.record(step))
         return scores
 
@@ -226,7 +226,7 @@ def train(config: Config) -> None:
     profiler = Profiler(folder / "traces", config.profiling, rank, step)
     watch = FiniteWatch(step, device)
     logger.info(
-        f"{sum(p.numel() for p in plan.parameters()) / 1e6:.1f} M parameters, "
+        f"{num_parameters / 1e6:.1f} M parameters, "
         f"{plan.num_tokens} tokens, {plan.in_channels} channels in, {len(variables)} out; "
         f"global batch {global_batch} = {training.local_batch_size} x {degrees.dp} ranks x {accumulation}; "
         f"from step {step} to {training.steps} on {device}"
@@ -235,7 +235,7 @@ def train(config: Config) -> None:
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
     gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
     batches = loader.iterate(step)
-    model.module.train()
+    model.train()
     metrics.start_interval()
     with profiler:
         while step < training.steps:
@@ -248,22 +248,16 @@ def train(config: Config) -> None:
                     fields, times = next(batches)  # (B, 2, V, H, W), (B,)
                     data_seconds += time.perf_counter() - started
                     fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
-                with span("forward"):
-                    inputs, target, weights = cut(fields, times)
-                    with autocast:
-                        output = model.module(inputs)
-                    squares = sum_of_squares(output, target, weights)  # (B,)
-                    loss = loss_of(squares, model.shards.sum_over_pieces) / accumulation
-                with span("backward"), exchange_gradients(model.module, micro_batch == accumulation - 1):
-                    scaler.scale(loss * model.loss_scale).backward()
-                step_loss += loss.detach()
+                pieces, exchange = cut(fields, times), micro_batch == accumulation - 1
+                share = model.forward_backward(*pieces, loss_of, scaler.factor / accumulation, exchange)
+                step_loss += share / accumulation
             with span("optimizer"):
                 factor = lr_factor(
                     step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
                 )
                 set_lr(optimizer, peak * factor)
                 scaler.unscale(parameters.values())
-                grad_norm = total_norm(parameters.values())
+                grad_norm = total_norm(parameters.values(), model.pipeline_group)
                 clip(parameters.values(), training.max_norm, grad_norm)
                 if scaler.good(grad_norm):
                     optimizer.step()

@@ -187,6 +187,12 @@ class VisionTransformer(nn.Module):
             )  # GPT-2: the residual stream keeps its size at any depth
         return 0.02
 
+    def end_flops(self) -> tuple[float, float]:
+        """What patch embedding and head cost, in blocks."""
+        t, d, patch = self.num_tokens, self.dim, self.patch_size[0] * self.patch_size[1]
+        block = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
+        return 2 * t * d * patch * self.in_channels / block, 2 * t * d * patch * self.out_channels / block
+
     def flops(self) -> int:
         """Floating-point operations of one sample's forward pass; attention is not causal: no halving."""
         t, d, patch = self.num_tokens, self.dim, self.patch_size[0] * self.patch_size[1]

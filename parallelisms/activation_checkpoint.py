@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -59,6 +60,10 @@ def apply_activation_checkpoint(
     """
     _check(mode, every_n_blocks, memory_budget, compiled)
     functorch_config.activation_memory_budget = memory_budget if mode == "memory_budget" else 1.0
+    if mode == "full" and compiled and any(isinstance(p, DTensor) for p in model.parameters()):
+        # Under tensor parallelism torch 2.13 counts the mesh that a recomputed collective needs among the saved
+        # tensors ("expected all tensors_saved_with_vc_check to be Tensors"): recompute around the compiled block.
+        mode, every_n_blocks = "every_n_blocks", 1
     if mode == "every_n_blocks":
         model.forward = MethodType(partial(_forward_in_segments, every_n=every_n_blocks), model)
     elif mode in ("full", "selective"):
@@ -192,27 +197,27 @@ def stated_units(
     every_n_blocks: int = 1,
     qk_norm: bool = False,
     scores: float = 0.0,
-    autocast: bool = False,
     float8: bool = False,
 ) -> float:
-    """Units of T d that a block keeps between its forward and its backward pass, not compiled; derived in the docs.
+    """Units of T d that one block keeps between its forward and its backward pass; derived in the docs.
 
-    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps the T x T
-    probabilities; 0 for the others. autocast: torch.autocast leaves the residual stream in float32, two units
-    of bfloat16. Left out: statistics of the norms (4 numbers a token) and the log-sum-exp (1 a token and head).
+    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T numbers
+    a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the log-sum-exp
+    (1 a token and head). Raises ValueError for "memory_budget", where the compiler chooses.
     """
-    residual = 2.0 if autocast else 1.0
+    tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
     if mode == "full":
-        return residual
+        return tokens
     if mode == "every_n_blocks":
-        return residual / every_n_blocks
-    qkv, attention, projection, norm = 3.0, 1.0, 1.0, 1.0
+        return tokens / every_n_blocks
     if mode == "selective":
         down = 1.0 if float8 else 0.0
-        return residual + qkv + scores + attention + projection + mlp_ratio + down
+        return tokens + qkv + scores + attention + projection + mlp_ratio + down
     if mode == "none":
-        normed = 2.0 if qk_norm else 0.0
-        probabilities = 3 * scores if autocast else scores  # softmax in float32, and its copy in bfloat16
-        into_attention = residual + norm + qkv + normed + probabilities + attention
-        return into_attention + residual + norm + 2 * mlp_ratio  # before and after GELU
-    raise ValueError(f'activation_checkpoint.mode = "{mode}": what it keeps is the compiler\'s choice')
+        normed = 3.0 if qk_norm else 0.0  # q, k, and the output once more, in the order of heads
+        middle = tokens  # the residual stream between attention and MLP
+        before = tokens + norm + qkv + normed + scores + attention
+        return before + middle + norm + 2 * mlp_ratio  # before and after GELU
+    raise ValueError(
+        f'activation_checkpoint.mode = "{mode}": what a block keeps is known for the other modes'
+    )

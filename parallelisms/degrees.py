@@ -98,3 +98,8 @@ def check_axis_order(order: tuple[str, ...]) -> None:
         raise ValueError(
             f"parallelism.axis_order = {list(order)}: name each of {list(AXES)} once, slowest first"
         )
+
+
+def num_stages(schedule: str, pp: int) -> int:
+    """Stages of a pipeline: schedules that interleave or fold have two on each rank."""
+    return pp if schedule in ("GPipe", "1F1B") else 2 * pp

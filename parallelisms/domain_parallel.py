@@ -137,7 +137,8 @@ def build_tiles(mesh: DeviceMesh, tiles: tuple[int, int], shape: tuple[int, int]
     """
     check_tiles(tiles, shape, multiple, mesh.size())
     rows, columns = bounds(shape[0], tiles[0], multiple), bounds(shape[1], tiles[1], multiple)
-    return GridTiles(rows, columns, tuple(mesh.mesh.tolist()), mesh.get_local_rank(), mesh.get_group())
+    group = mesh.get_group()  # asked for its ranks: `mesh.mesh` is a tensor, which a dry run cannot read
+    return GridTiles(rows, columns, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
 
 
 def apply_domain_parallel(model: Model, tiles: GridTiles) -> Model:
@@ -159,7 +160,8 @@ def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) 
     With m neighbours in latitude and p in longitude (0 to 2), every 3 x 3 convolution (the stem and two a
     block: 4 levels + 3 of them) sends p messages of B D h values and m of B D (w + 2), where D are the
     channels it reads and h x w is its tile at its own resolution. Others send nothing. Backward sends the
-    same again, without the stem's where the fields need no gradient.
+    same again, without the stem's where the fields need no gradient. `itemsize` is that of the activations;
+    under autocast the stem still reads, and sends, what it is given.
     """
     m = sum(peer != NOBODY for peer in tiles.neighbours(0, model.periodic))
     p = sum(peer != NOBODY for peer in tiles.neighbours(1, model.periodic))

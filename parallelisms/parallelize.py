@@ -2,55 +2,96 @@
 it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import record_function
 
 from config import ActivationCheckpoint, Compile, Parallelism
 from models.vit import VisionTransformer, fill_with_nan, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
-from parallelisms.data_parallel import apply_ddp, apply_fsdp
+from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
+from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
 from parallelisms.names import canonical
 from parallelisms.pieces import TokenShards
+from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
 from parallelisms.tensor_parallel import apply_tensor_parallel
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class ParallelModel:
     """What this rank trains, and how it takes part of a sample and gives part of a prediction."""
 
-    geometry: VisionTransformer  # knows grids and patches; its parameters are those of `module`
-    module: nn.Module  # what is called: the model, perhaps wrapped
+    geometry: VisionTransformer  # knows grids and patches; its parameters are those of `parts`
+    parts: list[nn.Module]  # what is called: the model, perhaps wrapped, or stages of a pipeline
     shards: TokenShards
     mesh: Mesh
+    autocast: torch.autocast
+    pipeline: Pipeline | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under their own names."""
-        for name, parameter in self.module.named_parameters():
-            yield canonical(name), parameter
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                yield canonical(name), parameter
 
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    def forward_backward(
+        self, inputs: Tensor, target: Tensor, weights: Tensor, loss: Loss, scale: float, exchange: bool
+    ) -> Tensor:
+        """One micro-batch: this rank's share of `loss(output, target, weights)`; gradients are those of
+        scale x loss.
+
+        `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
+        where they have to be summed: hence the factor.
+        """
+        scale *= self.mesh.degrees.cp
+        if self.pipeline:
+            with record_function("pipeline"):
+                return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
+        (part,) = self.parts
+        with record_function("forward"):
+            with self.autocast:
+                output = part(inputs)
+            share = loss(output, target, weights)
+        with record_function("backward"), exchange_gradients(part, exchange):
+            (share * scale).backward()
+        return share.detach()
+
+    @torch.no_grad()
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), gathered on every rank that shares the sample: for
         validation.
         """
-        piece = self.module(self.shards.cut_input(self.geometry.to_pieces(fields)))
+        inputs = self.shards.cut_input(self.geometry.to_pieces(fields))
+        if self.pipeline:
+            tokens = (len(inputs), self.shards.output_tokens, self.geometry.dim)
+            piece = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
+        else:
+            with self.autocast:
+                piece = self.parts[0](inputs)
         return self.geometry.to_fields(self.shards.gather_output(piece))
-
-    @property
-    def loss_scale(self) -> int:
-        """FSDP averages gradients over cp too, where they have to be summed."""
-        return self.mesh.degrees.cp
 
     @property
     def speaks_for_sample(self) -> bool:
         """True on one of the ranks that share a sample."""
         return all(self.mesh.rank(axis) == 0 for axis in ("pp", "cp", "tp"))
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.group("pp") if self.pipeline else None
 
 
 def parallelize(
@@ -66,35 +107,56 @@ def parallelize(
 ) -> ParallelModel:
     """Applies every technique to a model on the meta device, then gives it memory and weights."""
     degrees, shards = mesh.degrees, TokenShards(mesh, model.num_tokens)
-    # Tensor parallelism first: it cuts matrices by name, and everything after works with what is left of
-    # them.
-    if degrees.tp > 1:
-        apply_tensor_parallel(model, mesh.parameters["tp"])
-    # Context parallelism replaces attention, whose heads are by now those of this rank.
-    if degrees.cp > 1:
-        method = parallelism.context_parallel_method
-        apply_context_parallel(model, mesh.group("cp"), method, model.num_tokens)
-        model.position.first_token = shards.first_token
-    elif shards.padded > model.num_tokens:
-        trim_padding(model, model.num_tokens)
-    # Checkpointing wraps what is recomputed, collectives included; compile must see the wrapper's inside.
-    ac = activation_checkpoint
-    apply_activation_checkpoint(model, ac.mode, ac.every_n_blocks, ac.memory_budget, compiled=compile.enable)
-    if compile.enable:
-        apply_compile(model)
-    # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
-    module: nn.Module = model
-    if uses_fsdp(mesh):
-        reshard = parallelism.fsdp_reshard_after_forward
-        offload = parallelism.cpu_offload
-        blocks, axes = model.blocks.values(), mesh.parameters["dp_replicate", "fsdp"]
-        apply_fsdp(model, blocks, axes, param_dtype, reduce_dtype, reshard, offload)
-        materialize(model, torch.device("cpu") if offload else device, seed)
-    else:
-        materialize(model, device, seed)
-        if degrees.dp_replicate > 1:
-            module = apply_ddp(model, mesh.grid["dp_replicate"])
-    return ParallelModel(model, module, shards, mesh)
+    autocast = torch.autocast(device.type, param_dtype, enabled=param_dtype != torch.float32)
+    # Stages first: a rank has nothing to do with blocks that are not its own.
+    parts, indices = cut_stages(model, mesh, parallelism, autocast)
+    wrapped: list[nn.Module] = []
+    for part in parts:
+        # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
+        if degrees.tp > 1:
+            apply_tensor_parallel(part, mesh.parameters["tp"])
+        # Context parallelism replaces attention, whose heads are by now those of this rank.
+        if degrees.cp > 1:
+            apply_context_parallel(
+                part, mesh.group("cp"), parallelism.context_parallel_method, model.num_tokens
+            )
+            model.position.first_token = shards.first_token
+        elif shards.padded > model.num_tokens:
+            trim_padding(part, model.num_tokens)
+        # Checkpointing decides what is recomputed, collectives included, before compile sees it.
+        ac = activation_checkpoint
+        apply_activation_checkpoint(
+            part, ac.mode, ac.every_n_blocks, ac.memory_budget, compiled=compile.enable
+        )
+        if compile.enable:
+            apply_compile(part)
+        # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
+        offload = parallelism.cpu_offload and uses_fsdp(mesh)
+        if uses_fsdp(mesh):
+            reshard, axes = parallelism.fsdp_reshard_after_forward, mesh.parameters["dp_replicate", "fsdp"]
+            apply_fsdp(part, part.blocks.values(), axes, param_dtype, reduce_dtype, reshard, offload)  # type: ignore[operator, union-attr]
+        # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
+        materialize(part, torch.device("cpu") if offload else device, seed)
+        ddp = degrees.dp_replicate > 1 and not uses_fsdp(mesh)
+        wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
+    pipeline = None
+    if degrees.pp > 1:
+        stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
+        pipeline = Pipeline(wrapped, indices, stages, mesh, device)
+    return ParallelModel(model, wrapped, shards, mesh, autocast, pipeline)
+
+
+def cut_stages(
+    model: VisionTransformer, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
+) -> tuple[list[nn.Module], list[int]]:
+    """The stages of this rank and their places in the pipeline; without one, the model itself."""
+    pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
+    if pp == 1:
+        return [model], [0]
+    stages = num_stages(schedule, pp)
+    spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
+    indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
+    return [Stage(model, *spans[index], autocast) for index in indices], indices
 
 
 def uses_fsdp(mesh: Mesh) -> bool:
@@ -103,7 +165,7 @@ def uses_fsdp(mesh: Mesh) -> bool:
     return degrees.dp_shard * degrees.cp > 1 or (degrees.dp_replicate > 1 and degrees.splits_model)
 
 
-def materialize(model: VisionTransformer, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     """Memory, then NaN, so that nothing forgotten passes unseen, then weights from (seed, name)."""
     model.to_empty(device=device)
     fill_with_nan(model)

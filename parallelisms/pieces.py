@@ -30,6 +30,11 @@ class TokenShards:
         """Where this rank's cp chunk begins."""
         return self.mesh.rank("cp") * self.padded // self.cp
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of this rank between blocks and in the output: t."""
+        return self.padded // (self.cp * self.tp)
+
     def cut_input(self, tokens: Tensor) -> Tensor:
         """(B, T, C) -> this rank's (B, T'/cp, C)."""
         return pad_tokens(tokens, self.padded).chunk(self.cp, dim=1)[self.mesh.rank("cp")]

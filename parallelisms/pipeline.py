@@ -1,7 +1,7 @@
 """Pipeline parallelism: consecutive blocks on consecutive ranks, micro-batches passed between them.
 
-torch.distributed.pipelining schedules them (GPipe, 1F1B, interleaved, zero-bubble). Shapes: B batch, t tokens of this
-rank, D width.
+torch.distributed.pipelining schedules them (GPipe, 1F1B, interleaved, zero-bubble). Shapes: B batch, t
+tokens of this rank, D width.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from models.vit import VisionTransformer
 from parallelisms.mesh import Mesh
 
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> share
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
 
 
@@ -40,9 +41,13 @@ class Stage(nn.Module):
             return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
-def split_points(model: VisionTransformer, num_stages: int, named: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """First and one past the last block of each stage: as `named` (the first block of every stage but the first), or
-    balanced by FLOPs, embedding and head counted. ValueError where there are fewer blocks than stages."""
+def split_points(
+    model: VisionTransformer, num_stages: int, named: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """First and one past the last block of each stage: as `named` (the first block of every stage but the
+    first), or balanced by FLOPs, embedding and head counted. ValueError where there are fewer blocks than
+    stages.
+    """
     num_blocks = len(model.blocks)
     if num_stages > num_blocks:
         raise ValueError(
@@ -54,8 +59,8 @@ def split_points(model: VisionTransformer, num_stages: int, named: Sequence[int]
     borders = [0, *named, num_blocks]
     if len(borders) != num_stages + 1 or any(a >= b for a, b in zip(borders, borders[1:], strict=False)):
         raise ValueError(
-            f"parallelism.pipeline_parallel_splits = {list(named)}: name the first block of stages 2 to {num_stages}, "
-            f"ascending, between 1 and {num_blocks - 1}"
+            f"parallelism.pipeline_parallel_splits = {list(named)}: name the first block of stages 2 to "
+            f"{num_stages}, ascending, between 1 and {num_blocks - 1}"
         )
     return list(zip(borders, borders[1:], strict=False))
 
@@ -82,7 +87,7 @@ def balanced_splits(num_blocks: int, num_stages: int, first_extra: float, last_e
 
 
 def stages_of_rank(schedule: str, rank: int, num_ranks: int, num_stages: int) -> list[int]:
-    """Which stages a rank holds: one, several in turn, or for V schedules one on the way down and one back."""
+    """Which stages a rank holds: one, several in turn, or for V schedules one down and one back."""
     if schedule in V_SCHEDULES:
         return [rank, num_stages - 1 - rank]
     return list(range(rank, num_stages, num_ranks))
@@ -91,30 +96,47 @@ def stages_of_rank(schedule: str, rank: int, num_ranks: int, num_stages: int) ->
 class Pipeline:
     """The stages of this rank and the schedule that runs them."""
 
-    def __init__(self, parts: list[nn.Module], indices: list[int], num_stages: int, mesh: Mesh, device: torch.device):
-        self.parts, self.indices, self.num_stages, self.mesh, self.device = parts, indices, num_stages, mesh, device
+    def __init__(
+        self, parts: list[nn.Module], indices: list[int], num_stages: int, mesh: Mesh, device: torch.device
+    ):
+        self.parts, self.indices, self.num_stages, self.mesh, self.device = (
+            parts,
+            indices,
+            num_stages,
+            mesh,
+            device,
+        )
         group = mesh.group("pp")
         self.stages = [
             PipelineStage(part, index, num_stages, device, group=group)  # type: ignore[arg-type]
             for part, index in zip(parts, indices, strict=True)
         ]
+        self.is_v = len(indices) == 2 and indices[0] + indices[1] == num_stages - 1
         self.has_first, self.has_last = 0 in indices, num_stages - 1 in indices
 
-    def schedule(self, name: str, num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Sets what `step` runs. `loss(output, target)` is a micro-batch's share of the loss: shares are added."""
+    def schedule(self, name: str, num_microbatches: int, loss: Loss) -> None:
+        """Sets what `step` runs. `loss` gives a micro-batch's share of the loss: shares are added."""
+
+        def scaled(output: Tensor, packed: Tensor) -> Tensor:
+            return loss(output, packed[:, 0], packed[:, 1]) * self.scale
+
         kind = get_schedule_class(name)
         stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
-        self.runner = kind(stages, num_microbatches, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type, call-arg]
+        options = {"loss_fn": scaled, "scale_grads": False}
+        self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
-    def step(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """Forward and backward of one batch; the loss where the last stage is, 0 elsewhere."""
-        losses: list[Tensor] = []
+    def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
+        """Forward and backward of one batch; packed (B, 2, t, C): target and weights.
+
+        The loss where the last stage is, 0 elsewhere.
+        """
+        self.scale, losses = scale, []
         arguments = (inputs,) if self.has_first else ()
         if self.has_last:
-            self.runner.step(*arguments, target=target, losses=losses)
-        else:
-            self.runner.step(*arguments)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+            self.runner.step(*arguments, target=packed, losses=losses)
+            return torch.stack(losses).sum().detach() / scale
+        self.runner.step(*arguments)
+        return torch.zeros((), device=self.device)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
@@ -140,5 +162,9 @@ class Pipeline:
             return None
         ranks = self.mesh.degrees.pp
         turn, place = divmod(stage, ranks)
-        is_v = len(self.indices) == 2 and sum(self.indices) == self.num_stages - 1 and self.num_stages == 2 * ranks
+        is_v = (
+            len(self.indices) == 2
+            and sum(self.indices) == self.num_stages - 1
+            and self.num_stages == 2 * ranks
+        )
         return ranks - 1 - place if is_v and turn == 1 else place

@@ -18,7 +18,6 @@ from config_checks import degrees_asked
 from datasets.grid import area_weights
 from datasets.loader import TrainSampler
 from models.vit import VisionTransformer
-from parallelisms.data_parallel import exchange_gradients
 from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
@@ -116,6 +115,16 @@ def three_steps(layout: Layout) -> Outcome:
     inputs, targets, mask = samples(layout.grid)
     area = torch.tensor(area_weights(np.linspace(88, -88, layout.grid[0])), dtype=torch.float32)
     losses, norms, gradients = [], [], {}
+
+    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        squares = sum_of_squares(output, target, weights)
+        if layout.loss == "mse":
+            return mse_loss(squares)
+        return relative_l2_loss(squares, local, model.shards.sum_over_pieces)
+
+    if model.pipeline:
+        size = parallelism.pipeline_parallel_microbatch_size
+        model.pipeline.schedule(parallelism.pipeline_parallel_schedule, local // size, loss_of)
     for step in range(3):
         total = torch.zeros(())
         for micro in range(layout.accumulation):
@@ -124,22 +133,16 @@ def three_steps(layout: Layout) -> Outcome:
                 weights = mse_weights(mask[rows], area, torch.tensor([1.0, 2.0, 0.5]))
             else:
                 weights = relative_l2_weights(mask[rows], targets[rows])
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                output = model.module(model.shards.cut_input(plan.to_pieces(inputs[rows])))
-            squares = sum_of_squares(
-                output,
+            total += model.forward_backward(
+                model.shards.cut_input(plan.to_pieces(inputs[rows])),
                 model.shards.cut_output(plan.to_pieces(targets[rows])),
                 model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
+                loss_of,
+                scaler.factor / layout.accumulation,
+                micro == layout.accumulation - 1,
             )
-            if layout.loss == "mse":
-                loss = mse_loss(squares) / layout.accumulation
-            else:
-                loss = relative_l2_loss(squares, model.shards.sum_over_pieces) / layout.accumulation
-            with exchange_gradients(model.module, micro == layout.accumulation - 1):
-                scaler.scale(loss * model.loss_scale).backward()
-            total += loss.detach()
         scaler.unscale(parameters.values())
-        norm = total_norm(parameters.values())
+        norm = total_norm(parameters.values(), model.pipeline_group)
         if step == 0:
             gradients = {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
         clip(parameters.values(), 0.5, norm)
@@ -147,18 +150,29 @@ def three_steps(layout: Layout) -> Outcome:
             optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
-        losses.append(total.item() / degrees.dp)
+        losses.append(total.item() / degrees.dp / layout.accumulation)
         norms.append(norm.item())
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
     predicted = full(model.predict(inputs[:2]))
+    gradients, initial = (gather_stages(tensors, model.pipeline_group) for tensors in (gradients, initial))
+    weights = gather_stages({name: full(p) for name, p in parameters.items()}, model.pipeline_group)
     return Outcome(
         losses,
         norms,
         gradients,
-        {**{name: full(p) for name, p in parameters.items()}, "prediction": predicted},
+        {**weights, "prediction": predicted},
         initial,
-        sum(4 * p.numel() for p in local),
+        sum(4 * p.numel() for p in parts),
     )
+
+
+def gather_stages(tensors: dict[str, np.ndarray], group: dist.ProcessGroup | None) -> dict[str, np.ndarray]:
+    """The tensors of all stages of a pipeline."""
+    if group is None:
+        return tensors
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, tensors, group=group)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def difference(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
@@ -192,6 +206,10 @@ def cp(method: str = "ulysses", degree: int = 2, **more: Any) -> dict[str, Any]:
 
 def replicate(degree: int = 2, **more: Any) -> dict[str, Any]:
     return {"data_parallel_replicate_degree": degree, **more}
+
+
+def pp(schedule: str = "1F1B", degree: int = 2, **more: Any) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **more}
 
 
 TABLE: dict[str, Layout] = {
@@ -229,6 +247,18 @@ TABLE: dict[str, Layout] = {
     "ring 2": Layout(2, cp("ring")),
     "ring 2, math, odd tokens": Layout(2, cp("ring"), grid=ODD, model=(("attention_backend", "math"),)),
     "ring 2, bf16": Layout(2, cp("ring"), dtype="bfloat16"),
+    "pp 2, 1f1b": Layout(2, pp()),
+    "pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2)),
+    "pp 2, interleaved": Layout(2, pp("Interleaved1F1B")),
+    "pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble")),
+    "pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble")),
+    "pp 2, named splits": Layout(2, pp(pipeline_parallel_splits=(1,))),
+    "pp 2, relative l2": Layout(2, pp(), loss="relative_l2"),
+    "pp 2, ac full": Layout(2, pp(), activation_checkpoint="full"),
+    "pp 2, accumulation 2": Layout(2, pp(), accumulation=2),
+    "pp 2 x fsdp 2": Layout(4, pp()),
+    "pp 2 x tp 2": Layout(4, pp(**tp())),
+    "pp 2 x ring 2": Layout(4, pp(**cp("ring"))),
     "hsdp 2 x 2": Layout(4, replicate()),
     "hsdp 2 x 2, accumulation 2": Layout(4, replicate(), accumulation=2),
     "fsdp 2 x tp 2": Layout(4, tp()),
@@ -241,6 +271,8 @@ TABLE: dict[str, Layout] = {
     "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
     "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
     "fsdp 2 x tp 2, tp slowest": Layout(4, tp(axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))),
+    "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
+    "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
     "replicate 2 x fsdp 2 x tp 2": Layout(8, tp(**replicate())),
     "fsdp 2 x ulysses 2 x tp 2": Layout(8, cp(**tp())),
     "replicate 2 x ring 2 x tp 2": Layout(8, cp("ring", **tp(**replicate(data_parallel_shard_degree=1)))),
@@ -264,6 +296,10 @@ FAST = [
     "all-gather 2",
     "ring 2",
     "ring 2, math, odd tokens",
+    "pp 2, 1f1b",
+    "pp 2, interleaved",
+    "pp 2, zbv zero-bubble",
+    "pp 2 x fsdp 2",
     "hsdp 2 x 2",
     "fsdp 2 x tp 2",
     "fsdp 2 x ring 2",

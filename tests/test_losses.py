@@ -21,9 +21,8 @@ def mse(prediction, target, mask, area, weights):
 
 
 def relative_l2(prediction, target, mask):
-    return relative_l2_loss(
-        sum_of_squares(prediction, target, relative_l2_weights(mask, target)), lambda x: x
-    )
+    squares = sum_of_squares(prediction, target, relative_l2_weights(mask, target))
+    return relative_l2_loss(squares, len(mask), lambda total: total)
 
 
 def batch(b=4, v=3, h=6, w=5, missing=0.2, seed=0):
@@ -89,11 +88,13 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     pieces = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
     parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
     squares = [sum_of_squares(p, t, w) for p, w, t in zip(pieces, *parts, strict=True)]
-    shares = [relative_l2_loss(s, lambda _: sum(squares).detach()) for s in squares]
-    torch.testing.assert_close(sum(shares), relative_l2(prediction, target, mask))
-    sum(shares).backward()
-    assert whole.grad is not None
-    torch.testing.assert_close(torch.cat([p.grad for p in pieces], dim=3), whole.grad)
+    total = torch.stack(squares).sum(dim=0).detach()
+    shares = torch.stack([relative_l2_loss(s, len(s), lambda _: total) for s in squares])
+    torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
+    shares.sum().backward()
+    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    assert whole.grad is not None and len(gradients) == 2
+    torch.testing.assert_close(torch.cat(gradients, dim=3), whole.grad)
 
 
 def test_weights():

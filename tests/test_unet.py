@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.unet import ChannelNorm, GridConv2d, UNet

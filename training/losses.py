@@ -44,7 +44,7 @@ def mse_loss(squares: Tensor) -> Tensor:
     return squares.sum()
 
 
-def relative_l2_loss(squares: Tensor, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
+def relative_l2_loss(squares: Tensor, batch_size: int, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
     """This piece's share of mean sqrt(S), where S sums over the pieces of a sample; shares add up to the
     loss.
 
@@ -52,7 +52,7 @@ def relative_l2_loss(squares: Tensor, sum_over_pieces: Callable[[Tensor], Tensor
     gradient.
     """
     total = sum_over_pieces(squares.detach().clone())
-    share = (squares / total.sqrt().clamp_min(TINY)).mean()
+    share = (squares / total.sqrt().clamp_min(TINY)).sum() / batch_size
     return share / 2 + (share / 2).detach()
 
 

@@ -18,7 +18,7 @@ Model = Callable[[Tensor], Tensor]
 
 
 def model_forecast(
-    model: Model, normalizer: Normalizer, conditions: Conditions, step_seconds: int, autocast: torch.autocast
+    predict: Model, normalizer: Normalizer, conditions: Conditions, step_seconds: int
 ) -> Forecast:
     """The model as a forecast: each step sees the forcings of its own date."""
 
@@ -26,8 +26,7 @@ def model_forecast(
         state, _ = normalizer.normalize(fields)
         taken = []
         for lead in range(1, max(leads) + 1):
-            with autocast:
-                output = model(conditions.append(state, times + (lead - 1) * step_seconds))
+            output = predict(conditions.append(state, times + (lead - 1) * step_seconds))
             state = normalizer.advance(state, output)
             if lead in leads:
                 taken.append(normalizer.denormalize(state))

@@ -1,0 +1,180 @@
+"""Compiled blocks: one compilation for all of them, the same numbers, the same names."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from models.vit import StochasticDepth, VisionTransformer, init_weights
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.compile import apply_compile, unify_stochastic_depth
+
+MODES = ("none", "full", "every_n_blocks", "selective")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_compilations():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def build(layers: int = 3, mode: str = "none", **options) -> VisionTransformer:
+    model = VisionTransformer(2, 2, (4, 8), (1, 1), 32, layers, 2, **options)
+    init_weights(model, seed=0)
+    apply_activation_checkpoint(model, mode, every_n_blocks=2)
+    return model
+
+
+def patches() -> Tensor:
+    return torch.randn(4, 32, 2, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a training step; masks of stochastic depth from one seed."""
+    torch.manual_seed(2)
+    loss = model(patches()).square().mean()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model: nn.Module, reference: nn.Module) -> None:
+    """Within rounding of float32: measured 6e-7 of a gradient's norm with inductor, 0 with aot_eager."""
+    (loss, gradients), (expected, references) = step(model), step(reference)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert list(gradients) == list(references)
+    for name, reference_gradient in references.items():
+        error = (gradients[name] - reference_gradient).norm()
+        # The key's bias shifts every score of a query alike: its gradient is zero, but for rounding.
+        assert error <= 1e-5 * reference_gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", ({}, {"stochastic_depth": 0.5}, {"attention_backend": "flash"}))
+def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
+    """Ten blocks: more than the eight compilations after which torch gives up."""
+    model, graphs = build(10, mode, **options), CompileCounterWithBackend("aot_eager")
+    apply_compile(model, backend=graphs)
+    for _ in range(2):
+        step(model)
+    assert graphs.frame_count == 1
+    with torch.no_grad():
+        model.eval()(patches())
+    assert graphs.frame_count == 2  # evaluation is another graph
+    step(model.train())
+    assert graphs.frame_count == 2
+
+
+def test_forward_and_backward_are_one_graph_each() -> None:
+    compiled = {"forward": 0, "backward": 0}
+
+    def counting(direction: str):
+        def compiler(graph, _):
+            compiled[direction] += 1
+            return graph
+
+        return compiler
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
+    model = build(4)
+    apply_compile(model, backend=backend)
+    for _ in range(2):
+        step(model)
+    assert compiled == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ("sdpa", "math", "flash"))
+def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:
+    model = build(mode=mode, attention_backend=backend)
+    apply_compile(model, backend="aot_eager")
+    assert_same_step(model, build(attention_backend=backend))
+
+
+@pytest.mark.parametrize("mode", ("none", "selective"))
+def test_numbers_of_inductor(mode: str) -> None:
+    """With the default backend: C++ on a CPU, so g++ has to be there."""
+    model = build(2, mode)
+    apply_compile(model)
+    assert_same_step(model, build(2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_stay(mode: str) -> None:
+    model = build(mode=mode)
+    apply_compile(model, backend="aot_eager")
+    step(model)
+    assert list(model.state_dict()) == list(build().state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in build().named_modules()]
+
+
+def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:
+    model, graphs = build(4, "selective"), CompileCounterWithBackend("aot_eager")
+    apply_compile(model, backend=graphs)
+    mesh = init_device_mesh(one_rank.type, (1,))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step(model)
+    assert graphs.frame_count == 1
+
+
+def test_what_cannot_be_one_graph_is_an_error() -> None:
+    class Printing(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return tokens
+
+    model = build(1)
+    model.blocks["0"].mlp = Printing()
+    apply_compile(model, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(model)
+
+
+# -- stochastic depth
+
+
+def test_rates_as_tensors_drop_the_same_samples() -> None:
+    plain, unified = build(stochastic_depth=0.3), build(stochastic_depth=0.3)
+    unify_stochastic_depth(unified)
+    for layer, other in zip(stochastic_layers(plain), stochastic_layers(unified), strict=True):
+        if layer.rate == 0.0:
+            continue  # draws nothing, the other draws ones
+        branch = torch.randn(100, 2, 3, generator=torch.Generator().manual_seed(0))
+        outputs = []
+        for module in (layer, other):
+            torch.manual_seed(0)
+            outputs.append(module(branch))
+        assert torch.equal(*outputs)
+
+
+def test_rate_zero_and_evaluation_drop_nothing() -> None:
+    model = build(stochastic_depth=0.5)
+    unify_stochastic_depth(model)
+    first, *_, last = stochastic_layers(model)
+    branch = torch.randn(100, 2, 3)
+    assert torch.equal(first(branch), branch)
+    assert torch.equal(last.eval()(branch), branch)
+
+
+def test_rates_survive_materialisation() -> None:
+    with torch.device("meta"):
+        model = build_on_meta()
+    unify_stochastic_depth(model)
+    model.to_empty(device="cpu")
+    assert [float(layer.rate_tensor) for layer in stochastic_layers(model)] == [0.0, 0.5]
+    assert not dict(model.named_buffers())
+
+
+def build_on_meta() -> VisionTransformer:
+    return VisionTransformer(2, 2, (4, 8), (1, 1), 32, 2, 2, stochastic_depth=0.5)
+
+
+def stochastic_layers(model: nn.Module) -> list:
+    return [module for module in model.modules() if isinstance(module, StochasticDepth)]

@@ -1,0 +1,173 @@
+"""float8, emulated on a CPU: which layers, how far from float32, and beside what it works."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from models.vit import VisionTransformer, fill_with_nan, init_weights
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.compile import apply_compile
+from parallelisms.float8 import apply_float8, check_float8, precompute_float8_scales
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LAYERS = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_compilations():
+    yield
+    torch._dynamo.reset()
+
+
+def build(recipe: str = "", min_features: int = 0, all_gather: bool = False, dim: int = 64, tp: int = 1):
+    model = VisionTransformer(2, 2, (8, 16), (1, 1), dim, 2, 2)
+    if recipe:
+        apply_float8(model, recipe, min_features, True, all_gather, "cpu", tp)
+    init_weights(model, seed=0)
+    return model
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients, whole where they are sharded."""
+    out = model(torch.randn(2, 128, 2, generator=torch.Generator().manual_seed(1)))
+    out.square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+
+def error(value: Tensor, reference: Tensor) -> float:
+    return float((value - reference).norm() / reference.norm())
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def assert_same_step(model: nn.Module, reference: nn.Module) -> None:
+    (out, gradients), (expected, references) = step(model), step(reference)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+    assert list(gradients) == list(references)
+    for name in references:
+        torch.testing.assert_close(gradients[name], references[name], rtol=1e-5, atol=1e-8)
+
+
+# -- which layers
+
+
+def test_matrices_of_the_blocks_are_converted_and_no_others() -> None:
+    model = build()
+    names = apply_float8(model, "tensorwise", 0, True, False, "cpu")
+    assert names == [f"blocks.{i}.{layer}" for i in range(2) for layer in LAYERS] == converted(model)
+    assert type(model.patch_embedding) is type(model.head) is nn.Linear
+    assert list(model.state_dict()) == list(build().state_dict())
+
+
+def test_layers_too_small_or_of_odd_size_stay() -> None:
+    assert converted(build("tensorwise", min_features=64)) == converted(build("tensorwise"))
+    with pytest.raises(ValueError, match="filter_min_features = 65: no layer of the blocks has so many"):
+        build("tensorwise", min_features=65)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        build("tensorwise", dim=40)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        build("tensorwise", tp=8)  # 64 / 8 is not a multiple of 16
+
+
+# -- numbers
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_step_is_near_that_of_float32(recipe: str) -> None:
+    """e4m3 rounds to 1/16 of a value: 4 % of the output's norm measured here, 10 % of the worst gradient's."""
+    (out, gradients), (expected, references) = step(build(recipe)), step(build())
+    assert 1e-3 < error(out, expected) < 0.08
+    for name, reference in references.items():
+        if not name.endswith("qkv.bias"):  # that of the keys has no gradient but rounding
+            assert error(gradients[name], reference) < 0.2, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("mode", ("none", "full", "every_n_blocks", "selective"))
+def test_compile_and_checkpointing_change_nothing(mode: str, recipe: str) -> None:
+    model = build(recipe)
+    apply_activation_checkpoint(model, mode, every_n_blocks=2)
+    assert_same_step(model, build(recipe))
+    model.zero_grad()
+    apply_compile(model, backend="aot_eager")
+    assert_same_step(model, build(recipe))
+
+
+def test_built_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = VisionTransformer(2, 2, (8, 16), (1, 1), 64, 2, 2)
+    apply_float8(model, "tensorwise", 0, True, False, "cpu")
+    model.to_empty(device="cpu")
+    fill_with_nan(model)
+    init_weights(model, seed=0)
+    assert_same_step(model, build("tensorwise"))
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_float8_all_gather(compiled: bool, one_rank: torch.device) -> None:
+    """Sharded from the meta device, two optimiser steps: as without the all-gather in float8."""
+    with torch.device("meta"):
+        model = VisionTransformer(2, 2, (8, 16), (1, 1), 64, 2, 2)
+    apply_float8(model, "tensorwise", 0, True, True, "cpu")
+    if compiled:
+        apply_compile(model, backend="aot_eager")
+    mesh = init_device_mesh(one_rank.type, (1,))
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    fill_with_nan(model)
+    init_weights(model, seed=0, assign=lambda target, value: target.to_local().copy_(value))  # type: ignore[attr-defined]
+    reference = build("tensorwise")
+    for _ in range(2):
+        assert_same_step(model, reference)
+        update(model)
+        update(reference)
+
+
+def update(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    precompute_float8_scales(model)
+
+
+# -- errors
+
+
+def test_a_machine_that_cannot_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="^float8.enable = true: needs a CUDA device and the run is on cpu; set it"):
+        check_float8("tensorwise", False, False, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_float8("tensorwise", False, False, "cuda")
+    with pytest.raises(ValueError, match='"rowwise" needs compute capability 9.0 and this GPU has 8.9; .*emulate'):
+        check_float8("rowwise", False, False, "cuda")
+
+
+def test_combinations_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match='float8.recipe = "mx": use one of tensorwise, rowwise'):
+        check_float8("mx", True, False, "cpu")
+    with pytest.raises(ValueError, match='all_gather = true: "rowwise" has a scale for each row'):
+        check_float8("rowwise", True, True, "cpu")
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package torchao is not installed; pip install"):
+        check_float8("tensorwise", True, False, "cpu")
+
+
+def test_torchao_is_imported_only_where_it_is_used() -> None:
+    """It takes seconds and writes warnings."""
+    program = "import sys, parallelisms.float8; sys.exit('torchao' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
