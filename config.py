@@ -60,17 +60,20 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    patch_size: tuple[Positive, Positive] = (4, 4)  # latitudes x longitudes of one token
-    dim: Positive = 192  # width d of the residual stream
-    num_layers: Positive = 4  # transformer blocks
-    num_heads: Positive = 4  # attention heads; must divide dim
-    mlp_dim: Count = 0  # hidden width of the MLP; 0: 4 x dim
-    position: Literal["learned", "sincos"] = "learned"  # position embedding
-    qkv_bias: bool = True  # bias in the query, key and value projection
-    qk_norm: bool = False  # normalise queries and keys per head: steadier at large learning rates
-    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0  # share of samples that skip the last block
-    # kernel: "sdpa" lets torch choose, "math" is plain matmul (fastest on CPU at few tokens)
+    name: Literal["vit", "unet"] = "vit"  # vision transformer or U-Net; keys below say whose they are
+    patch_size: tuple[Positive, Positive] = (4, 4)  # ViT: latitudes x longitudes of one token
+    dim: Positive = 192  # ViT: width d of the residual stream
+    num_layers: Positive = 4  # ViT: transformer blocks
+    num_heads: Positive = 4  # ViT: attention heads; must divide dim
+    mlp_dim: Count = 0  # ViT: hidden width of the MLP; 0: 4 x dim
+    position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
+    qkv_bias: bool = True  # ViT: bias in the query, key and value projection
+    qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
+    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0  # ViT: share of samples that skip last block
+    # ViT: kernel; "sdpa" lets torch choose, "math" is plain matmul (fastest on CPU at few tokens)
     attention_backend: Literal["sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
+    width: Positive = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
+    levels: Positive = 4  # U-Net: how often the grid is halved
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
 
 
@@ -103,6 +106,7 @@ class Training:
     local_batch_size: Positive = 16  # samples a rank takes through the model at once
     # samples an optimiser step; above local x ranks: accumulated; -1: no accumulation
     global_batch_size: int = -1
+    ema_decay: Decay = 0.0  # of averaged weights, which validation then uses; 0: none
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
@@ -118,10 +122,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
+    # "zero1" shards optimiser states over replicas; "auto" is DDP for replicas alone, else FSDP2 or HSDP
+    data_parallel: Literal["auto", "zero1"] = "auto"
     data_parallel_replicate_degree: Positive = 1  # copies of the model (DDP, or HSDP with shards inside each)
     data_parallel_shard_degree: int = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
     tensor_parallel_degree: Positive = 1  # ranks that share every matrix, by heads and hidden units
     context_parallel_degree: Positive = 1  # ranks that share the tokens of a sample
+    # rows x columns of ranks that share the grid of a U-Net
+    domain_parallel_tiles: tuple[Positive, Positive] = (1, 1)
     # how attention sees all tokens: exchange heads, gather keys, or pass keys round
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
     pipeline_parallel_degree: Positive = 1  # ranks that the blocks are dealt out over
@@ -150,7 +158,17 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # torch.compile of each block, one compilation for all
+    enable: bool = False  # torch.compile of each block, one compilation for all of one shape
+
+
+@dataclass(frozen=True)
+class Float8:
+    enable: bool = False  # matrices of a ViT's blocks multiply in float8 (torchao)
+    # scales a tensor, or a row (finer, slower); "gw_hp": weight gradients in high precision
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    filter_min_features: Count = 0  # matrices with fewer features, in or out, stay as they are
+    emulate: bool = False  # round to float8, multiply in high precision: its numbers on any device, slowly
+    enable_fsdp_float8_all_gather: bool = False  # FSDP gathers weights in float8; needs "tensorwise"
 
 
 @dataclass(frozen=True)
@@ -202,6 +220,7 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
@@ -268,13 +287,17 @@ def main(argv: list[str]) -> None:
     """Check a command line, this machine and the data, before any rank starts (run_train.sh does)."""
     config = start(argv)
     with one_line_errors():
-        from config_checks import check_machine  # these here, because only this function needs them
+        from config_checks import (
+            check_machine,
+            check_model,
+        )  # these here, because only this function needs them
         from datasets.selection import open_selection
 
         check_machine(config)
 
         lead_hours = config.validation.lead_hours if config.validation.enable else ()
-        open_selection(config.data, config.model.patch_size, lead_hours)
+        selection = open_selection(config.data, config.model.patch_size, lead_hours)
+        check_model(config, selection.archive.grid)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,49 @@
 fix.
 """
 
+import math
 import os
 from datetime import UTC, datetime, timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from command_line import ConfigError
 from config import Config, Data, Model, Parallelism, Validation
 from datasets.variables import expand_levels
 from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
 
+if TYPE_CHECKING:
+    from datasets.grid import Grid
+
 
 def check(config: Config) -> None:
     """Combinations that cannot work. What depends on the data is checked where the data are opened."""
-    _check_model(config.model)
+    if config.model.name == "unet":
+        _check_unet(config)
+    else:
+        _check_vit(config.model)
     _check_data(config.data)
     _check_training(config)
     _check_ranks(config)
     _check_validation(config.validation, config.data.step_hours)
 
 
-def _check_model(model: Model) -> None:
+def _check_unet(config: Config) -> None:
+    parallelism, mode = config.parallelism, config.activation_checkpoint.mode
+    for axis in ("context", "tensor", "pipeline"):
+        key = f"{axis}_parallel_degree"
+        if (degree := getattr(parallelism, key)) > 1:
+            reason = (
+                "a U-Net is split by its grid; set this to 1 and parallelism.domain_parallel_tiles instead"
+            )
+            _fail(f"parallelism.{key}", degree, reason)
+    if mode in ("selective", "every_n_blocks"):
+        reason = 'for the blocks of a ViT; with model.name = "unet" valid: none, full, memory_budget'
+        _fail("activation_checkpoint.mode", mode, reason)
+    if config.float8.enable:
+        _fail("float8.enable", True, "multiplies the matrices of a ViT, a U-Net has none; set it to false")
+
+
+def _check_vit(model: Model) -> None:
     if model.dim % model.num_heads:
         choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
         near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
@@ -101,15 +124,37 @@ def _check_training(config: Config) -> None:
 def _check_ranks(config: Config) -> None:
     parallelism, heads = config.parallelism, config.model.num_heads
     check_axis_order(parallelism.axis_order)
+    _check_tiles(parallelism, config.model.name)
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     check_heads(heads, tp, cp, parallelism.context_parallel_method)
     degrees = resolve_degrees(num_ranks(), **degrees_asked(parallelism))
     _check_pipeline(config)
+    if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
+        reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
+        _fail("parallelism.data_parallel", "zero1", reason)
     batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
         reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
         _fail("training.global_batch_size", batch, reason)
+
+
+def _check_tiles(parallelism: Parallelism, model: str) -> None:
+    """Tiles and ranks; tiles and the grid come together where the data are open (`check_model`)."""
+    key, tiles = "parallelism.domain_parallel_tiles", parallelism.domain_parallel_tiles
+    if math.prod(tiles) == 1:
+        return
+    if model != "unet":
+        reason = f'only a U-Net is split by its grid; model.name = "{model}" by its tokens: set '
+        _fail(key, list(tiles), f"{reason}[1, 1] and parallelism.context_parallel_degree")
+    shard, ranks = parallelism.data_parallel_shard_degree, num_ranks()
+    others = parallelism.data_parallel_replicate_degree * max(shard, 1)
+    if ranks % (math.prod(tiles) * others) or (shard != -1 and ranks != math.prod(tiles) * others):
+        reason = f"{math.prod(tiles)} ranks a sample x {others} data-parallel"
+        fitting = [n for n in range(1, ranks + 1) if ranks % (n * others) == 0]
+        fitting = fitting if shard == -1 else [n for n in fitting if n * others == ranks]
+        valid = f"rows x columns may be {fitting}" if fitting else "lower the data-parallel degrees"
+        _fail(key, list(tiles), f"{reason} do not make the run's {ranks} rank(s); {valid}")
 
 
 def _check_pipeline(config: Config) -> None:
@@ -137,7 +182,8 @@ def degrees_asked(parallelism: Parallelism) -> dict[str, int]:
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
         "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": parallelism.context_parallel_degree,
+        # One of the two is 1: tokens are a ViT's, tiles a U-Net's.
+        "cp": parallelism.context_parallel_degree * math.prod(parallelism.domain_parallel_tiles),
         "tp": parallelism.tensor_parallel_degree,
     }
 
@@ -174,6 +220,7 @@ def check_machine(config: Config) -> None:
     import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
 
     from models.attention import check_backend
+    from parallelisms.float8 import check_float8
 
     backend, num_gpus = config.comm.backend, torch.cuda.device_count()
     if backend == "nccl" and not num_gpus:
@@ -187,8 +234,29 @@ def check_machine(config: Config) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         _fail("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    check_backend(config.model.attention_backend, "cuda" if use_cuda else "cpu", dtype)
+    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
+    if config.model.name == "vit":
+        check_backend(config.model.attention_backend, device_type, dtype)
+    float8 = config.float8
+    if float8.enable:
+        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_model(config: Config, grid: "Grid") -> None:
+    """What depends on the grid of the data, and on the model's layers. ValueError; no rank is started."""
+    if config.model.name == "vit" and not config.float8.enable:
+        return
+    from models.build import build_model  # here for the same reason as above
+    from models.unet import UNet
+    from parallelisms.domain_parallel import check_tiles
+    from parallelisms.float8 import float8_layers
+
+    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
+    if isinstance(model, UNet):
+        tiles = config.parallelism.domain_parallel_tiles
+        check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
+    else:
+        float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
 
 
 def _fail(key: str, value: Any, reason: str) -> NoReturn:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import Config, one_line_errors, start, to_toml
-from config_checks import check_machine, degrees_asked
+from config_checks import check_machine, check_model, degrees_asked
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
@@ -30,6 +31,7 @@ from parallelisms.parallelize import parallelize
 from training.checkpoint import Checkpointer, check_steps, resume, run_state
 from training.determinism import set_determinism
 from training.divergence import FiniteWatch, TrainingDiverged
+from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
 from training.losses import (
     change_weights,
@@ -64,6 +66,7 @@ def train(config: Config) -> None:
         check_machine(config)
         lead_hours = config.validation.lead_hours if config.validation.enable else ()
         selection = open_selection(data, config.model.patch_size, lead_hours)
+        check_model(config, selection.archive.grid)
         loss_weights = variable_weights(training.variable_weights, len(selection.variables))
         if config.checkpoint.enable:
             check_steps(folder / "checkpoints", training.steps)
@@ -121,6 +124,7 @@ def train(config: Config) -> None:
         config.compile,
         param_dtype=dtype,
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        float8=config.float8,
     )
     parameters = dict(model.named_parameters())
 
@@ -161,7 +165,10 @@ def train(config: Config) -> None:
         model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches, loss_of)
     optim, schedule = config.optimizer, config.lr_scheduler
     betas = (optim.beta1, optim.beta2)
-    optimizer = build_optimizer(parameters, betas, optim.eps, optim.weight_decay, optim.implementation)
+    optimizer = build_optimizer(
+        model.own_parameters(), betas, optim.eps, optim.weight_decay, optim.implementation
+    )
+    average = EMA(parameters, training.ema_decay) if training.ema_decay else None
     scaler = LossScaler(enabled=dtype == torch.float16)
     smallest_batch = training.local_batch_size * degrees.dp
     global_batch = max(training.global_batch_size, smallest_batch)
@@ -197,7 +204,8 @@ def train(config: Config) -> None:
         if validation is None:
             return None
         model.train(False)
-        scores = validation.run(forecast, baselines, physical_loss)
+        with average.in_place() if average else nullcontext():  # the averages are what gets used
+            scores = validation.run(forecast, baselines, physical_loss)
         model.train()
         metrics.write(scores.record(step))
         return scores
@@ -208,7 +216,7 @@ def train(config: Config) -> None:
         background, keep = config.checkpoint.async_mode == "async", config.checkpoint.keep_latest_k
         checkpointer = Checkpointer(folder / "checkpoints", background, keep, to_toml(config))
         with one_line_errors():
-            step = resume(checkpointer, parameters, optimizer, scaler, device)
+            step = resume(checkpointer, parameters, optimizer, scaler, average, device)
     sampler = TrainSampler(
         len(train_set), training.seed, training.local_batch_size, accumulation, mesh.dp_rank, degrees.dp
     )
@@ -227,7 +235,7 @@ def train(config: Config) -> None:
     watch = FiniteWatch(step, device)
     logger.info(
         f"{num_parameters / 1e6:.1f} M parameters, "
-        f"{plan.num_tokens} tokens, {plan.in_channels} channels in, {len(variables)} out; "
+        f"{plan.describe()}, {plan.in_channels} channels in, {len(variables)} out; "
         f"global batch {global_batch} = {training.local_batch_size} x {degrees.dp} ranks x {accumulation}; "
         f"from step {step} to {training.steps} on {device}"
     )
@@ -261,7 +269,10 @@ def train(config: Config) -> None:
                 clip(parameters.values(), training.max_norm, grad_norm)
                 if scaler.good(grad_norm):
                     optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                    model.after_update()
+                    if average:
+                        average.update(step)
+                model.zero_grad()
             # fp16: a gradient that overflows is what the scaler is there for; a loss that does is not.
             watch.see(*((step_loss,) if scaler.enabled else (step_loss, grad_norm)))
             metrics.count(global_batch, data_seconds)
@@ -276,7 +287,7 @@ def train(config: Config) -> None:
             if checkpointer and (last or step % config.checkpoint.interval == 0):
                 with span("checkpoint"):
                     watch.check(step, checkpointer)  # NaN must not become the newest checkpoint
-                    checkpointer.save(step, run_state(parameters, optimizer, scaler, step, device))
+                    checkpointer.save(step, run_state(parameters, optimizer, scaler, average, step, device))
                 metrics.start_interval()
             if config.validation.interval and step % config.validation.interval == 0 and not last:
                 if scores := validate(step):
@@ -291,7 +302,8 @@ def train(config: Config) -> None:
     scores = validate(step)
     metrics.close()
     if validation and scores and config.validation.plots:
-        example = validation.last_date(forecast)  # on all ranks: the model may take all of them
+        with average.in_place() if average else nullcontext():
+            example = validation.last_date(forecast)  # on all ranks: the model may take all of them
         if rank == 0:
             plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
             plot_rmse(scores, folder / "plots/rmse.png")

@@ -1,22 +1,28 @@
-"""The model that a configuration describes."""
+"""The model that a configuration describes: every one maps pieces of fields, as `to_pieces` cuts them."""
 
 import torch
 
 from config import Model
+from models.unet import UNet
 from models.vit import VisionTransformer
+
+WeatherModel = VisionTransformer | UNet
 
 
 def build_model(
     model: Model, num_variables: int, num_conditions: int, grid_shape: tuple[int, int], periodic: bool
-) -> VisionTransformer:
+) -> WeatherModel:
     """On the meta device: no memory is taken before a rank knows which part of it is its own.
 
     The input is the state of `num_variables` and `num_conditions` further channels, on `grid_shape`
-    latitudes and longitudes.
+    latitudes and longitudes. ValueError for a grid that is too small for it.
     """
+    inputs = num_variables + num_conditions
     with torch.device("meta"):
+        if model.name == "unet":
+            return UNet(inputs, num_variables, grid_shape, model.width, model.levels, periodic=periodic)
         return VisionTransformer(
-            num_variables + num_conditions,
+            inputs,
             num_variables,
             grid_shape,
             model.patch_size,

@@ -64,13 +64,13 @@ class Position(nn.Module):
     embedding: Tensor
 
     def forward(self, tokens: Tensor) -> Tensor:
-        count, total = tokens.shape[1], self.embedding.shape[1]
+        count, total = tokens.shape[1], self.embedding.shape[0]
         if count == total:
             return tokens + self.embedding.to(tokens.dtype)
-        part = self.embedding[:, min(self.first_token, total - 1) : self.first_token + count]
-        missing = count - part.shape[1]
+        part = self.embedding[min(self.first_token, total - 1) : self.first_token + count]
+        missing = count - part.shape[0]
         if missing > 0:  # padded tokens at the end: any vector will do
-            part = torch.cat([part, part[:, -1:].expand(-1, missing, -1)], dim=1)
+            part = torch.cat([part, part[-1:].expand(missing, -1)])
         return tokens + part.to(tokens.dtype)
 
 
@@ -79,7 +79,8 @@ class LearnedPosition(Position):
 
     def __init__(self, token_shape: tuple[int, int], dim: int) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(1, token_shape[0] * token_shape[1], dim))
+        # (T, D), not (1, T, D): FSDP shards the first dim, and would pad one row to as many as ranks.
+        self.embedding = nn.Parameter(torch.empty(token_shape[0] * token_shape[1], dim))
 
 
 class SinCosPosition(Position):
@@ -88,9 +89,7 @@ class SinCosPosition(Position):
     def __init__(self, token_shape: tuple[int, int], dim: int, periodic: bool) -> None:
         super().__init__()
         self.token_shape, self.dim, self.periodic = token_shape, dim, periodic
-        self.register_buffer(
-            "embedding", torch.empty(1, token_shape[0] * token_shape[1], dim), persistent=False
-        )
+        self.register_buffer("embedding", torch.empty(token_shape[0] * token_shape[1], dim), persistent=False)
 
     def values(self) -> Tensor:
         """What the buffer has to hold: a module built on the meta device has no values yet."""
@@ -98,7 +97,7 @@ class SinCosPosition(Position):
 
 
 def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:
-    """(1, h w, D) float32. Whole wave numbers in longitude, so that 360 degrees meets 0 without a seam."""
+    """(h w, D) float32. Whole wave numbers in longitude, so that 360 degrees meets 0 without a seam."""
     h, w = token_shape
     turn = 2 * math.pi if periodic else math.pi
     waves_latitude = _wave_numbers(dim // 4, h)
@@ -108,7 +107,7 @@ def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> 
     latitude, longitude = torch.outer(rows, waves_latitude), torch.outer(columns, waves_longitude)
     latitude = torch.cat([latitude.sin(), latitude.cos()], dim=1)[:, None].expand(h, w, dim // 2)
     longitude = torch.cat([longitude.sin(), longitude.cos()], dim=1)[None].expand(h, w, dim // 2)
-    return torch.cat([latitude, longitude], dim=2).reshape(1, h * w, dim).float()
+    return torch.cat([latitude, longitude], dim=2).reshape(h * w, dim).float()
 
 
 def _wave_numbers(count: int, tokens: int) -> Tensor:

@@ -158,6 +158,10 @@ class UNet(nn.Module):
         """What `forward` gives, put together again (B, V, H', W'), -> fields (B, V, H, W)."""
         return crop_grid(output, self.grid_shape)
 
+    def describe(self) -> str:
+        """What a sample is to this model, in a word or two."""
+        return f"grid {self.padded_shape[0]} x {self.padded_shape[1]}"
+
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole grid."""
         return self.to_fields(self(self.to_pieces(fields)))
@@ -216,6 +220,6 @@ def named_convolutions(module: nn.Module) -> Iterator[tuple[str, GridConv2d]]:
 def _check_padding(grid: tuple[int, int], padded: tuple[int, int], levels: int, periodic: bool) -> None:
     if periodic and padded[1] > 2 * grid[1]:
         raise ValueError(
-            f"levels = {levels} on a grid of {grid[0]} x {grid[1]}: {2**levels} columns make one cell of the "
-            f"coarsest level; take levels <= {(2 * grid[1]).bit_length() - 1}"
+            f"model.levels = {levels} on a grid of {grid[0]} x {grid[1]}: {2**levels} columns make one cell "
+            f"of the coarsest level; take levels <= {(2 * grid[1]).bit_length() - 1}"
         )

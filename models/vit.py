@@ -173,6 +173,10 @@ class VisionTransformer(nn.Module):
         """patches (B, T, V P Q) -> fields (B, V, H, W)."""
         return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
 
+    def describe(self) -> str:
+        """What a sample is to this model, in a word or two."""
+        return f"{self.num_tokens} tokens"
+
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole model and the whole grid."""
         return self.to_fields(self(self.to_pieces(fields)))

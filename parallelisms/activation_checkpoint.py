@@ -1,7 +1,8 @@
 """Activation checkpointing: what a block keeps for its backward pass, and what it computes again.
 
-Sizes are in units of T d: tokens x width elements of the compute dtype, a sample (docs/activation_checkpointing.md).
-Every mode replaces `forward` on the instance: no module is wrapped and no name of a parameter changes.
+Sizes are in units of T d: tokens x width numbers of the compute dtype, derived in
+docs/activation_checkpointing.md. Every mode replaces `forward` on the instance: no module is wrapped and no
+name changes.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from models.vit import StochasticDepth
+from models.vit import StochasticDepth, VisionTransformer
 
 Mode = Literal["none", "full", "every_n_blocks", "selective", "memory_budget"]
 
@@ -44,7 +45,7 @@ ATTENTIONS = {
 
 
 def apply_activation_checkpoint(
-    model: nn.Module,
+    model: VisionTransformer,
     mode: str,
     every_n_blocks: int = 1,
     memory_budget: float = 0.5,
@@ -54,20 +55,22 @@ def apply_activation_checkpoint(
     """Changes what the blocks of `model` keep, in place; before compile and before FSDP.
 
     none: all that autograd asks for; full: each block's input; every_n_blocks: the input of every n-th block,
-    n blocks recomputed as one; selective: outputs of matmuls and of attention; memory_budget: compile's own choice
-    of what to keep, 0 (as full) to 1 (as none). That budget is a setting of the whole process: the last call wins.
+    n blocks recomputed as one; selective: outputs of matmuls and of attention; memory_budget: the compiler's
+    own choice, from 0 (as full) to 1 (as none). That budget is a setting of the whole process: the last call
+    wins. `compiled`: whether the blocks will be. Comes after tensor parallelism: it looks for DTensors.
     Raises ValueError for an unknown mode, a number out of range, or a budget without compile.
     """
     _check(mode, every_n_blocks, memory_budget, compiled)
     functorch_config.activation_memory_budget = memory_budget if mode == "memory_budget" else 1.0
     if mode == "full" and compiled and any(isinstance(p, DTensor) for p in model.parameters()):
-        # Under tensor parallelism torch 2.13 counts the mesh that a recomputed collective needs among the saved
-        # tensors ("expected all tensors_saved_with_vc_check to be Tensors"): recompute around the compiled block.
+        # Under tensor parallelism torch 2.13 counts the mesh, which a recomputed collective needs, among the
+        # saved tensors ("expected all tensors_saved_with_vc_check to be Tensors"): recompute the compiled
+        # block from outside.
         mode, every_n_blocks = "every_n_blocks", 1
     if mode == "every_n_blocks":
         model.forward = MethodType(partial(_forward_in_segments, every_n=every_n_blocks), model)
     elif mode in ("full", "selective"):
-        for block in model.blocks.values():  # type: ignore[operator]
+        for block in model.blocks.values():
             block.forward = MethodType(_forward_full if mode == "full" else _forward_selective, block)
     if mode in ("full", "every_n_blocks", "selective"):
         for module in model.modules():
@@ -139,7 +142,8 @@ class KeepMatmuls:
 def _forward_keeping_mask(module: nn.Module, branch: Tensor) -> Tensor:
     """Keeps the mask of stochastic depth, one number a sample, out of the recomputation.
 
-    It comes after `mlp.down`: to get it back, that matmul would have to run again. The compiler sees this itself.
+    The second mask comes after `mlp.down`: to get it back, that matmul would have to run again. The compiler
+    sees this itself.
     """
     if torch.compiler.is_compiling():
         return type(module).forward(module, branch)
@@ -155,7 +159,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class Segments:
-    """Stands in for `model.blocks` while the model runs; its values are segments of n blocks, recomputed as one."""
+    """Stands in for `model.blocks` while the model runs; its values are segments of n blocks."""
 
     def __init__(self, blocks: Iterable[nn.Module], every_n: int) -> None:
         self.blocks, self.every_n = list(blocks), every_n
@@ -201,9 +205,9 @@ def stated_units(
 ) -> float:
     """Units of T d that one block keeps between its forward and its backward pass; derived in the docs.
 
-    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T numbers
-    a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the log-sum-exp
-    (1 a token and head). Raises ValueError for "memory_budget", where the compiler chooses.
+    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T
+    numbers a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the
+    log-sum-exp (1 a token and head). Raises ValueError for "memory_budget", where the compiler chooses.
     """
     tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
     if mode == "full":

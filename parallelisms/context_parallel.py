@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from models.attention import Kernel
+from parallelisms.names import blocks_of
 from parallelisms.ring_attention import Ring, RingAttention, block_kernels
 
 
@@ -95,11 +96,12 @@ METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel, "ring": Ring
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str, num_tokens: int) -> None:
     """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`."""
-    for block in model.blocks.values():  # type: ignore[operator, union-attr]
-        block.attention.kernel = METHODS[method](block.attention.kernel, group, num_tokens)
+    for block in blocks_of(model):
+        kernel = block.attention.kernel
+        block.attention.kernel = METHODS[method](kernel, group, num_tokens)  # type: ignore[assignment]
 
 
 def trim_padding(model: nn.Module, num_tokens: int) -> None:
     """Cuts padded tokens off the keys of every block."""
-    for block in model.blocks.values():  # type: ignore[operator, union-attr]
-        block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)
+    for block in blocks_of(model):
+        block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)  # type: ignore[assignment]

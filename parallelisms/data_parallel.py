@@ -49,7 +49,9 @@ def apply_fsdp(
     policy: dict = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if cpu_offload
+        else OffloadPolicy(),
     }
     blocks = list(blocks)
     for index, block in enumerate(blocks):

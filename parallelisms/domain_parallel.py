@@ -107,6 +107,8 @@ class GridTiles:
 
         Tiles differ by a unit; all-gather wants one shape, so each travels in the size of the largest.
         """
+        if len(self.ranks) == 1:
+            return tile
         height, width = (
             max(b - a for a, b in pairwise(ends)) for ends in (self.row_bounds, self.column_bounds)
         )
@@ -122,6 +124,8 @@ class GridTiles:
 
     def sum_over_pieces(self, value: Tensor) -> Tensor:
         """The sum of `value` over the tiles, in place; without gradients."""
+        if len(self.ranks) == 1:
+            return value
         dist.all_reduce(value, group=self.group)
         return value
 

@@ -1,4 +1,4 @@
-"""float8 training through torchao: the matrices of the blocks multiply in float8, weights stay as they are."""
+"""float8 training through torchao: matrices of the blocks multiply in float8, weights stay as they are."""
 
 import importlib.util
 from typing import Literal, get_args
@@ -31,17 +31,23 @@ def apply_float8(
     check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # imported late: takes seconds
 
-    multiple = MULTIPLE * tensor_parallel_degree
-    names = [name for name in linear_names(model) if fits(model, name, filter_min_features, multiple)]
-    if not names:
-        raise ValueError(
-            f"float8.filter_min_features = {filter_min_features}: no layer of the blocks has so many features in "
-            f"and out and multiples of {multiple}; lower it or set float8.enable = false"
-        )
+    names = float8_layers(model, filter_min_features, tensor_parallel_degree)
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", emulate)
     object.__setattr__(config, "enable_fsdp_float8_all_gather", enable_fsdp_float8_all_gather)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+    return names
+
+
+def float8_layers(model: nn.Module, filter_min_features: int, tensor_parallel_degree: int) -> list[str]:
+    """The names of the layers that `apply_float8` swaps. ValueError where there is none."""
+    multiple = MULTIPLE * tensor_parallel_degree
+    names = [name for name in linear_names(model) if fits(model, name, filter_min_features, multiple)]
+    if not names:
+        raise ValueError(
+            f"float8.filter_min_features = {filter_min_features}: no layer of the blocks has so many "
+            f"features in and out and multiples of {multiple}; lower it or set float8.enable = false"
+        )
     return names
 
 
@@ -63,8 +69,8 @@ def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool
         raise ValueError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
     if enable_fsdp_float8_all_gather and recipe != "tensorwise":
         raise ValueError(
-            f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" has a scale for each row, which a shard does '
-            'not know; set it to false or float8.recipe = "tensorwise"'
+            f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" has more scales than a tensor; '
+            'set it to false or float8.recipe = "tensorwise"'
         )
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(
@@ -86,7 +92,7 @@ def _missing(recipe: str, device_type: str) -> str:
 
 
 def precompute_float8_scales(model: nn.Module) -> None:
-    """The scales of all sharded float8 weights in one all-reduce, instead of one a weight in the next forward.
+    """The scales of all sharded float8 weights in one all-reduce, not one each in the next forward.
 
     For after each optimiser step when the all-gather is float8; does nothing without such weights.
     """

@@ -61,6 +61,12 @@ class Mesh:
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
 
     @property
+    def fsdp_axes(self) -> DeviceMesh:
+        """What FSDP shards over, behind the axis it replicates over where there is one (HSDP)."""
+        replicated = self.degrees.dp_replicate > 1
+        return self.parameters["dp_replicate", "fsdp"] if replicated else self.parameters["fsdp"]
+
+    @property
     def device_type(self) -> str:
         return self.grid.device_type
 

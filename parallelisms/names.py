@@ -1,4 +1,10 @@
-"""A parameter's own name, whatever wraps its module."""
+"""A parameter's own name, whatever wraps its module, and the blocks of a model or of a stage of it."""
+
+from typing import cast
+
+from torch import nn
+
+from models.vit import Block
 
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, compile, activation checkpointing
 
@@ -8,3 +14,8 @@ def canonical(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """The transformer blocks of a ViT or of a stage of one."""
+    return cast(list[Block], list(cast(nn.ModuleDict, model.blocks).values()))

@@ -3,6 +3,7 @@ it.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,32 +12,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import record_function
 
-from config import ActivationCheckpoint, Compile, Parallelism
+from config import ActivationCheckpoint, Compile, Float8, Parallelism
+from models.build import WeatherModel
+from models.unet import UNet
 from models.vit import VisionTransformer, fill_with_nan, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
 from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
 from parallelisms.degrees import num_stages
+from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles
+from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh
 from parallelisms.names import canonical
 from parallelisms.pieces import TokenShards
 from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
 from parallelisms.tensor_parallel import apply_tensor_parallel
+from parallelisms.zero1 import Zero1
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Shards = TokenShards | GridTiles
 
 
 @dataclass
 class ParallelModel:
     """What this rank trains, and how it takes part of a sample and gives part of a prediction."""
 
-    geometry: VisionTransformer  # knows grids and patches; its parameters are those of `parts`
+    geometry: WeatherModel  # knows grids and patches; its parameters are those of `parts`
     parts: list[nn.Module]  # what is called: the model, perhaps wrapped, or stages of a pipeline
-    shards: TokenShards
+    shards: Shards
     mesh: Mesh
     autocast: torch.autocast
     pipeline: Pipeline | None = None
+    gathers_float8: bool = False
+    zero1: Zero1 | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under their own names."""
@@ -62,13 +71,30 @@ class ParallelModel:
             with record_function("pipeline"):
                 return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
         (part,) = self.parts
-        with record_function("forward"):
-            with self.autocast:
-                output = part(inputs)
-            share = loss(output, target, weights)
-        with record_function("backward"), exchange_gradients(part, exchange):
-            (share * scale).backward()
+        with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
+            with record_function("forward"):
+                with self.autocast:
+                    output = part(inputs)
+                share = loss(output, target, weights)
+            with record_function("backward"):
+                (share * scale).backward()
         return share.detach()
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimiser updates: all it has, but for ZeRO-1."""
+        return self.zero1.mine() if self.zero1 else dict(self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Of all parameters: the optimiser may have a part of them only."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def after_update(self) -> None:
+        """To be called when the optimiser has changed the weights."""
+        if self.zero1:
+            self.zero1.share_updates()
+        for part in self.parts if self.gathers_float8 else ():
+            precompute_float8_scales(part)
 
     @torch.no_grad()
     def predict(self, fields: Tensor) -> Tensor:
@@ -77,6 +103,7 @@ class ParallelModel:
         """
         inputs = self.shards.cut_input(self.geometry.to_pieces(fields))
         if self.pipeline:
+            assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, VisionTransformer)
             tokens = (len(inputs), self.shards.output_tokens, self.geometry.dim)
             piece = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
         else:
@@ -95,64 +122,103 @@ class ParallelModel:
 
 
 def parallelize(
-    model: VisionTransformer,
+    model: WeatherModel,
     mesh: Mesh,
     device: torch.device,
-    seed: int,
+    seed: int | None,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    float8: Float8 | None = None,
+    memory: AbstractContextManager | None = None,
 ) -> ParallelModel:
-    """Applies every technique to a model on the meta device, then gives it memory and weights."""
-    degrees, shards = mesh.degrees, TokenShards(mesh, model.num_tokens)
+    """Applies every technique to a model on the meta device, then gives it memory and weights.
+
+    Without a seed it gets no weights; `memory` is what it gets its memory in: a dry run's FakeTensorMode.
+    """
+    degrees, shards = mesh.degrees, build_shards(model, mesh, parallelism.domain_parallel_tiles)
     autocast = torch.autocast(device.type, param_dtype, enabled=param_dtype != torch.float32)
     # Stages first: a rank has nothing to do with blocks that are not its own.
     parts, indices = cut_stages(model, mesh, parallelism, autocast)
     wrapped: list[nn.Module] = []
     for part in parts:
+        # float8 swaps layers, and tensor parallelism then puts its hooks on the new ones.
+        if float8 and float8.enable:
+            swap_linears(part, float8, device.type, degrees.tp)
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
             apply_tensor_parallel(part, mesh.parameters["tp"])
         # Context parallelism replaces attention, whose heads are by now those of this rank.
-        if degrees.cp > 1:
-            apply_context_parallel(
-                part, mesh.group("cp"), parallelism.context_parallel_method, model.num_tokens
-            )
-            model.position.first_token = shards.first_token
-        elif shards.padded > model.num_tokens:
-            trim_padding(part, model.num_tokens)
+        share_samples(part, model, shards, mesh, parallelism.context_parallel_method)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.
         ac = activation_checkpoint
         apply_activation_checkpoint(
-            part, ac.mode, ac.every_n_blocks, ac.memory_budget, compiled=compile.enable
+            part,  # type: ignore[arg-type]
+            ac.mode,
+            ac.every_n_blocks,
+            ac.memory_budget,
+            compiled=compile.enable,
         )
         if compile.enable:
             apply_compile(part)
         # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
         offload = parallelism.cpu_offload and uses_fsdp(mesh)
         if uses_fsdp(mesh):
-            reshard, axes = parallelism.fsdp_reshard_after_forward, mesh.parameters["dp_replicate", "fsdp"]
+            reshard, axes = parallelism.fsdp_reshard_after_forward, mesh.fsdp_axes
             apply_fsdp(part, part.blocks.values(), axes, param_dtype, reduce_dtype, reshard, offload)  # type: ignore[operator, union-attr]
         # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
-        materialize(part, torch.device("cpu") if offload else device, seed)
-        ddp = degrees.dp_replicate > 1 and not uses_fsdp(mesh)
-        wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
+        with memory or nullcontext():
+            materialize(part, torch.device("cpu") if offload else device, seed)
+            ddp = degrees.dp_replicate > 1 and not uses_fsdp(mesh)
+            wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
     pipeline = None
     if degrees.pp > 1:
         stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
         pipeline = Pipeline(wrapped, indices, stages, mesh, device)
-    return ParallelModel(model, wrapped, shards, mesh, autocast, pipeline)
+    gathers_float8 = float8 is not None and float8.enable and float8.enable_fsdp_float8_all_gather
+    result = ParallelModel(model, wrapped, shards, mesh, autocast, pipeline, gathers_float8)
+    if parallelism.data_parallel == "zero1":
+        result.zero1 = Zero1(dict(result.named_parameters()), mesh.group("dp_replicate"))
+    return result
+
+
+def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
+    """Who holds what of a sample. The ranks of cp share tokens or, with a U-Net, the grid itself."""
+    if isinstance(model, UNet):
+        return build_tiles(mesh.grid["cp"], tiles, model.padded_shape, model.multiple)
+    return TokenShards(mesh, model.num_tokens)
+
+
+def swap_linears(part: nn.Module, float8: Float8, device_type: str, tp: int) -> None:
+    gather = float8.enable_fsdp_float8_all_gather
+    apply_float8(part, float8.recipe, float8.filter_min_features, float8.emulate, gather, device_type, tp)
+
+
+def share_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str) -> None:
+    """From now on `part` computes this rank's piece of a sample, and asks the others for what it needs."""
+    if isinstance(model, UNet):
+        assert isinstance(shards, GridTiles)
+        if mesh.degrees.cp > 1:
+            apply_domain_parallel(part, shards)
+        return
+    assert isinstance(shards, TokenShards)
+    if mesh.degrees.cp > 1:
+        apply_context_parallel(part, mesh.group("cp"), method, model.num_tokens)
+        model.position.first_token = shards.first_token
+    elif shards.padded > model.num_tokens:
+        trim_padding(part, model.num_tokens)
 
 
 def cut_stages(
-    model: VisionTransformer, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
+    model: WeatherModel, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
 ) -> tuple[list[nn.Module], list[int]]:
     """The stages of this rank and their places in the pipeline; without one, the model itself."""
     pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
     if pp == 1:
         return [model], [0]
+    assert isinstance(model, VisionTransformer)  # a U-Net's skip connections would pass over all stages
     stages = num_stages(schedule, pp)
     spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
     indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
@@ -165,9 +231,11 @@ def uses_fsdp(mesh: Mesh) -> bool:
     return degrees.dp_shard * degrees.cp > 1 or (degrees.dp_replicate > 1 and degrees.splits_model)
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:
     """Memory, then NaN, so that nothing forgotten passes unseen, then weights from (seed, name)."""
     model.to_empty(device=device)
+    if seed is None:
+        return  # a dry run: fake tensors have no values
     fill_with_nan(model)
     init_weights(model, seed, name_of=canonical, assign=copy_part)
 

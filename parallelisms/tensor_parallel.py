@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from parallelisms.names import blocks_of
+
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 
 
@@ -31,7 +33,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         "head": RowwiseParallel(input_layouts=Shard(TOKENS), output_layouts=Shard(TOKENS)),
     }
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
-    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+    for block in blocks_of(model):
         parallelize_module(block, mesh, block_plan())
 
 

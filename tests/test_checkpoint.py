@@ -41,10 +41,10 @@ class Run:
         return loss.item()
 
     def state(self, step: int):
-        return run_state(self.parameters, self.optimizer, self.scaler, step, DEVICE)
+        return run_state(self.parameters, self.optimizer, self.scaler, None, step, DEVICE)
 
     def resume(self, checkpointer: Checkpointer) -> int:
-        return resume(checkpointer, self.parameters, self.optimizer, self.scaler, DEVICE)
+        return resume(checkpointer, self.parameters, self.optimizer, self.scaler, None, DEVICE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -152,6 +152,29 @@ COMMAND_LINES = [
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
     ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),
+    ("--parallelism.domain_parallel_tiles [0,1]", "domain_parallel_tiles[0] = 0: must be at least 1"),
+    ("--parallelism.domain_parallel_tiles [1,2]", "tiles = [1, 2]: only a U-Net is split by its grid"),
+    (
+        "--model.name unet --parallelism.domain_parallel_tiles [2,1]",
+        "2 ranks a sample x 1 data-parallel do not make the run's 1 rank(s); rows x columns may be [1]",
+    ),
+    (
+        "--model.name unet --parallelism.tensor_parallel_degree 2",
+        "tensor_parallel_degree = 2: a U-Net is split by its grid; set this to 1 and parallelism.domain",
+    ),
+    ("--model.name unet --parallelism.context_parallel_degree 2", "context_parallel_degree = 2: a U-Net is"),
+    ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
+    ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
+    ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
+    ("--float8.recipe mx", "float8.recipe = 'mx': valid: tensorwise"),
+    (
+        "--float8.enable --float8.emulate --float8.filter_min_features 193",
+        "float8.filter_min_features = 193: no layer of the blocks has so many features",
+    ),
+    (
+        "--float8.enable --float8.emulate --float8.recipe rowwise --float8.enable_fsdp_float8_all_gather",
+        'float8.enable_fsdp_float8_all_gather = true: "rowwise" has more scales than a tensor',
+    ),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
     ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date lies before the first; exchange"),
@@ -219,6 +242,10 @@ COMMAND_LINES = [
         'model.attention_backend = "flash_attn": needs',
     ),
     (
+        "--float8.enable --comm.backend gloo",
+        "float8.enable = true: needs a CUDA device and the run is on cpu",
+    ),
+    (
         "--model.attention_backend cudnn --comm.backend gloo",
         'attention_backend = "cudnn": needs a CUDA device',
     ),
@@ -282,6 +309,16 @@ RANKS = [
     ({}, '--parallelism.axis_order \'["tp", "pp"]\'', "name each of"),
     ({"NGPU": "2", "NNODES": "2:4"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
     ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 3", "the run has 8 rank(s)"),
+    (
+        {"NGPU": "4"},
+        f"--model.name unet --parallelism.domain_parallel_tiles [4,1] {REPLICATE} 2",
+        "4 ranks a sample x 2 data-parallel do not make the run's 4 rank(s); rows x columns may be [1, 2]",
+    ),
+    (
+        {"NGPU": "4"},
+        "--model.name unet --model.levels 2 --parallelism.domain_parallel_tiles [4,1]",
+        "[4, 1]: 4 rank(s) each take a tile of the 8 x 8 grid, in whole units of 4 x 4 cells; valid: [2, 2]",
+    ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]
 

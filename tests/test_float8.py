@@ -83,7 +83,7 @@ def test_layers_too_small_or_of_odd_size_stay() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_step_is_near_that_of_float32(recipe: str) -> None:
-    """e4m3 rounds to 1/16 of a value: 4 % of the output's norm measured here, 10 % of the worst gradient's."""
+    """e4m3 keeps 3 bits of the fraction: measured 4 % off in the output, 10 % in the worst gradient."""
     (out, gradients), (expected, references) = step(build(recipe)), step(build())
     assert 1e-3 < error(out, expected) < 0.08
     for name, reference in references.items():
@@ -91,8 +91,14 @@ def test_step_is_near_that_of_float32(recipe: str) -> None:
             assert error(gradients[name], reference) < 0.2, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("mode", ("none", "full", "every_n_blocks", "selective"))
+@pytest.mark.parametrize(
+    ("mode", "recipe"),
+    [
+        *((mode, "tensorwise") for mode in ("none", "full", "every_n_blocks", "selective")),
+        ("selective", "rowwise"),
+        ("full", "rowwise_with_gw_hp"),
+    ],
+)
 def test_compile_and_checkpointing_change_nothing(mode: str, recipe: str) -> None:
     model = build(recipe)
     apply_activation_checkpoint(model, mode, every_n_blocks=2)
@@ -145,19 +151,23 @@ def update(model: nn.Module) -> None:
 
 
 def test_a_machine_that_cannot_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="^float8.enable = true: needs a CUDA device and the run is on cpu; set it"):
+    with pytest.raises(
+        ValueError, match="^float8.enable = true: needs a CUDA device and the run is on cpu; set it"
+    ):
         check_float8("tensorwise", False, False, "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check_float8("tensorwise", False, False, "cuda")
-    with pytest.raises(ValueError, match='"rowwise" needs compute capability 9.0 and this GPU has 8.9; .*emulate'):
+    with pytest.raises(
+        ValueError, match='"rowwise" needs compute capability 9.0 and this GPU has 8.9; .*emulate'
+    ):
         check_float8("rowwise", False, False, "cuda")
 
 
 def test_combinations_that_cannot_be() -> None:
     with pytest.raises(ValueError, match='float8.recipe = "mx": use one of tensorwise, rowwise'):
         check_float8("mx", True, False, "cpu")
-    with pytest.raises(ValueError, match='all_gather = true: "rowwise" has a scale for each row'):
+    with pytest.raises(ValueError, match='all_gather = true: "rowwise" has more scales'):
         check_float8("rowwise", True, True, "cpu")
 
 

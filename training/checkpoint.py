@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from training.ema import EMA
 from training.gradients import LossScaler
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,11 @@ def allocate_optimizer_state(path: Path, parameters: Parameters, optimizer: torc
     """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
     into.
     """
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for key, entry in stored_tensors(path).items():
         part, _, rest = key.partition(".")
         name, _, moment = rest.rpartition(".")
-        if part == "optimizer" and name in parameters:
+        if part == "optimizer" and name in parameters and parameters[name] in own:
             parameter, dtype = parameters[name], entry.properties.dtype
             like = entry.size == parameter.shape
             empty = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(entry.size, dtype=dtype)
@@ -194,6 +196,7 @@ def run_state(
     parameters: Parameters,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler,
+    average: EMA | None,
     step: int,
     device: torch.device,
 ) -> State:
@@ -205,6 +208,7 @@ def run_state(
         "optimizer": optimizer_state(parameters, optimizer),
         "train": {"step": torch.tensor(step), **scaler.state()},
         "random": random_state(device),
+        **({"ema": average.averages} if average else {}),
     }
 
 
@@ -213,6 +217,7 @@ def resume(
     parameters: Parameters,
     optimizer: torch.optim.Optimizer,
     scaler: LossScaler,
+    average: EMA | None,
     device: torch.device,
 ) -> int:
     """Restores the newest complete checkpoint and returns its step; 0 where there is none. ValueError: no
@@ -223,7 +228,7 @@ def resume(
         return 0
     path = step_folder(checkpointer.folder, step)
     allocate_optimizer_state(path, parameters, optimizer)
-    state, stored = run_state(parameters, optimizer, scaler, step, device), stored_tensors(path)
+    state, stored = run_state(parameters, optimizer, scaler, average, step, device), stored_tensors(path)
     # Another number of ranks has ranks without a stored generator: they keep the one their seed gave them.
     state["random"] = {name: value for name, value in state["random"].items() if f"random.{name}" in stored}
     checkpointer.load(step, state)

@@ -1,0 +1,144 @@
+"""Every layout against one process: losses, gradients, weights, and every collective against its formula.
+
+    .venv/bin/python benchmarks/layout_parity.py [words that a row's name must contain]
+
+Needs no GPU: ranks are gloo processes, at most 8 at once. Ends with 1 when a row is out of its tolerance or
+a count or size is not what the formula says.
+"""
+
+import json
+import platform
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from config import Parallelism
+from config_checks import degrees_asked
+from parallelisms.collectives import Collective
+from parallelisms.degrees import resolve_degrees
+from planning.communication import Step, step_collectives
+from tests.distributed import Ranks
+from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, build, reference_of, three_steps
+
+RESULTS = Path(__file__).parent / "results" / "layout_parity.jsonl"
+
+
+def main() -> int:
+    words, groups, references, rows = sys.argv[1:], {}, {}, []
+    for name, layout in TABLE.items():
+        if not all(word in name for word in words):
+            continue
+        reference = reference_of(layout)
+        if reference not in references:
+            references[reference] = group_of(1, groups).run(three_steps, reference)[0]
+        started = time.perf_counter()
+        outcomes = group_of(layout.ranks, groups).run(three_steps, layout, timeout=300)
+        rows.append(judge(name, layout, outcomes, references[reference], time.perf_counter() - started))
+        print(line(rows[-1]), flush=True)
+    for group in groups.values():
+        group.stop()
+    record(rows)
+    bad = [row["layout"] for row in rows if not row["good"]]
+    counted = sum(row["collectives"] == "equal" for row in rows)
+    formulas = sum(row["collectives"] != "no formula" for row in rows)
+    print(f"\n{HEAD}\n" + "\n".join(map(line, rows)))
+    print(f"\n{len(rows)} layouts, {len(bad)} out of tolerance")
+    print(f"collectives equal to their formulas in {counted} of the {formulas} that have one")
+    return 1 if bad else 0
+
+
+def group_of(world: int, groups: dict[int, Ranks]) -> Ranks:
+    if world not in groups:
+        groups[world] = Ranks(world)
+    return groups[world]
+
+
+def judge(name: str, layout: Layout, outcomes: list[Outcome], reference: Outcome, seconds: float) -> dict:
+    errors = outcomes[0].errors(reference)
+    within = all(error <= layout.tolerance(what) for what, error in errors.items())
+    agreed = all(outcome.losses == outcomes[0].losses for outcome in outcomes)
+    counted = [compare(layout, outcome, rank) for rank, outcome in enumerate(outcomes)]
+    verdict = next((text for text in counted if text != "equal"), "equal")
+    calls = Counter(outcomes[0].collectives)
+    return {
+        "layout": name,
+        "ranks": layout.ranks,
+        **errors,
+        "collectives": verdict,
+        "calls": sum(calls.values()),
+        "bytes": sum(call.size * number for call, number in calls.items()),
+        "parameter_bytes": outcomes[0].parameter_bytes,
+        "seconds": seconds,
+        "good": within and agreed and not verdict.startswith("differ"),
+    }
+
+
+def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
+    """ "equal", "no formula", or how what was counted on a rank differs from the formula."""
+    parallelism = Parallelism(**layout.parallelism)
+    degrees = resolve_degrees(layout.ranks, **degrees_asked(parallelism))
+    simple = parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B")
+    whole = degrees.world == degrees.pp and simple
+    if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:
+        return "no formula"  # recomputation repeats some of the collectives
+    if layout.dtype != "float32" or layout.compile or (degrees.pp > 1 and not whole):
+        return "no formula"
+    samples = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
+    size = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else samples
+    step = Step(
+        degrees,
+        size,
+        layout.accumulation * samples // size,
+        parallelism.fsdp_reshard_after_forward,
+        parallelism.context_parallel_method,
+        layout.loss,
+    )
+    expected = step_collectives(build(layout), step, rank)
+    if layout.loss == "relative_l2" and degrees.pp > 1:
+        return "no formula"
+    return difference(Counter(outcome.collectives), expected)
+
+
+def difference(counted: Counter[Collective], expected: Counter[Collective]) -> str:
+    if counted == expected:
+        return "equal"
+    more, fewer = counted - expected, expected - counted
+    show = lambda calls: ", ".join(f"{n} x {c.kind} {c.axis} {c.size}" for c, n in calls.items())  # noqa: E731
+    return f"differ: counted also [{show(more)}], not [{show(fewer)}]"
+
+
+HEAD = (
+    f"{'layout':<38}{'ranks':>6}{'loss':>9}{'norm':>9}{'grads':>9}{'weights':>9}{'calls':>7}"
+    f"{'KiB':>9}{'param KiB':>11}  collectives"
+)
+
+
+def line(row: dict) -> str:
+    errors = "".join(f"{row[what]:>9.1e}" for what in ("loss", "gradient norm", "gradients", "weights"))
+    sizes = f"{row['calls']:>7}{row['bytes'] / 1024:>9.0f}{row['parameter_bytes'] / 1024:>11.1f}"
+    verdict = "" if row["good"] else "   <-- OUT OF TOLERANCE"
+    return f"{row['layout']:<38}{row['ranks']:>6}{errors}{sizes}  {row['collectives']}{verdict}"
+
+
+def record(rows: list[dict]) -> None:
+    """Appends the rows with versions and hardware."""
+    where = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.writelines(json.dumps({**where, **row}) + "\n" for row in rows)
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next(
+        (text.split(":")[1].strip() for text in lines if text.startswith("model name")), platform.machine()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Every collective that a step makes: which kind, along which axis of the mesh, how many bytes.
+
+Counts what passes through torch's dispatcher: c10d's own calls, DTensor's and FSDP's, and the halo exchange.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelisms.mesh import Mesh
+
+# Operator -> what it is called here, and which argument holds the larger buffer: the one whose bytes count.
+KINDS = {
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::allgather_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all-gather", None),  # the output
+    "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0),
+    "_c10d_functional::all_reduce": ("all-reduce", 0),
+    "_c10d_functional::all_to_all_single": ("all-to-all", 0),
+    "_c10d_functional_autograd::all_gather_into_tensor": ("all-gather", None),
+    "_c10d_functional_autograd::all_to_all_single": ("all-to-all", 0),
+    "rossby::swap_strips": ("send", 0),
+}
+
+FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # nobody else calls these
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind along one axis. `size` is that of the larger buffer of a call, in bytes."""
+
+    kind: str
+    axis: str
+    size: int
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Inside `with Recorder(mesh) as record:` counts collectives; `record.calls[Collective] -> number`."""
+
+    mesh: Mesh
+    calls: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.axes = group_axes(self.mesh)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (name := func.name().partition(".")[0]) in KINDS:
+            kind, place = KINDS[name]
+            size = total_bytes(result if place is None else args[place])
+            axis = "fsdp" if name in FSDP else self.axes.get(group_ranks(args), "world")
+            self.calls[Collective(kind, axis, size)] += 1
+        return result
+
+    def table(self) -> str:
+        """One line a kind and axis: calls, and bytes of all of them."""
+        sums: dict[tuple[str, str], list[int]] = {}
+        for call, number in self.calls.items():
+            entry = sums.setdefault((call.axis, call.kind), [0, 0])
+            entry[0] += number
+            entry[1] += number * call.size
+        rows = [
+            f"{axis:<14}{kind:<16}{n:>8}{size / 2**20:>16.3f} MiB"
+            for (axis, kind), (n, size) in sorted(sums.items())
+        ]
+        return "\n".join([f"{'axis':<14}{'collective':<16}{'calls':>8}{'bytes a rank':>20}", *rows])
+
+
+def total_bytes(value: Any) -> int:
+    """Of a tensor, or of all tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(total_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+def group_ranks(args: Any) -> tuple[int, ...]:
+    """The ranks that a collective's arguments name: by a group's name, or by a boxed group."""
+    for arg in reversed(args):
+        if isinstance(arg, str) and arg.lower() not in ("sum", "avg", "max", "min"):
+            return tuple(dist.get_process_group_ranks(_resolve_process_group(arg)))  # type: ignore[arg-type]
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))  # type: ignore[attr-defined]
+    return ()
+
+
+def group_axes(mesh: Mesh) -> dict[tuple[int, ...], str]:
+    """Ranks of each group of the mesh that this rank is in -> the axis it runs along.
+
+    By ranks, not by name: DTensor keeps using the groups of an equal mesh that was built before.
+    """
+    axes = {}
+    for device_mesh in (mesh.parameters, mesh.grid):
+        for axis in device_mesh.mesh_dim_names or ():
+            axes[tuple(dist.get_process_group_ranks(device_mesh.get_group(axis)))] = axis
+    return axes

@@ -1,0 +1,73 @@
+"""A step of 8 ranks in one process: what a rank holds, and what it sends, against closed forms."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import load_config
+from models.build import build_model
+from parallelisms.degrees import resolve_degrees
+from planning.communication import Step, step_collectives
+from planning.dry_run import DryRun, dry_run
+
+ROOT = Path(__file__).parent.parent
+GRID = (16, 32)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str, world: int = 8) -> DryRun:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    arguments = ["--data.forcings=[]", "--data.static_variables=[]", "--model.dim=64", "--optimizer.lr=1e-3"]
+    return dry_run(load_config([*arguments, *options]), world, GRID, 7, True)
+
+
+def total_bytes() -> int:
+    config = load_config(["--model.dim=64"])
+    return sum(4 * p.numel() for p in build_model(config.model, 7, 0, GRID, True).parameters())
+
+
+def test_fsdp_holds_an_eighth_of_everything(monkeypatch):
+    result = run(monkeypatch)
+    assert result.total_parameters == total_bytes()
+    assert result.parameters == result.gradients == result.total_parameters // 8 + result.padding
+    assert result.optimizer == pytest.approx(2 * result.parameters, rel=1e-2)  # and a step counter each
+    assert result.peak["Total"] > result.parameters + result.gradients
+
+
+def test_tensor_parallel_says_what_stays_whole(monkeypatch):
+    result = run(monkeypatch, "--parallelism.tensor_parallel_degree=4", world=4)
+    assert result.replicated > 0
+    assert result.parameters == result.total_parameters // 4 + result.replicated + result.padding
+
+
+def test_checkpointing_lowers_the_peak(monkeypatch):
+    peaks = {
+        mode: run(monkeypatch, f"--activation_checkpoint.mode={mode}").peak["Total"]
+        for mode in ("none", "selective", "full")
+    }
+    assert peaks["none"] > peaks["selective"] > peaks["full"]
+
+
+def test_collectives_are_those_of_the_formula(monkeypatch):
+    options = ["--training.local_batch_size=2", "--training.global_batch_size=48"]
+    result = run(monkeypatch, *options)
+    with torch.device("meta"):
+        model = build_model(load_config(["--model.dim=64"]).model, 7, 0, GRID, True)
+    step = Step(resolve_degrees(8, 1, 1, 8, 1, 1), local_batch=2, micro_batches=3)
+    expected = step_collectives(model, step)  # type: ignore[arg-type]
+    for call, number in expected.items():
+        assert result.calls[call] == number
+
+
+def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
+    command = [sys.executable, "plan.py", "--dry_run", "--data.grid_shape=[32,64]"]
+    done = subprocess.run(
+        [*command, "--world_size", "4"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "reduce-scatter" in done.stdout, done.stderr
+    command += ["--world_size", "4", "--parallelism.data_parallel_shard_degree", "3"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
+    assert "valid: data_parallel_shard_degree = -1 or 4" in refused.stderr

@@ -1,0 +1,39 @@
+"""An exponential moving average of the weights, sharded as they are; validation and export use it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """average <- decay x average + (1 - decay) x weight, after every step, in float32."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """`step` counts from 1. Early on the average follows faster, or it would remember its start."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, average in self.averages.items():
+            average.lerp_(self.parameters[name].detach(), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The averages stand where the weights are, and the weights come back afterwards."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, average in self.averages.items():
+            weight = self.parameters[name]
+            kept = weight.detach().clone()
+            weight.copy_(average)
+            average.copy_(kept)
