@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.mesh import Mesh
