@@ -127,6 +127,8 @@ class Parallelism:
     data_parallel_replicate_degree: Positive = 1  # copies of the model (DDP, or HSDP with shards inside each)
     data_parallel_shard_degree: int = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
     tensor_parallel_degree: Positive = 1  # ranks that share every matrix, by heads and hidden units
+    # compiled matrices overlap with the gathers around them, a part at a time (CUDA with symmetric memory)
+    enable_async_tensor_parallel: bool = False
     context_parallel_degree: Positive = 1  # ranks that share the tokens of a sample
     # rows x columns of ranks that share the grid of a U-Net
     domain_parallel_tiles: tuple[Positive, Positive] = (1, 1)

@@ -230,6 +230,9 @@ def check_machine(config: Config) -> None:
     local_ranks = _number_in_environment(name)
     if use_cuda and local_ranks > num_gpus:
         _fail(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
+        reason = "needs CUDA devices and compile.enable = true; set it to false"
+        _fail("parallelism.enable_async_tensor_parallel", True, reason)
     folder = config.dump_folder
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

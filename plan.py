@@ -37,6 +37,11 @@ def dry_run_table(config: Config, world_size: int) -> None:
     with one_line_errors():
         grid_shape, periodic = grid_of(config)
         variables = expand_levels(config.data.variables, config.data.levels)
+        if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
+            schedule = config.parallelism.pipeline_parallel_schedule
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
+            )
     started = time.perf_counter()
     result = dry_run(config, world_size, grid_shape, len(variables), periodic)
     print(f"{result.table()}\n\nno rank was started; {time.perf_counter() - started:.0f} s")

@@ -27,7 +27,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.names import canonical
 from parallelisms.pieces import TokenShards
 from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
-from parallelisms.tensor_parallel import apply_tensor_parallel
+from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 from parallelisms.zero1 import Zero1
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -150,6 +150,8 @@ def parallelize(
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
             apply_tensor_parallel(part, mesh.parameters["tp"])
+            if parallelism.enable_async_tensor_parallel:
+                enable_async_tensor_parallel(mesh.parameters.get_group("tp").group_name)
         # Context parallelism replaces attention, whose heads are by now those of this rank.
         share_samples(part, model, shards, mesh, parallelism.context_parallel_method)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.

@@ -37,6 +37,19 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, block_plan())
 
 
+def enable_async_tensor_parallel(group_name: str) -> None:
+    """Compile may split a gather and its matrix product, and run one's parts while the other's are sent.
+
+    Wang et al. 2023, as torch's inductor does it over symmetric memory; for CUDA, before the blocks are
+    compiled.
+    """
+    from torch._inductor import config as inductor_config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor_config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]  # 2.13 gives the name a type of its own
+
+
 def block_plan() -> dict[str, ParallelStyle]:
     """qkv's rows are ordered by head, so that a slice of them is whole heads (models/vit.py)."""
     return {

@@ -122,7 +122,9 @@ def _step(config: Config, grid_shape: tuple[int, int], num_variables: int, perio
         sum(map(local_bytes, parameters.values())),
         gradients,
         sum(map(local_bytes, states)),
-        {str(getattr(kind, "value", kind)): size for kind, size in peak.items()},
+        with_micro_batches(
+            {str(getattr(kind, "value", kind)): n for kind, n in peak.items()}, in_flight(config)
+        ),
         record.table(),
         record.calls,
     )
@@ -150,12 +152,18 @@ def _run(
         target = model.geometry.to_pieces(torch.empty(batch, channels[0], *grid_shape))
         inputs = model.geometry.to_pieces(torch.empty(batch, channels[1], *grid_shape))
         pieces = model.shards.cut_output(target)
+        size = config.parallelism.pipeline_parallel_microbatch_size
         with Recorder(model.mesh) as calls:
-            model.forward_backward(
-                model.shards.cut_input(inputs), pieces, torch.empty_like(pieces), loss, 1.0, last
-            )
+            if model.pipeline:  # one of the micro-batches that pass through the first stage
+                output = model.parts[0](model.shards.cut_input(inputs)[:size])
+                output.backward(torch.empty_like(output))
+            else:
+                model.forward_backward(
+                    model.shards.cut_input(inputs), pieces, torch.empty_like(pieces), loss, 1.0, last
+                )
+        repeated = batch // size if model.pipeline else 1
         for call, number in calls.calls.items():
-            record.calls[call] += number * (1 if last else accumulation - 1)
+            record.calls[call] += number * repeated * (1 if last else accumulation - 1)
     parameters = [p for _, p in model.named_parameters()]
     gradients = sum(local_bytes(p.grad) for p in parameters if p.grad is not None)
     with record:
@@ -164,6 +172,25 @@ def _run(
         optimizer.step()
     model.zero_grad()
     return gradients, record
+
+
+def with_micro_batches(peak: dict[str, int], number: int) -> dict[str, int]:
+    """The peak with the activations of `number` micro-batches instead of one."""
+    more = (number - 1) * peak.get("Activation", 0)
+    return peak | {key: peak[key] + more for key in ("Activation", "Total") if key in peak}
+
+
+def in_flight(config: Config) -> int:
+    """Micro-batches whose activations the first stage of a pipeline holds at once; 1 without a pipeline.
+
+    1F1B starts one a stage before the first comes back, GPipe all of them.
+    """
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    chunks = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    gpipe = parallelism.pipeline_parallel_schedule == "GPipe"
+    return chunks if gpipe else min(chunks, parallelism.pipeline_parallel_degree)
 
 
 def local_bytes(tensor: Tensor) -> int:

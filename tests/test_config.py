@@ -143,6 +143,7 @@ COMMAND_LINES = [
         "--training.global_batch_size 40",
         "global_batch_size = 40: not a multiple of local_batch_size",
     ),
+    ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     (

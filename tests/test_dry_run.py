@@ -61,6 +61,14 @@ def test_collectives_are_those_of_the_formula(monkeypatch):
         assert result.calls[call] == number
 
 
+def test_a_pipeline_shows_its_first_stage(monkeypatch):
+    options = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"]
+    result = run(monkeypatch, *options, world=2)
+    assert result.total_parameters / 2 * 0.9 < result.parameters < result.total_parameters / 2 * 1.1
+    gpipe = run(monkeypatch, *options, "--parallelism.pipeline_parallel_schedule=GPipe", world=2)
+    assert gpipe.peak["Activation"] == 4 * result.peak["Activation"]  # 8 micro-batches in flight, not 2
+
+
 def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
     command = [sys.executable, "plan.py", "--dry_run", "--data.grid_shape=[32,64]"]
     done = subprocess.run(
