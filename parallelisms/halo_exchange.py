@@ -5,7 +5,7 @@ Shapes: B batch, D channels, h x w the tile of the grid on this rank, k cells of
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # type: ignore[reportPrivateImportUsage]
 )
@@ -17,7 +17,7 @@ NOBODY = -1  # no neighbour: a pole, or the edge of a regional grid
 
 # An operator of its own rather than an autograd.Function: compile keeps it whole (no graph break under
 # fullgraph), and fake tensors know its shapes, so that a dry run needs no neighbours.
-@torch.library.custom_op("rossby::swap_strips", mutates_args=())
+@library.custom_op("rossby::swap_strips", mutates_args=())
 def swap_strips(
     to_previous: Tensor, to_next: Tensor, previous: int, next: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
