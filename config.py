@@ -118,6 +118,12 @@ class Training:
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
     gc_freq: Positive = 50  # Python's garbage is collected every so many steps and not in between
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
+    # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never
+    max_wall_time: str = ""
+    # skip a step whose loss lies so many robust deviations (1.4826 x median absolute deviation) above the
+    # median of the last 100; 0: skip only what is not finite
+    spike_threshold: NonNegative = 0.0
+    max_skipped_steps: Count = 10  # of 100; more: back to the last checkpoint, other samples, then the end
 
 
 @dataclass(frozen=True)
@@ -177,8 +183,13 @@ class Float8:
 class Checkpoint:
     enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
     interval: Positive = 500  # steps between saves; the last step is always saved
-    async_mode: Literal["disabled", "async"] = "async"  # write in the background
+    interval_minutes: NonNegative = 0.0  # minutes between saves, besides; 0: by steps alone
+    # "async": copy, then write in the background; "async_with_pinned_mem": copy during the next forward and
+    # backward too
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
     keep_latest_k: Count = 5  # complete checkpoints kept; 0: all
+    # start from the weights of another run (its folder or one of its checkpoints), for fine-tuning
+    initial_load_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,17 @@ class Profiling:
 @dataclass(frozen=True)
 class Comm:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
-    timeout_seconds: Positive = 600  # a collective that takes longer ends the run
+    timeout_seconds: Positive = 600  # a rank that is not heard of for so long ends the run
+    train_timeout_seconds: Positive = 100  # the same after the first step, when all is compiled
+
+
+@dataclass(frozen=True)
+class FaultTolerance:
+    enable: bool = False  # replicas (runs of their own) average gradients and may leave and rejoin (torchft)
+    replica_id: Count = 0  # which replica this run is
+    group_size: Positive = 1  # replicas that share the global batch when all are there
+    min_replica_size: Positive = 1  # replicas without which no step is taken
+    lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
 
 
 @dataclass(frozen=True)
@@ -228,6 +249,7 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
 
     @property
     def dump_folder(self) -> Path:
