@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 
@@ -190,6 +190,8 @@ class Checkpoint:
     keep_latest_k: Count = 5  # complete checkpoints kept; 0: all
     # start from the weights of another run (its folder or one of its checkpoints), for fine-tuning
     initial_load_path: str = ""
+    # score whose best checkpoint is kept in best/, for example "val/rmse/geopotential:500@24h"; empty: none
+    keep_best: str = ""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ class Validation:
     lead_hours: tuple[Positive, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
     local_batch_size: Positive = 16  # initial dates a rank takes through the model at once
     plots: bool = True  # loss curve, error against lead time, and maps into plots/
+    # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
+    early_stop_patience: Count = 0
 
 
 @dataclass(frozen=True)
@@ -219,14 +223,35 @@ class Profiling:
 @dataclass(frozen=True)
 class Comm:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
-    timeout_seconds: Positive = 600  # a rank that is not heard of for so long ends the run
-    train_timeout_seconds: Positive = 100  # the same after the first step, when all is compiled
+    # a rank that is not heard of, or does not get on, for so long ends the run: until the first step is done,
+    # and in validations, saves and the end
+    timeout_seconds: Positive = 600
+    train_timeout_seconds: Positive = 100  # the same in all later steps, when all is compiled
+
+
+@dataclass(frozen=True)
+class Forecast:
+    path: str = ""  # the Zarr store to write; empty: forecast.zarr in the run's folder
+    # checkpoint, or folder of a run, to forecast from; empty: the newest of job.dump_folder
+    checkpoint: str = ""
+    averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
+    # first and last initial date, both included; empty: data.validation_period
+    period: tuple[str, ...] = ()
+    interval_hours: Count = 0  # between initial dates, all of which must be there; 0: every date there is
+    num_steps: Positive = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
+    include_initial_state: bool = False  # write the lead of 0 h too
+    local_batch_size: Positive = 8  # states (dates x members) a rank takes through the model at once
+    num_members: Positive = 1  # members of an ensemble; the first starts from the analysis itself
+    # deviation of the others' initial states, over that of each variable's change in a step
+    perturbation: NonNegative = 0.2
+    seed: Annotated[int, Range(0, 10**12)] = 0  # perturbations are a function of (seed, date, member)
 
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    enable: bool = False  # replicas (runs of their own) average gradients and may leave and rejoin (torchft)
-    replica_id: Count = 0  # which replica this run is
+    # replicas (runs of their own) average gradients and may leave and rejoin (torchft, an extra)
+    enable: bool = False
+    replica_id: Count = 0  # which replica this run is, from 0; it writes into replica-<id> of job.dump_folder
     group_size: Positive = 1  # replicas that share the global batch when all are there
     min_replica_size: Positive = 1  # replicas without which no step is taken
     lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
@@ -249,11 +274,18 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
+    forecast: Forecast = field(default_factory=Forecast)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
 
     @property
-    def dump_folder(self) -> Path:
+    def job_folder(self) -> Path:
         return Path(self.job.dump_folder or f"outputs/{Path(self.job.config_file).stem}")
+
+    @property
+    def dump_folder(self) -> Path:
+        """The run's folder; each replica is a run of its own."""
+        place = self.fault_tolerance
+        return self.job_folder / f"replica-{place.replica_id}" if place.enable else self.job_folder
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
@@ -279,8 +311,22 @@ def load_config(argv: list[str]) -> Config:
 def to_toml(config: Config) -> str:
     """The resolved configuration; running it again repeats the run."""
     values = dataclasses.asdict(config)
-    values["job"] = {"dump_folder": str(config.dump_folder)}
+    values["job"] = {"dump_folder": str(config.job_folder)}
     return tomli_w.dumps(values)
+
+
+def settings_of_replicas(config: Config, num_ranks: int) -> dict[str, Any]:
+    """What all replicas of a run must have alike, key -> value; where they find their data may differ."""
+    sections = ("data", "model", "optimizer", "lr_scheduler", "training", "parallelism", "float8")
+    own = {"data.path", "data.static_path", "data.cache_gib", "data.num_workers", "data.prefetch_factor"}
+    own |= {"training.max_wall_time", "training.gc_freq"}
+    values = {
+        f"{section}.{key}": value
+        for section in sections
+        for key, value in dataclasses.asdict(getattr(config, section)).items()
+        if f"{section}.{key}" not in own
+    }
+    return values | {"fault_tolerance.group_size": config.fault_tolerance.group_size, "ranks": num_ranks}
 
 
 @contextmanager

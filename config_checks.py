@@ -7,7 +7,7 @@ import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from command_line import ConfigError
+from command_line import ConfigError, nearest
 from config import Config, Data, Model, Parallelism, Validation
 from datasets.variables import expand_levels
 from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
@@ -26,6 +26,8 @@ def check(config: Config) -> None:
     _check_training(config)
     _check_ranks(config)
     _check_validation(config.validation, config.data.step_hours)
+    _check_best(config)
+    _check_forecast(config)
 
 
 def _check_unet(config: Config) -> None:
@@ -119,6 +121,21 @@ def _check_training(config: Config) -> None:
         _fail("training.variable_weights", list(weights), reason)
     if weights and not any(weights):
         _fail("training.variable_weights", list(weights), "one of them must be above 0")
+    wall_time_seconds(config.training.max_wall_time)
+
+
+def wall_time_seconds(text: str) -> float:
+    """Seconds of training.max_wall_time, "hours:minutes:seconds"; inf for ""."""
+    if not text:
+        return math.inf
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        _fail("training.max_wall_time", text, "write hours:minutes:seconds, for example 11:45:00")
+    hours, minutes, seconds = map(int, parts)
+    if minutes > 59 or seconds > 59 or not hours + minutes + seconds:
+        reason = "minutes and seconds must be below 60, and the time above 0; leave it empty for no limit"
+        _fail("training.max_wall_time", text, reason)
+    return float(3600 * hours + 60 * minutes + seconds)
 
 
 def _check_ranks(config: Config) -> None:
@@ -132,11 +149,27 @@ def _check_ranks(config: Config) -> None:
     if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
         reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
         _fail("parallelism.data_parallel", "zero1", reason)
+    replicas = _check_replicas(config)
     batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
+    smallest *= replicas
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
         reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
         _fail("training.global_batch_size", batch, reason)
+
+
+def _check_replicas(config: Config) -> int:
+    """How many replicas share a global batch."""
+    place = config.fault_tolerance
+    if not place.enable:
+        return 1
+    if place.replica_id >= place.group_size:
+        reason = f"replicas are numbered from 0 to {place.group_size - 1}, fault_tolerance.group_size - 1"
+        _fail("fault_tolerance.replica_id", place.replica_id, reason)
+    if place.min_replica_size > place.group_size:
+        reason = f"more than fault_tolerance.group_size = {place.group_size}; lower it"
+        _fail("fault_tolerance.min_replica_size", place.min_replica_size, reason)
+    return place.group_size
 
 
 def _check_tiles(parallelism: Parallelism, model: str) -> None:
@@ -215,13 +248,45 @@ def _check_validation(validation: Validation, step_hours: int) -> None:
             _fail("validation.lead_hours", leads, f"{hours} is listed twice; name it once")
 
 
+def _check_best(config: Config) -> None:
+    """The score that decides which checkpoint is the best, and when a run ends early."""
+    name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
+    if patience and not name:
+        reason = 'needs a score to judge by; set checkpoint.keep_best, for example to "val/loss"'
+        _fail("validation.early_stop_patience", patience, reason)
+    if not name:
+        return
+    validation = config.validation
+    if not (config.checkpoint.enable and validation.enable and validation.interval):
+        reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
+        _fail("checkpoint.keep_best", name, reason)
+    if config.fault_tolerance.enable:
+        _fail("checkpoint.keep_best", name, "with fault_tolerance.enable replicas would judge each for itself")
+    first, *others = sorted(validation.lead_hours)
+    suffixes = ["", *(f"@{hours}h" for hours in others)]
+    scores = [f"val/rmse/{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
+    if name not in ("val/loss", *scores):
+        _fail("checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}")
+
+
+def _check_forecast(config: Config) -> None:
+    forecast = config.forecast
+    parse_period("forecast.period", forecast.period)
+    if forecast.interval_hours and not (forecast.period or config.data.validation_period):
+        reason = "needs a first date to count from; set forecast.period"
+        _fail("forecast.interval_hours", forecast.interval_hours, reason)
+
+
 def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
     import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
 
     from models.attention import check_backend
     from parallelisms.float8 import check_float8
+    from parallelisms.replicas import check_replicas
 
+    if config.fault_tolerance.enable:
+        check_replicas(config.fault_tolerance)
     backend, num_gpus = config.comm.backend, torch.cuda.device_count()
     if backend == "nccl" and not num_gpus:
         _fail("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')

@@ -2,26 +2,45 @@
 # Trains: sets the project up the first time, then starts train.py on every process of this node.
 #   ./run_train.sh                                                 the demo, no data needed
 #   ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
-# NGPU: processes on this node (default: the GPUs there are, else 1). NNODES, RDZV_ENDPOINT: several nodes.
+# NGPU: processes on this node (default: the GPUs there are, else 1).
+# NNODES, RDZV_ENDPOINT=host:port: several nodes, the same command on each. NNODES=4, or a range, 2:4: the job starts with
+#   two and takes in others as they come. The endpoint's node serves the others: it must live, and be named by an address
+#   that they reach it at. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network, where the way to the endpoint is not it.
+# MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0; for a range of
+#   nodes 3, as every node that goes costs one).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
+# ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
+# Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again.
 set -euo pipefail
 cd "$(dirname "$0")"
+export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source ./setup.sh
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
+MAX_RESTARTS=${MAX_RESTARTS:-$([[ "$NNODES" == *:* ]] && echo 3 || echo 0)}
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # a broken connection is one line here, not C++ frames
 
-# One process needs no launcher; help and print_config start no rank.
-if [[ "$NGPU" == 1 && "$NNODES" == 1 || " $* " =~ [[:space:]](-h|--help|--job.print_config[^[:space:]]*)[[:space:]] ]]; then
+refuse() { echo "rossby: $1 = '${!1}': an environment variable; $2" >&2 && exit 2; }
+[[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || refuse MAX_RESTARTS "write a whole number"
+[[ "$NNODES" =~ ^[0-9]+(:[0-9]+)?$ ]] || refuse NNODES "write a number of nodes, or a range, 2:4"
+if [[ "$NNODES" != 1 ]]; then
+    RDZV_ENDPOINT=${RDZV_ENDPOINT:-}
+    [[ "$RDZV_ENDPOINT" =~ .:[0-9]+$ ]] || refuse RDZV_ENDPOINT "write host:port of the first node, a free port"
+fi
+
+# One process needs no launcher, unless it is to be restarted; help and print_config start no rank.
+if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
+    " $* " =~ [[:space:]](-h|--help|--job.print_config[^[:space:]]*)[[:space:]] ]]; then
     NNODES=1 NGPU=1 exec "$PYTHON" train.py "$@"
 fi
 # Bad input ends here: one line, exit code 2, before any rank exists.
 "$PYTHON" config.py "$@"
 # Processes that share a machine share its cores, or they take them from each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
-if [[ "$NNODES" == 1 ]]; then
-    rendezvous=(--standalone)
-else
-    rendezvous=(--rdzv_backend c10d --rdzv_endpoint "${RDZV_ENDPOINT:?set RDZV_ENDPOINT=host:port of the first node}")
+endpoint=()
+if [[ "$NNODES" != 1 ]]; then
+    endpoint=(--rdzv_endpoint "$RDZV_ENDPOINT")
 fi
-exec "$PYTHON" -m torch.distributed.run --nproc_per_node "$NGPU" --nnodes "$NNODES" "${rendezvous[@]}" train.py "$@"
+exec "$PYTHON" -m training.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
+    "${endpoint[@]}" train.py "$@"

@@ -10,15 +10,15 @@ import logging
 import os
 import sys
 import time
-import warnings
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from config import Config, one_line_errors, start, to_toml
+from config import Config, one_line_errors, settings_of_replicas, start, to_toml
 from config_checks import check_machine, check_model, degrees_asked
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
@@ -29,24 +29,26 @@ from models.build import build_model
 from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
-from training.checkpoint import Checkpointer, check_steps, resume, run_state
-from training.determinism import set_determinism
-from training.divergence import FiniteWatch, TrainingDiverged
+from parallelisms.replicas import ReplicaLost
+from training.activity import activity
+from training.bad_steps import BadSteps, TrainingDiverged, step_unless
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import check_steps
+from training.determinism import seed_step, set_determinism
 from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
-from training.losses import (
-    change_weights,
-    mse_loss,
-    mse_weights,
-    relative_l2_loss,
-    relative_l2_weights,
-    sum_of_squares,
-    variable_weights,
-)
+from training.handover import join_replicas
+from training.initial_weights import Channels, load_initial_weights
+from training.losses import variable_weights
 from training.lr_schedules import lr_factor, peak_lr
+from training.messages import start_logging
 from training.metrics import Metrics, peak_tflops
+from training.objective import Objective
 from training.optimizers import build_optimizer, set_lr
+from training.preemption import EXIT_SAVED, Agreement, farewell
 from training.profiler import Profiler, span
+from training.run_state import Progress, RunState, global_batch_size, go_back, resume
+from training.watchdog import Watchdog
 from verification.baselines import fit_baselines
 from verification.plots import plot_loss, plot_maps, plot_rmse
 from verification.rollout import model_forecast
@@ -57,9 +59,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BASELINE_SAMPLES = 400  # training samples that damped persistence is fitted on, evenly spaced
 
 
-def train(config: Config) -> None:
-    """One run, from the data to the last validation, on every rank."""
+def train(config: Config, watchdog: Watchdog | None = None) -> None:
+    """One run, from the data to the last validation, on every rank. SystemExit: to be started again."""
     data, training, folder = config.data, config.training, config.dump_folder
+    watchdog = watchdog or Watchdog(folder, config.comm)
     dtype = DTYPES[training.mixed_precision_param]
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
@@ -79,7 +82,12 @@ def train(config: Config) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     degrees = resolve_degrees(num_ranks, **degrees_asked(config.parallelism))
     mesh = build_mesh(device.type, degrees, config.parallelism.axis_order)
-    set_determinism(training.seed, mesh.dp_rank, training.deterministic, training.tf32)
+    place = config.fault_tolerance
+    num_replicas, replica = (place.group_size, place.replica_id) if place.enable else (1, 0)
+    dp, dp_rank = degrees.dp * num_replicas, degrees.dp * replica + mesh.dp_rank  # of all replicas
+    max_wall_time, minutes = training.max_wall_time, config.checkpoint.interval_minutes
+    agreement = Agreement(max_wall_time, minutes, config.comm.timeout_seconds).listen(watchdog)
+    set_determinism(training.deterministic, training.tf32)
     if num_ranks > 1:
         logger.info(f"{num_ranks} ranks\n{mesh.picture()}")
     if rank == 0:
@@ -131,39 +139,20 @@ def train(config: Config) -> None:
 
     # -- loss and optimiser ------------------------------------------------------------------------
     area_weight = torch.tensor(area, dtype=torch.float32, device=device)  # (H,)
-    loss_weights = loss_weights.to(device)  # (V,)
-    if training.weight_by_change:
-        loss_weights = loss_weights * change_weights(normalizer.change_scale.flatten())
-
-    def weights_of(target: Tensor, mask: Tensor) -> Tensor:
-        """(B, V, H, W): what each squared error of a normalised state weighs in the loss."""
-        if training.loss == "relative_l2":
-            return relative_l2_weights(mask, target)
-        return mse_weights(mask, area_weight, loss_weights)
-
-    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        """The share of the loss that a piece of a batch has; shares add up."""
-        squares = sum_of_squares(output, target, weights)  # (B,)
-        if training.loss == "relative_l2":
-            return relative_l2_loss(squares, training.local_batch_size, model.shards.sum_over_pieces)
-        return mse_loss(squares)
-
-    def cut(fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, and
-        weights.
-        """
-        values, mask = normalizer.normalize(fields)
-        state, target = values[:, 0], values[:, 1]
-        weights = weights_of(target, mask[:, 1]) * normalizer.output_scale.square()
-        return (
-            model.shards.cut_input(plan.to_pieces(conditions.append(state, times))),
-            model.shards.cut_output(plan.to_pieces(normalizer.expected_output(state, target))),
-            model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
-        )
-
+    objective = Objective(
+        training.loss,
+        plan,
+        model.shards,
+        conditions,
+        normalizer,
+        area_weight,
+        loss_weights,
+        training.local_batch_size,
+        training.weight_by_change,
+    )
     if model.pipeline:
         micro_batches = training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches, loss_of)
+        model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches, objective.share)
     optim, schedule = config.optimizer, config.lr_scheduler
     betas = (optim.beta1, optim.beta2)
     optimizer = build_optimizer(
@@ -171,10 +160,7 @@ def train(config: Config) -> None:
     )
     average = EMA(parameters, training.ema_decay) if training.ema_decay else None
     scaler = LossScaler(enabled=dtype == torch.float16)
-    smallest_batch = training.local_batch_size * degrees.dp
-    global_batch = max(training.global_batch_size, smallest_batch)
-    accumulation = global_batch // smallest_batch
-    peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
+    run = RunState(parameters, optimizer, scaler, average, Progress())
 
     # -- validation: every date of the period, beside what costs nothing ---------------------------
     forecast = model_forecast(model.predict, normalizer, conditions, data.step_hours * 3600)
@@ -195,31 +181,42 @@ def train(config: Config) -> None:
         fitted = samples("train", [0, *leads], limit=BASELINE_SAMPLES)
         baselines = fit_baselines(fitted, mean_field, area_weight, leads, batch_size)
 
-    def physical_loss(predicted: Tensor, truth: Tensor) -> Tensor:
-        """The loss of one sample of whole physical fields (1, V, H, W)."""
-        target, mask = normalizer.normalize(truth)
-        squares = sum_of_squares(normalizer.normalize(predicted)[0], target, weights_of(target, mask))
-        return squares.sqrt().mean() if training.loss == "relative_l2" else mse_loss(squares)
-
     def validate(step: int) -> Scores | None:
         if validation is None:
             return None
         model.train(False)
-        with average.in_place() if average else nullcontext():  # the averages are what gets used
-            scores = validation.run(forecast, baselines, physical_loss)
+        if checkpointer:
+            checkpointer.before_update()  # averages take the place of weights that are still being copied
+        # The averages are what gets used.
+        with span("validation"), average.in_place() if average else nullcontext():
+            scores = validation.run(forecast, baselines, objective.of_fields)
         model.train()
         metrics.write(scores.record(step))
         return scores
 
     # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
-    step, checkpointer = 0, None
-    if config.checkpoint.enable:
-        background, keep = config.checkpoint.async_mode == "async", config.checkpoint.keep_latest_k
-        checkpointer = Checkpointer(folder / "checkpoints", background, keep, to_toml(config))
-        with one_line_errors():
-            step = resume(checkpointer, parameters, optimizer, scaler, average, device)
+    checkpointer, replicas, resumed, progress = None, None, False, run.progress
+    bad_steps = BadSteps(training.spike_threshold, training.max_skipped_steps, device)
+    with one_line_errors():
+        if config.checkpoint.enable:
+            mode, keep = config.checkpoint.async_mode, config.checkpoint.keep_latest_k
+            checkpointer = Checkpointer(folder / "checkpoints", mode, keep, to_toml(config), asdict(degrees))
+            resumed = resume(checkpointer, run)
+        if config.checkpoint.initial_load_path and not resumed:
+            path, channels = config.checkpoint.initial_load_path, Channels.of(asdict(data))
+            load_initial_weights(Path(path), parameters, channels)
+            if average:
+                average.restart()
+        if place.enable:
+            settings = settings_of_replicas(config, num_ranks)
+            replicas = join_replicas(place, settings, run, bad_steps, config.comm)
+        smallest_batch = training.local_batch_size * dp
+        progress.global_batch = global_batch_size(training.global_batch_size, smallest_batch, progress)
+    step, global_batch = progress.step, progress.global_batch
+    accumulation = global_batch // smallest_batch
+    peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
     sampler = TrainSampler(
-        len(train_set), training.seed, training.local_batch_size, accumulation, mesh.dp_rank, degrees.dp
+        len(train_set), training.seed, training.local_batch_size, accumulation, dp_rank, dp
     )
     loader = TrainLoader(
         train_set, sampler, data.num_workers, data.prefetch_factor, pin=device.type == "cuda"
@@ -229,37 +226,58 @@ def train(config: Config) -> None:
         resume_step=step,
         steps=training.steps,
         tensorboard=config.metrics.enable_tensorboard,
-        flops_per_sample=3 * plan.flops(),
+        flops_per_sample=3 * plan.flops() / num_replicas,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
     )
     profiler = Profiler(folder / "traces", config.profiling, rank, step)
-    watch = FiniteWatch(step, device)
     logger.info(
         f"{num_parameters / 1e6:.1f} M parameters, "
         f"{plan.describe()}, {plan.in_channels} channels in, {len(variables)} out; "
-        f"global batch {global_batch} = {training.local_batch_size} x {degrees.dp} ranks x {accumulation}; "
+        f"global batch {global_batch} = {training.local_batch_size} x {dp} ranks x {accumulation}; "
         f"from step {step} to {training.steps} on {device}"
     )
 
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
     gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
-    batches = loader.iterate(step)
+    batches = loader.iterate(progress.samples, progress.rollbacks)
     model.train()
     metrics.start_interval()
-    with profiler:
-        while step < training.steps:
+    first, stop = step + 1, ""
+    with profiler, agreement:
+        while step < training.steps and not stop:
+            activity.chapter("train", step + 1)
+            if replicas:
+                with span("replicas"):
+                    there = replicas.begin_step()
+                if there != step:  # the others went on without this replica, which now has their state
+                    step, batches = there, loader.iterate(progress.samples, progress.rollbacks)
+                    first = step + 1
+                    model.after_update()
+                    metrics.start_interval()
+                    continue
             step += 1
             last = step == training.steps
             step_loss, data_seconds = torch.zeros((), device=device), 0.0
+            seed_step(training.seed, step, dp_rank)
             for micro_batch in range(accumulation):
                 with span("data"):
                     started = time.perf_counter()
                     fields, times = next(batches)  # (B, 2, V, H, W), (B,)
                     data_seconds += time.perf_counter() - started
                     fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
-                pieces, exchange = cut(fields, times), micro_batch == accumulation - 1
-                share = model.forward_backward(*pieces, loss_of, scaler.factor / accumulation, exchange)
+                pieces, exchange = objective.cut(fields, times), micro_batch == accumulation - 1
+                share = model.forward_backward(
+                    *pieces, objective.share, scaler.factor / accumulation, exchange
+                )
                 step_loss += share / accumulation
+            if replicas:
+                with span("replicas"):
+                    replicas.average(step_loss, parameters.values())
+                    committed = replicas.commit()
+                if not committed:  # a replica was lost: the same samples again, with those that are left
+                    step, batches = progress.step, loader.iterate(progress.samples, progress.rollbacks)
+                    model.zero_grad()
+                    continue
             with span("optimizer"):
                 factor = lr_factor(
                     step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
@@ -268,38 +286,63 @@ def train(config: Config) -> None:
                 scaler.unscale(parameters.values())
                 grad_norm = total_norm(parameters.values(), model.pipeline_group)
                 clip(parameters.values(), training.max_norm, grad_norm)
+                bad = bad_steps.judge(step, step_loss, grad_norm, overflow_is_normal=scaler.enabled)
+                if checkpointer:
+                    checkpointer.before_update()  # the save in flight has its copies
                 if scaler.good(grad_norm):
-                    optimizer.step()
+                    step_unless(bad, optimizer)
                     model.after_update()
                     if average:
                         average.update(step)
                 model.zero_grad()
-            # fp16: a gradient that overflows is what the scaler is there for; a loss that does is not.
-            watch.see(*((step_loss,) if scaler.enabled else (step_loss, grad_norm)))
-            metrics.count(global_batch, data_seconds)
+            progress.step, progress.samples = step, progress.samples + global_batch
+            present = replicas.present if replicas else 1
+            metrics.count(global_batch * present // num_replicas, data_seconds)
 
-            # -- on a schedule ---------------------------------------------------------------------
+            # -- on a schedule, or agreed on by all ranks at the step before -----------------------
+            if step == first:
+                watchdog.first_step_done(agreement.group, mesh.groups)
+            decision = agreement.at(checkpointer.last_seconds if checkpointer else 0.0)
+            stop, due = decision.stop, last or step % config.checkpoint.interval == 0
+            # One replica saves; one that is told to stop does not know who else is.
+            saving = checkpointer and (stop or (due or decision.save) and (not replicas or replicas.is_first))
+            if last or saving or step % config.metrics.log_freq == 0:
+                if bad_steps.too_many(step, last):  # of all ranks alike
+                    go_back(None if replicas else checkpointer, run, bad_steps)
+                    step, batches = progress.step, loader.iterate(progress.samples, progress.rollbacks)
+                    metrics.go_back(step)
+                    continue
             if last or step % config.metrics.log_freq == 0:
-                watch.check(step, checkpointer)
-                dist.all_reduce(step_loss)
-                metrics.log_step(step, step_loss / degrees.dp, grad_norm, peak * factor, device)
+                with span("log"):
+                    dist.all_reduce(step_loss)
+                    metrics.log_step(step, step_loss / degrees.dp, grad_norm, peak * factor, device)
             if step % training.gc_freq == 0:
                 gc.collect(1)
-            if checkpointer and (last or step % config.checkpoint.interval == 0):
+            if saving and checkpointer and not (bad_steps.now and not stop):
                 with span("checkpoint"):
-                    watch.check(step, checkpointer)  # NaN must not become the newest checkpoint
-                    checkpointer.save(step, run_state(parameters, optimizer, scaler, average, step, device))
+                    checkpointer.save(step, run.tensors())
+                agreement.saved()
                 metrics.start_interval()
-            if config.validation.interval and step % config.validation.interval == 0 and not last:
+            between = config.validation.interval and step % config.validation.interval == 0
+            if between and not last and not stop:
                 if scores := validate(step):
                     logger.info(f"step {step}, {scores.table()}")
                 metrics.start_interval()
             profiler.step()
     gc.enable()
+    activity.chapter("end", step)
+    if replicas:
+        replicas.close() if stop else replicas.finish()
     if checkpointer:
-        checkpointer.wait()
+        checkpointer.close()
 
-    # -- at the end: scores and plots --------------------------------------------------------------
+    # -- at the end: scores and plots, unless it is to be started again ----------------------------
+    if stop:
+        if rank == 0:
+            print(f"rossby: {farewell(stop, step, checkpointer is not None)}", file=sys.stderr)
+        metrics.close()
+        leave(watchdog, agreement)
+        sys.exit(EXIT_SAVED)
     scores = validate(step)
     metrics.close()
     if validation and scores and config.validation.plots:
@@ -312,32 +355,28 @@ def train(config: Config) -> None:
             plot_maps(*example, scores.lead_hours[0], grid, land, folder / "plots/maps.png")
     if rank == 0:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
+    leave(watchdog, agreement)
+
+
+def leave(watchdog: Watchdog, agreement: Agreement) -> None:
+    """All ranks together."""
+    watchdog.stop()
+    agreement.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def start_logging(is_first: bool) -> None:
-    """One line a message from rank 0; other ranks speak of warnings and errors only."""
-    logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
-    # Said by every rank, known, and nothing to be done about: gloo has no all-to-all, a mesh of two axes is
-    # reduced one axis after the other, and nobody writes into what FSDP's modules return.
-    for name in ("_redistribute", "_collective_utils"):
-        logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd.* is deprecated")
 
 
 def main() -> None:
     config = start(sys.argv[1:])
     is_first = os.environ.get("RANK", "0") == "0"
     start_logging(is_first)
-    try:
-        train(config)
-    except TrainingDiverged as error:
-        if is_first:
-            print(f"rossby: {error}", file=sys.stderr)
-        sys.exit(1)
+    with Watchdog(config.dump_folder, config.comm) as watchdog:
+        try:
+            train(config, watchdog)
+        except (TrainingDiverged, ReplicaLost) as error:
+            if is_first:
+                print(f"rossby: {error}", file=sys.stderr)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ class FieldDataset(Dataset):
 
 
 class TrainSampler(Sampler[list[int]]):
-    """Endless local batches. Global batch k is a function of (seed, k): ranks only decide who takes which
-    part.
+    """Endless local batches. What the n-th sample of a run is, is a function of (seed, n): ranks only decide
+    who takes which part.
 
     The samples are drawn without replacement, epoch after epoch, and a batch may straddle two epochs.
     """
@@ -84,27 +84,28 @@ class TrainSampler(Sampler[list[int]]):
     ) -> None:
         self.num_samples, self.seed, self.local_batch_size = num_samples, seed, local_batch_size
         self.accumulation, self.rank, self.num_ranks = accumulation, rank, num_ranks
-        self.start_step = 0
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+        self.taken, self.shuffle = 0, 0  # samples of earlier steps; which of many orders
+        self._order: tuple[tuple[int, int], Tensor] = ((-1, -1), torch.empty(0))
 
     def __iter__(self) -> Iterator[list[int]]:
-        step = self.start_step
+        taken = self.taken
         while True:
             for micro in range(self.accumulation):
-                yield self.local_batch(step, micro)
-            step += 1
+                yield self.local_batch(taken, micro)
+            taken += self.accumulation * self.num_ranks * self.local_batch_size
 
-    def local_batch(self, step: int, micro: int) -> list[int]:
-        """What this rank takes as micro-batch `micro` of global batch `step`."""
-        first = ((step * self.accumulation + micro) * self.num_ranks + self.rank) * self.local_batch_size
+    def local_batch(self, taken: int, micro: int) -> list[int]:
+        """What this rank takes as micro-batch `micro` of the global batch after `taken` samples."""
+        first = taken + (micro * self.num_ranks + self.rank) * self.local_batch_size
         return [self.sample(position) for position in range(first, first + self.local_batch_size)]
 
     def sample(self, position: int) -> int:
         """The sample at a place in the endless sequence of shuffled epochs."""
         epoch, offset = divmod(position, self.num_samples)
-        if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._order = (epoch, torch.randperm(self.num_samples, generator=generator))
+        if self._order[0] != (self.shuffle, epoch):
+            seed = self.seed * 1_000_003 + self.shuffle * 998_244_353 + epoch
+            generator = torch.Generator().manual_seed(seed)
+            self._order = (self.shuffle, epoch), torch.randperm(self.num_samples, generator=generator)
         return int(self._order[1][offset])
 
 
@@ -129,7 +130,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
 
 class TrainLoader:
-    """Endless batches from any step on. Its state is a step: resuming costs no replay."""
+    """Endless batches from any place on. Its state is a number of samples: resuming costs no replay."""
 
     def __init__(
         self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool
@@ -137,9 +138,11 @@ class TrainLoader:
         self.sampler = sampler
         self.loader = build_loader(dataset, sampler, num_workers, prefetch, pin)
 
-    def iterate(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches from global batch `step` on: fields (B, K, V, H, W), first dates (B,)."""
-        self.sampler.start_step = step
+    def iterate(self, taken: int, shuffle: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches after `taken` samples: fields (B, K, V, H, W), first dates (B,). `shuffle` numbers
+        the order of samples: another one after going back.
+        """
+        self.sampler.taken, self.sampler.shuffle = taken, shuffle
         return iter(self.loader)
 
 

@@ -4,7 +4,8 @@ import importlib.util
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
@@ -99,3 +100,16 @@ def precompute_float8_scales(model: nn.Module) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def plain_weight(weight: Tensor) -> Tensor:
+    """The tensor inside a weight that FSDP gathers in float8, sharded as it is; any other tensor itself.
+
+    torchao wraps such a shard in a class of its own, which has no place in a checkpoint.
+    """
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    inner = getattr(local, "_tensor", None)
+    if not isinstance(weight, DTensor) or inner is None:
+        return weight
+    whole = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, **whole)

@@ -67,6 +67,12 @@ class Mesh:
         return self.parameters["dp_replicate", "fsdp"] if replicated else self.parameters["fsdp"]
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every group that this rank trains in."""
+        axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
+        return [dist.distributed_c10d._get_default_group(), *axes]
+
+    @property
     def device_type(self) -> str:
         return self.grid.device_type
 

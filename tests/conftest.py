@@ -1,7 +1,9 @@
 """Fixtures that several test files share."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 # Before torch is imported: tests run beside each other and beside the ranks they spawn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +13,32 @@ import torch
 import torch.distributed as dist
 
 from parallelisms.mesh import start_ranks
+from tests.distributed import Ranks
+from tests.jobs import Job
+
+
+def memory_kib(process: int | str = "self") -> int:
+    """What a process has of its own in memory, in KiB; pages that it shares with others count in part."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[..., Job]]:
+    """Starts jobs through run_train.sh; those that still run at the end of a test are killed."""
+    jobs: list[Job] = []
+
+    def start(*arguments: Any, **settings: Any) -> Job:
+        jobs.append(Job(*arguments, **settings))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill_all()
 
 
 @pytest.fixture
@@ -19,3 +47,18 @@ def one_rank() -> Iterator[torch.device]:
     device = start_ranks("gloo", timeout_seconds=60)
     yield device
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Gloo ranks by number, spawned when first asked for and shared by all tests."""
+    started: dict[int, Ranks] = {}
+
+    def get(world: int) -> Ranks:
+        if world not in started:
+            started[world] = Ranks(world)
+        return started[world]
+
+    yield get
+    for group in started.values():
+        group.stop()

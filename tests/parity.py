@@ -4,7 +4,7 @@ What comes back is layout-free: losses, gradient norms, full gradients of the fi
 the third. A layout is right when all of it is what one process gives.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
+from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
 from training.losses import mse_loss, mse_weights, relative_l2_loss, relative_l2_weights, sum_of_squares
 from training.optimizers import build_optimizer, set_lr
@@ -49,6 +50,7 @@ class Layout:
     model: tuple[tuple[str, Any], ...] = ()
     loss: str = "mse"
     float8: bool = False  # emulated
+    float8_all_gather: bool = False
     unet: bool = False
 
     def tolerance(self, what: str) -> float:
@@ -108,77 +110,101 @@ def build(layout: Layout) -> WeatherModel:
         return VisionTransformer(5, 3, layout.grid, (4, 4), 32, 4, 4, **dict(layout.model))
 
 
-def three_steps(layout: Layout) -> Outcome:
-    """Runs on every rank of the layout; all return the same."""
-    parallelism = Parallelism(**layout.parallelism)
-    degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
-    mesh, device = build_mesh("cpu", degrees, parallelism.axis_order), torch.device("cpu")
-    dtype = getattr(torch, layout.dtype)
-    plan = build(layout)
-    checkpointing = ActivationCheckpoint(mode=layout.activation_checkpoint, every_n_blocks=2)  # type: ignore[arg-type]
-    float8 = Float8(enable=layout.float8, emulate=True)
-    options = (parallelism, checkpointing, Compile(layout.compile), dtype, torch.float32, float8)
-    model = parallelize(plan, mesh, device, 0, *options)
-    parameters = dict(model.named_parameters())
-    initial = {name: full(p) for name, p in parameters.items()}
-    optimizer = build_optimizer(model.own_parameters(), (0.9, 0.95), EPS, 0.05, "fused")
-    set_lr(optimizer, 1e-2)
-    scaler = LossScaler(dtype == torch.float16)
-    local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
-    sampler = TrainSampler(16, 0, local, layout.accumulation, mesh.dp_rank, degrees.dp)
-    inputs, targets, mask = samples(layout.grid)
-    area = torch.tensor(area_weights(np.linspace(88, -88, layout.grid[0])), dtype=torch.float32)
-    losses, norms, gradients = [], [], {}
+class SmallRun:
+    """A model on a layout with its optimiser and data, by the functions that train.py is made of."""
 
-    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def __init__(self, layout: Layout, seed: int = 0, ema_decay: float = 0.0) -> None:
+        parallelism = Parallelism(**layout.parallelism)
+        self.layout = layout
+        self.degrees = degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
+        self.mesh = build_mesh("cpu", degrees, parallelism.axis_order)
+        dtype = getattr(torch, layout.dtype)
+        self.plan = build(layout)
+        checkpointing = ActivationCheckpoint(mode=layout.activation_checkpoint, every_n_blocks=2)  # type: ignore[arg-type]
+        float8 = Float8(layout.float8, emulate=True, enable_fsdp_float8_all_gather=layout.float8_all_gather)
+        options = (parallelism, checkpointing, Compile(layout.compile), dtype, torch.float32, float8)
+        self.model = parallelize(self.plan, self.mesh, torch.device("cpu"), seed, *options)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), EPS, 0.05, "fused")
+        set_lr(self.optimizer, 1e-2)
+        self.scaler = LossScaler(dtype == torch.float16)
+        self.average = EMA(self.parameters, ema_decay) if ema_decay else None
+        self.local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
+        self.sampler = TrainSampler(16, 0, self.local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
+        self.data = samples(layout.grid)
+        latitude = np.linspace(88, -88, layout.grid[0])
+        self.area = torch.tensor(area_weights(latitude), dtype=torch.float32)
+        self.gradients: dict[str, np.ndarray] = {}
+        self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
+        if self.model.pipeline:
+            micro_batches = self.local // parallelism.pipeline_parallel_microbatch_size
+            schedule = parallelism.pipeline_parallel_schedule
+            self.model.pipeline.schedule(schedule, micro_batches, self.loss_of)
+
+    def loss_of(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         squares = sum_of_squares(output, target, weights)
-        if layout.loss == "mse":
+        if self.layout.loss == "mse":
             return mse_loss(squares)
-        return relative_l2_loss(squares, local, model.shards.sum_over_pieces)
+        return relative_l2_loss(squares, self.local, self.model.shards.sum_over_pieces)
 
-    if model.pipeline:
-        size = parallelism.pipeline_parallel_microbatch_size
-        model.pipeline.schedule(parallelism.pipeline_parallel_schedule, local // size, loss_of)
-
-    def micro_batches(step: int) -> Tensor:
+    def micro_batches(self, step: int) -> Tensor:
         """This rank's share of the loss of a step, with gradients left in the parameters."""
+        (inputs, targets, mask), plan, shards = self.data, self.plan, self.model.shards
         total = torch.zeros(())
-        for micro in range(layout.accumulation):
-            rows = sampler.local_batch(step, micro)
-            if layout.loss == "mse":
-                weights = mse_weights(mask[rows], area, torch.tensor([1.0, 2.0, 0.5]))
+        for micro in range(self.layout.accumulation):
+            rows = self.sampler.local_batch(step * GLOBAL_BATCH, micro)
+            if self.layout.loss == "mse":
+                weights = mse_weights(mask[rows], self.area, torch.tensor([1.0, 2.0, 0.5]))
             else:
                 weights = relative_l2_weights(mask[rows], targets[rows])
-            total += model.forward_backward(
-                model.shards.cut_input(plan.to_pieces(inputs[rows])),
-                model.shards.cut_output(plan.to_pieces(targets[rows])),
-                model.shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
-                loss_of,
-                scaler.factor / layout.accumulation,
-                micro == layout.accumulation - 1,
+            total += self.model.forward_backward(
+                shards.cut_input(plan.to_pieces(inputs[rows])),
+                shards.cut_output(plan.to_pieces(targets[rows])),
+                shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
+                self.loss_of,
+                self.scaler.factor / self.layout.accumulation,
+                micro == self.layout.accumulation - 1,
             )
         return total
 
-    for step in range(3):
-        record = Recorder(mesh)  # of the third step in the end: the first sets groups and shapes up
-        with nullcontext() if layout.compile else record:  # compile refuses to run inside a dispatch mode
-            total = micro_batches(step)
-        scaler.unscale(parameters.values())
-        norm = total_norm(parameters.values(), model.pipeline_group)
+    def step(self, step: int) -> tuple[float, float]:
+        """Loss over all ranks and gradient norm of step `step`, counted from 0; gradients stay in
+        `gradients`.
+        """
+        with self.watch:
+            total = self.micro_batches(step)
+        parameters = self.parameters.values()
+        self.scaler.unscale(parameters)
+        norm = total_norm(parameters, self.model.pipeline_group)
         if step == 0:
-            gradients = {name: full(p.grad) for name, p in parameters.items() if p.grad is not None}
-        clip(parameters.values(), 0.5, norm)
-        if scaler.good(norm):
-            optimizer.step()
-            model.after_update()
-        model.zero_grad()
+            self.gradients = {n: full(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        clip(parameters, 0.5, norm)
+        if self.scaler.good(norm):
+            self.optimizer.step()
+            self.model.after_update()
+            if self.average:
+                self.average.update(step + 1)
+        self.model.zero_grad()
         dist.all_reduce(total)
-        losses.append(total.item() / degrees.dp / layout.accumulation)
-        norms.append(norm.item())
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
-    predicted = full(model.predict(inputs[:2]))
-    gradients, initial = (gather_stages(tensors, model.pipeline_group) for tensors in (gradients, initial))
-    weights = gather_stages({name: full(p) for name, p in parameters.items()}, model.pipeline_group)
+        return total.item() / self.degrees.dp / self.layout.accumulation, norm.item()
+
+
+def three_steps(layout: Layout) -> Outcome:
+    """Runs on every rank of the layout; all return the same."""
+    run = SmallRun(layout)
+    initial = {name: full(p) for name, p in run.parameters.items()}
+    losses, norms, record = [], [], Recorder(run.mesh)
+    for step in range(3):
+        record = Recorder(run.mesh)  # of the third step in the end: the first sets groups and shapes up
+        run.watch = nullcontext() if layout.compile else record  # compile refuses a dispatch mode around it
+        loss, norm = run.step(step)
+        losses.append(loss)
+        norms.append(norm)
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.parameters.values()]
+    predicted = full(run.model.predict(run.data[0][:2]))
+    group = run.model.pipeline_group
+    gradients, initial = (gather_stages(tensors, group) for tensors in (run.gradients, initial))
+    weights = gather_stages({name: full(p) for name, p in run.parameters.items()}, group)
     return Outcome(
         losses,
         norms,

@@ -1,23 +1,23 @@
-"""Checkpoints: the same bits back, under plain names, complete or not there."""
+"""Saves in the background, back to the bit, and what a run does when a save fails."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from parallelisms.names import canonical
-from training.checkpoint import (
-    Checkpointer,
-    check_steps,
-    complete_steps,
-    resume,
-    run_state,
-    step_folder,
-    stored_tensors,
-)
+from tests.conftest import memory_kib
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import complete_steps, read_manifest, step_folder, stored_tensors
 from training.gradients import LossScaler, total_norm
 from training.optimizers import build_optimizer, parameter_groups, set_lr
+from training.run_state import Progress, RunState, global_batch_size, resume
 
-DEVICE = torch.device("cpu")
+MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
 class Run:
@@ -26,101 +26,203 @@ class Run:
     def __init__(self, width: int = 8, seed: int = 0, scaling: bool = True) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
-        self.scaler = LossScaler(scaling, growth_interval=2)
+        parameters = dict(self.model.named_parameters())
+        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
+        self.run = RunState(parameters, optimizer, LossScaler(scaling, growth_interval=2), None, Progress())
 
-    def step(self) -> float:
-        set_lr(self.optimizer, 1e-2)
+    def step(self, checkpointer: Checkpointer | None = None) -> float:
+        run = self.run
+        run.progress.step += 1
+        set_lr(run.optimizer, 1e-2)
+        torch.manual_seed(run.progress.step)
         loss = self.model(torch.randn(5, 4)).square().mean()
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale(self.parameters.values())
-        if self.scaler.good(total_norm(self.parameters.values())):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        run.scaler.scale(loss).backward()
+        run.scaler.unscale(run.parameters.values())
+        if checkpointer:
+            checkpointer.before_update()
+        if run.scaler.good(total_norm(run.parameters.values())):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
         return loss.item()
 
-    def state(self, step: int):
-        return run_state(self.parameters, self.optimizer, self.scaler, None, step, DEVICE)
-
-    def resume(self, checkpointer: Checkpointer) -> int:
-        return resume(checkpointer, self.parameters, self.optimizer, self.scaler, None, DEVICE)
+    def save(self, checkpointer: Checkpointer) -> None:
+        checkpointer.save(self.run.progress.step, self.run.tensors())
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_resumed_run_is_the_same_run(one_rank, tmp_path, asynchronous):
-    run = Run()
+@pytest.fixture
+def build(one_rank, tmp_path):
+    """Checkpointers on one folder; those before are closed first."""
+    made: list[Checkpointer] = []
+
+    def build(mode: str = "disabled", keep: int = 5, folder: Path = tmp_path) -> Checkpointer:
+        for checkpointer in made:
+            checkpointer.close()
+        made[:] = [Checkpointer(folder, mode, keep, "x = 1", {"dp_shard": 1})]
+        return made[0]
+
+    yield build
+    for checkpointer in made:
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_is_the_same_run(build, mode):
+    run, checkpointer = Run(), build(mode)
     for _ in range(3):
         run.step()
-    checkpointer = Checkpointer(tmp_path / "checkpoints", asynchronous, 5, "config")
-    checkpointer.save(3, run.state(3))
-    expected = [run.step() for _ in range(3)]  # an asynchronous save must not see these updates
-    checkpointer.wait()
+    run.save(checkpointer)
+    expected = [run.step(checkpointer) for _ in range(3)]  # a save in flight must not see these updates
 
     other = Run(seed=1)
-    assert other.resume(Checkpointer(tmp_path / "checkpoints", asynchronous, 5, "config")) == 3
+    assert resume(build(mode), other.run) and other.run.progress.step == 3
     assert [other.step() for _ in range(3)] == expected
     pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert other.scaler.factor == run.scaler.factor == 2.0**19
+    assert other.run.scaler.factor == run.run.scaler.factor == 2.0**19
 
 
-def test_names_are_the_models_own_and_nothing_is_pickled(one_rank, tmp_path):
-    run = Run()
+def test_names_are_the_models_own_and_the_manifest_says_what_was_written(build, tmp_path):
+    run, checkpointer = Run(), build()
     run.step()
-    checkpointer = Checkpointer(tmp_path, False, 5, "x = 1")
-    checkpointer.save(1, run.state(1))
-    stored = stored_tensors(step_folder(tmp_path, 1))
-    assert {"model.0.weight", "optimizer.0.weight.exp_avg", "train.step", "random.0.cpu"} <= set(stored)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    metadata = FileSystemReader(str(step_folder(tmp_path, 1))).read_metadata()
-    assert set(stored) == set(metadata.state_dict_metadata)  # tensors only
-    assert (step_folder(tmp_path, 1) / "config.toml").read_text() == "x = 1"
+    run.save(checkpointer)
+    checkpointer.wait()
+    folder = step_folder(tmp_path, 1)
+    stored = stored_tensors(folder)
+    assert {"model.0.weight", "optimizer.0.weight.exp_avg", "train.step", "train.samples"} <= set(stored)
+    assert (folder / "config.toml").read_text() == "x = 1"
+    manifest = read_manifest(folder)
+    assert manifest["step"] == 1 and manifest["layout"] == {"dp_shard": 1}
+    assert manifest["versions"]["torch"] == torch.__version__
+    on_disk = {path.name: path.stat().st_size for path in folder.iterdir()}
+    written = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    assert written == {name: size for name, size in on_disk.items() if name != "manifest.json"}
     assert canonical("module.blocks.0._orig_mod.mlp.up.weight") == "blocks.0.mlp.up.weight"
 
 
-def test_only_complete_checkpoints_count_and_the_newest_stay(one_rank, tmp_path):
-    run = Run()
-    checkpointer = Checkpointer(tmp_path, True, 2, "")
-    for step in (10, 20, 30, 40):
-        run.step()
-        checkpointer.save(step, run.state(step))
-    checkpointer.wait()
-    assert complete_steps(tmp_path) == [30, 40]
-    (tmp_path / "step-00000050.incomplete").mkdir()
-    assert complete_steps(tmp_path) == [30, 40]
-    assert Run().resume(Checkpointer(tmp_path, True, 2, "")) == 40
-    assert not list(tmp_path.glob("*.incomplete"))
+def test_any_dcp_tool_reads_it(build, tmp_path):
+    """Rossby's own writer writes what torch.distributed.checkpoint does."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-
-def test_an_empty_folder_resumes_nothing(one_rank, tmp_path):
-    assert Run().resume(Checkpointer(tmp_path, True, 2, "")) == 0
-
-
-def test_another_model_is_refused_by_name(one_rank, tmp_path):
-    run = Run()
+    run, checkpointer = Run(), build()
     run.step()
-    Checkpointer(tmp_path, False, 2, "").save(1, run.state(1))
+    run.save(checkpointer)
+    checkpointer.wait()
+    dcp_to_torch_save(str(step_folder(tmp_path, 1)), tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert torch.equal(whole["model.0.weight"], run.run.parameters["0.weight"])
+
+
+def test_only_complete_checkpoints_count_and_the_newest_stay(build, tmp_path):
+    run, checkpointer = Run(), build(keep=2)
+    for _ in range(4):
+        run.step(checkpointer)
+        run.save(checkpointer)
+    checkpointer.wait()
+    assert complete_steps(tmp_path) == [3, 4]
+    (tmp_path / "step-00000050.incomplete").mkdir()
+    (tmp_path / "step-00000040.deleting").mkdir()
+    assert complete_steps(tmp_path) == [3, 4]
+    other = Run()
+    assert resume(build(keep=2), other.run) and other.run.progress.step == 4
+    assert not list(tmp_path.glob("step-*.*"))
+
+
+def test_an_empty_folder_resumes_nothing(build):
+    assert not resume(build(), Run().run)
+
+
+def test_another_model_is_refused_by_name(build):
+    run, checkpointer = Run(), build()
+    run.step()
+    run.save(checkpointer)
     with pytest.raises(ValueError, match=r"step-00000001: model.0.weight is \[8, 4\] there and \[16, 4\]"):
-        Run(width=16).resume(Checkpointer(tmp_path, False, 2, ""))
+        resume(build(), Run(width=16).run)
 
 
-def test_a_failed_background_write_is_raised(one_rank, tmp_path):
-    run = Run()
-    checkpointer = Checkpointer(tmp_path / "checkpoints", True, 2, "")
-    (tmp_path / "checkpoints").rmdir()
-    (tmp_path / "checkpoints").write_text("a file where the folder was")
-    with pytest.raises(RuntimeError, match="the checkpoint of step 1 could not be written"):
-        checkpointer.save(1, run.state(1))
-        checkpointer.wait()
+def test_two_runs_do_not_write_into_one_folder(build, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.checkpoint_files.PATIENCE", 0.0)
+    build()
+    with pytest.raises(ValueError, match="another run writes there"):
+        Checkpointer(tmp_path, "disabled", 2, "", {})
 
 
-def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
-    step_folder(tmp_path, 100).mkdir()
-    check_steps(tmp_path, 100)
-    with pytest.raises(ValueError, match="training.steps = 60: .* already holds step 100"):
-        check_steps(tmp_path, 60)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_that_fails_is_said_and_the_run_goes_on(build, tmp_path, mode, caplog):
+    folder = tmp_path / "checkpoints"
+    run, checkpointer = Run(), build(mode, folder=folder)
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    (folder / "step-00000002.incomplete").write_text("a file where a folder has to be")
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    assert f"the last complete one: {step_folder(folder, 1)}" in caplog.text
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert complete_steps(folder) == [1, 3] and not checkpointer.last_error
+
+
+def test_a_folder_that_vanished_is_made_again(build, tmp_path):
+    folder = tmp_path / "checkpoints"
+    run, checkpointer = Run(), build(folder=folder)
+    run.step()
+    shutil.rmtree(folder)
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert complete_steps(folder) == [1]
+
+
+def test_a_full_disk_costs_a_save_and_nothing_else(build, tmp_path, caplog):
+    """/dev/full takes no byte: a link to it stands where this rank's file will be."""
+    run, checkpointer = Run(), build("async_with_pinned_mem")
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    unfinished = tmp_path / "step-00000002.incomplete"
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").symlink_to("/dev/full")
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert os.strerror(errno.ENOSPC) in caplog.text and "training goes on" in caplog.text
+    assert complete_steps(tmp_path) == [1] and not unfinished.exists()
+
+
+def test_a_writer_that_was_killed_is_started_again(build, tmp_path, caplog):
+    run, checkpointer = Run(), build("async")
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    checkpointer.writer.process.kill()
+    checkpointer.writer.process.wait()
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert complete_steps(tmp_path) == [1, 2]
+
+
+def test_host_memory_does_not_grow_with_saves(build):
+    run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
+    run.step()
+    sizes = []
+    for save in range(200):
+        run.run.progress.step += 1
+        run.save(checkpointer)
+        if save in (20, 199):
+            checkpointer.wait()
+            sizes.append(memory_kib() + memory_kib(checkpointer.writer.process.pid))
+    assert sizes[1] - sizes[0] < 2_000  # KiB; 180 saves are 360 MB
+
+
+def test_the_global_batch_goes_on():
+    assert global_batch_size(-1, 8, Progress()) == 8
+    assert global_batch_size(-1, 4, Progress(global_batch=16)) == 16
+    assert global_batch_size(32, 4, Progress(global_batch=16)) == 32
+    with pytest.raises(ValueError, match="16 samples a step are no multiple .* = 6"):
+        global_batch_size(-1, 6, Progress(global_batch=16))
 
 
 def test_norms_biases_and_positions_do_not_decay():

@@ -20,7 +20,7 @@ from tests.archives import NAMES, analyses, values, weatherbench
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
     samplers = [TrainSampler(37, 5, local, accumulation, rank, ranks) for rank in range(ranks)]
-    return [i for micro in range(accumulation) for s in samplers for i in s.local_batch(step, micro)]
+    return [i for micro in range(accumulation) for s in samplers for i in s.local_batch(step * 8, micro)]
 
 
 @pytest.mark.parametrize("step", [0, 3, 100_000])
@@ -74,7 +74,7 @@ def test_memory_archive_reads_the_same(archive):
 def first_batches(source, num_workers: int, step: int, count: int) -> list[torch.Tensor]:
     sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
     loader = TrainLoader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers, 2, pin=False)
-    batches = loader.iterate(step)
+    batches = loader.iterate(2 * step)
     return [next(batches)[1] for _ in range(count)]
 
 

@@ -1,12 +1,10 @@
-"""Lines of metrics.jsonl, peaks, and the watch over numbers that are not finite."""
+"""Lines of metrics.jsonl, and peaks."""
 
 import json
 
 import pytest
 import torch
 
-from training.checkpoint import Checkpointer
-from training.divergence import FiniteWatch, TrainingDiverged
 from training.metrics import Metrics, dense_line, forget_after
 
 CONTRACT = list[str](
@@ -50,12 +48,8 @@ def test_dense_line():
     assert "data wait 20.0%" in dense_line(record) and "mfu 40.0%" in dense_line(record)
 
 
-def test_watch_names_steps_ranks_and_checkpoint(one_rank, tmp_path):
-    watch = FiniteWatch(120, torch.device("cpu"))
-    watch.see(torch.tensor(1.0), torch.tensor(2.0))
-    watch.check(125, None)
-    (tmp_path / "step-00000100").mkdir()
-    checkpointer = Checkpointer(tmp_path, False, 1, "")
-    watch.see(torch.tensor(float("nan")), torch.tensor(2.0))
-    with pytest.raises(TrainingDiverged, match=r"between steps 126 and 130 on ranks \[0\].*step-00000100"):
-        watch.check(130, checkpointer)
+def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):
+    metrics = Metrics(tmp_path, resume_step=0, steps=1, tensorboard=False, flops_per_sample=1.0, peak=0.0)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    metrics.write({"step": 1, "loss": 1.0})
+    assert "step 1 is missing from" in caplog.text

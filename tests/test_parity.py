@@ -5,23 +5,7 @@ A fast part of the table in tests/parity.py; benchmarks/layout_parity.py runs al
 
 import pytest
 
-from tests.distributed import Ranks
 from tests.parity import FAST, TABLE, Outcome, reference_of, three_steps
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Ranks by number, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        if world not in started:
-            started[world] = Ranks(world)
-        return started[world]
-
-    yield get
-    for group in started.values():
-        group.stop()
 
 
 @pytest.fixture(scope="module")

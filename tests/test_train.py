@@ -17,7 +17,8 @@ import xarray as xr
 from config import load_config
 from tests.archives import weatherbench
 from train import train
-from training.checkpoint import complete_steps
+from training.bad_steps import TrainingDiverged
+from training.checkpoint_files import complete_steps
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
@@ -216,15 +217,23 @@ def test_two_ranks_train_the_same_run(config_file, tmp_path):
     assert "climatology" in out.decode() and out.decode().count("validation over") == 1
 
 
-def test_a_run_that_diverges_says_where_and_keeps_the_last_good_checkpoint(config_file, tmp_path):
+def test_a_run_that_diverges_goes_back_and_then_says_where_it_ended(config_file, tmp_path):
+    """A rate that grows to 1e30 spoils the weights after some steps; checkpoints of those are not kept."""
     options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--checkpoint.enable"]
-    process = start(config_file, tmp_path / "run", *options, "--checkpoint.interval", "1")
+    options += ["--checkpoint.interval", "1", "--training.steps", "40", "--lr_scheduler.warmup_steps", "0"]
+    options += ["--training.max_skipped_steps", "3"]
+    process = start(config_file, tmp_path / "run", *options)
     out, err = process.communicate(timeout=120)
     last = err.decode().strip().splitlines()[-1]
-    assert process.returncode == 1 and "non-finite between steps" in last and "ranks [0]" in last
-    assert "Traceback" not in err.decode()
-    steps = complete_steps(tmp_path / "run/checkpoints")
-    assert f"step-{steps[-1]:08d}" in last if steps else "checkpoint: none" in last
+    assert process.returncode == 1 and "of the last" in last and "on ranks [0]" in last
+    assert "no checkpoint to go back to; lower optimizer.lr" in last and "Traceback" not in err.decode()
+
+
+def test_bad_steps_without_a_checkpoint_end_the_run(config_file, tmp_path):
+    options = ["--optimizer.lr", "1e30", "--training.max_norm", "0", "--training.max_skipped_steps", "2"]
+    with pytest.raises(TrainingDiverged, match=r"no checkpoint to go back to; lower optimizer.lr"):
+        run(config_file, tmp_path / "run", *options)
+    torch.distributed.destroy_process_group()
 
 
 def test_weights_by_change_and_relative_loss_train(config_file, tmp_path):

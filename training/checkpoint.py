@@ -1,248 +1,336 @@
-"""Checkpoints through torch.distributed.checkpoint: written aside, renamed when complete, tensors only.
+"""Asynchronous checkpoints of a run through torch.distributed.checkpoint, and the newest that can be trusted.
 
-A checkpoint is a folder `step-00000100` with DCP's files and the run's `config.toml`. What has another name
-is not a checkpoint. Names in it are the model's own, whatever wraps the model (parallelisms/names.py).
+A save is: copy this rank's part into host memory that every save reuses (during the next forward and
+backward), write it from another process, gather what was written, and let rank 0 complete the folder
+(training/checkpoint_files.py). At most one is in flight: the next waits for it.
 """
 
 import logging
-import os
-import re
+import math
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
-from training.ema import EMA
-from training.gradients import LossScaler
+from training.checkpoint_files import (
+    DAMAGED,
+    INCOMPLETE,
+    Damaged,
+    TensorReader,
+    check_files,
+    clear_leftovers,
+    complete_steps,
+    lock_folder,
+    read_manifest,
+    reading,
+    remove,
+    set_aside,
+    step_folder,
+    stored_tensors,
+)
+from training.checkpoint_writer import (
+    Arena,
+    Copying,
+    Finish,
+    WriterProcess,
+    Written,
+    finish,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
-COMPLETE = re.compile(r"step-(\d{8})$")
-UNFINISHED = ".incomplete"
-State = dict[str, dict[str, Tensor]]
-Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := COMPLETE.match(path.name)))
-
-
-class Checkpointer:
-    """Saves and loads the checkpoints of one run; at most one save is in flight."""
-
-    def __init__(self, folder: Path, asynchronous: bool, keep_latest_k: int, config_toml: str) -> None:
-        self.folder, self.asynchronous, self.keep, self.config_toml = (
-            folder,
-            asynchronous,
-            keep_latest_k,
-            config_toml,
-        )
-        self.is_first = dist.get_rank() == 0
-        # The background save has a group of its own: on the trainer's it would meet other collectives.
-        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        self.pending: tuple[int, Future] | None = None
-        if self.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f"*{UNFINISHED}"):
-                shutil.rmtree(leftover)
-
-    def save(self, step: int, state: State) -> None:
-        """Starts (or, synchronously, makes) the checkpoint of `step`, after the one before it is complete."""
-        self.wait()
-        target = step_folder(self.folder, step)
-        if target.exists():
-            return
-        writer = FileSystemWriter(f"{target}{UNFINISHED}", sync_files=True)
-        if self.asynchronous:
-            written = cast(
-                Future, state_dict_saver.async_save(state, storage_writer=writer, process_group=self.group)
-            )
-            self.pending = (step, Future())
-            written.add_done_callback(partial(self._finish, target, self.pending[1]))
-        else:
-            state_dict_saver.save(state, storage_writer=writer, process_group=self.group)
-            self._complete(target)
-
-    def _finish(self, target: Path, finished: Future, written: Future) -> None:
-        """In the background, on every rank, once the coordinator (rank 0) has seen all files written."""
-        try:
-            written.result()
-            self._complete(target)
-            finished.set_result(None)
-        except BaseException as error:  # DCP's CheckpointException is no Exception
-            finished.set_exception(error)  # raised in the trainer by wait()
-
-    def _complete(self, target: Path) -> None:
-        if not self.is_first:
-            return
-        unfinished = Path(f"{target}{UNFINISHED}")
-        (unfinished / "config.toml").write_text(self.config_toml)
-        os.replace(unfinished, target)
-        logger.info("saved %s", target)
-        if self.keep:
-            for old in complete_steps(self.folder)[: -self.keep]:
-                shutil.rmtree(step_folder(self.folder, old))
-
-    def wait(self) -> None:
-        """Until the save in flight is complete; an error of the background write is raised here, with its
-        step.
-        """
-        if self.pending is None:
-            return
-        (step, future), self.pending = self.pending, None
-        try:
-            future.result()
-        except (Exception, CheckpointException) as error:
-            raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
-
-    def newest(self) -> int | None:
-        """The step of the newest complete checkpoint, as rank 0 sees it."""
-        steps = complete_steps(self.folder) if self.is_first else []
-        found = torch.tensor(steps[-1] if steps else -1)
-        dist.broadcast(found, src=0, group=self.group)
-        return None if found < 0 else int(found)
-
-    def newest_folder(self) -> Path | None:
-        """The newest complete checkpoint, after the save in flight has become one."""
-        self.wait()
-        steps = complete_steps(self.folder)
-        return step_folder(self.folder, steps[-1]) if steps else None
-
-    def load(self, step: int, state: State) -> None:
-        """Fills the tensors of `state` from the checkpoint of `step`. ValueError where a tensor does not
-        fit.
-        """
-        path = step_folder(self.folder, step)
-        stored = stored_tensors(path)
-        for name, tensor in flatten(state).items():
-            if name not in stored:
-                raise ValueError(f"{path}: has no {name}; another model; choose another job.dump_folder")
-            if stored[name].size != tensor.shape:
-                shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
-                raise ValueError(f"{path}: {name} is {shapes}; choose another job.dump_folder")
-        state_dict_loader.load(cast(dict[str, Any], state), checkpoint_id=str(path), process_group=self.group)
-
-
-def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> shape and type of every tensor in a checkpoint."""
-    metadata = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+T = TypeVar("T")
+State = dict[str, dict[str, Tensor]]  # part ("model", "optimizer", ...) -> name -> tensor
+Signature = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def flatten(state: State) -> dict[str, Tensor]:
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
-def optimizer_state(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`<parameter>.<moment>` -> tensor. The groups hold nothing that the configuration and the step do not
-    say.
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. Made, and called, by all ranks together.
+
+    mode: "disabled" writes before it returns; "async" copies before it returns; "async_with_pinned_mem"
+    copies while the next forward and backward run, until `before_update`.
+    layout, and what else the manifest says of the run, are for people: no loading depends on them.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    return {
-        f"{names[parameter]}.{moment}": value
-        for parameter, moments in optimizer.state.items()
-        for moment, value in moments.items()
-    }
 
-
-def allocate_optimizer_state(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
-    into.
-    """
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for key, entry in stored_tensors(path).items():
-        part, _, rest = key.partition(".")
-        name, _, moment = rest.rpartition(".")
-        if part == "optimizer" and name in parameters and parameters[name] in own:
-            parameter, dtype = parameters[name], entry.properties.dtype
-            like = entry.size == parameter.shape
-            empty = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(entry.size, dtype=dtype)
-            optimizer.state[parameter][moment] = empty.detach()
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's generators, which stochastic depth draws from, under names of this rank."""
-    rank = dist.get_rank()
-    state = {f"{rank}.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state[f"{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    for name, value in state.items():
-        if name.endswith(".cpu"):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value, device)
-
-
-def run_state(
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    average: EMA | None,
-    step: int,
-    device: torch.device,
-) -> State:
-    """Everything a run has to know to go on as if it had not stopped. The sampler is a function of the
-    step.
-    """
-    return {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()},
-        "optimizer": optimizer_state(parameters, optimizer),
-        "train": {"step": torch.tensor(step), **scaler.state()},
-        "random": random_state(device),
-        **({"ema": average.averages} if average else {}),
-    }
-
-
-def resume(
-    checkpointer: Checkpointer,
-    parameters: Parameters,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-    average: EMA | None,
-    device: torch.device,
-) -> int:
-    """Restores the newest complete checkpoint and returns its step; 0 where there is none. ValueError: no
-    fit.
-    """
-    step = checkpointer.newest()
-    if step is None:
-        return 0
-    path = step_folder(checkpointer.folder, step)
-    allocate_optimizer_state(path, parameters, optimizer)
-    state, stored = run_state(parameters, optimizer, scaler, average, step, device), stored_tensors(path)
-    # Another number of ranks has ranks without a stored generator: they keep the one their seed gave them.
-    state["random"] = {name: value for name, value in state["random"].items() if f"random.{name}" in stored}
-    checkpointer.load(step, state)
-    scaler.load(state["train"])
-    set_random_state(state["random"], device)
-    logger.info("resumed from %s", path)
-    return step
-
-
-def check_steps(folder: Path, steps: int) -> None:
-    """ValueError when a folder already holds more steps than the run asks for: it would train nothing."""
-    done = complete_steps(folder)
-    if done and done[-1] > steps:
-        raise ValueError(
-            f"training.steps = {steps}: {folder} already holds step {done[-1]}; "
-            "ask for more steps, choose another job.dump_folder, or remove that folder"
+    def __init__(
+        self, folder: Path, mode: str, keep_latest_k: int, config_toml: str, layout: dict[str, Any]
+    ) -> None:
+        self.folder, self.mode, self.keep, self.config_toml = (
+            folder.absolute(),
+            mode,
+            keep_latest_k,
+            config_toml,
         )
+        self.about = {
+            "layout": layout,
+            "ranks": dist.get_world_size(),
+            "versions": {"torch": torch.__version__},
+        }
+        self.is_first = dist.get_rank() == 0
+        # Of its own: on the trainer's group a save in the background would meet other collectives.
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self.plan, self.metadata, self.signature = SavePlan([]), Metadata({}), cast(Signature, None)
+        self.arena: Arena | None = None
+        self.writer = None if mode == "disabled" else WriterProcess()
+        self.in_flight: tuple[int, Future] | None = None
+        self.copying: Copying | None = None
+        self.saved_step, self.last_error = -1, ""
+        self.last_seconds = 0.0  # how long the last save took until it was complete
+        self.lock = self._on_first(self._open_folder)
+
+    def _open_folder(self) -> Any:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(self.folder)
+        clear_leftovers(self.folder)
+        return lock
+
+    def _on_first(self, do: Callable[[], T]) -> T | None:
+        """Rank 0 does it; a ValueError or OSError of its is everybody's ValueError."""
+        result, problem = None, [""]
+        if self.is_first:
+            try:
+                result = do()
+            except (ValueError, OSError) as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        if problem[0]:
+            raise ValueError(problem[0])
+        return result
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: State) -> None:
+        """Starts the checkpoint of `step`, after the one before it is complete or has failed."""
+        self.wait()
+        if step == self.saved_step:
+            return
+        tensors = flatten(state)
+        self._plan_again_if_changed(tensors)
+        sources = self._sources(tensors)
+        future: Future = Future()
+        self.in_flight = (step, future)
+        if self.mode == "disabled":
+            self._write(step, future, sources)
+            self.wait()
+            return
+        assert self.writer
+        if not self.writer.alive:
+            self.writer, self.arena = WriterProcess(), None
+        if self.arena is None:
+            self.arena = Arena(sources)
+            self.writer.give(self.arena, self.plan)
+        self.copying = Copying(self.arena, sources)
+        if self.mode == "async":
+            self.copying.on_host()
+        arguments = (step, future, self.copying)
+        threading.Thread(target=self._write, args=arguments, daemon=True).start()
+
+    def before_update(self) -> None:
+        """To be called before anything changes the weights: the copies of the save in flight come first."""
+        if self.copying:
+            self.copying.before_update()
+            self.copying = None
+
+    def _plan_again_if_changed(self, tensors: dict[str, Tensor]) -> None:
+        """Who writes what, agreed by all ranks once: the state keeps its shapes from save to save."""
+        signature = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        changed = torch.tensor(int(signature != self.signature))
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
+        if not changed:
+            return
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(tensors, is_coordinator=self.is_first)
+        plans: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(planner.create_local_plan(), plans if self.is_first else None, 0, self.group)
+        if self.is_first:
+            plans, self.metadata = planner.create_global_plan(plans)
+            plans = FileSystemWriter(self.folder).prepare_global_plan(plans)
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, plans, src=0, group=self.group)
+        self.plan, self.signature, self.arena = mine[0], signature, None
+
+    def _sources(self, tensors: dict[str, Tensor]) -> dict[MetadataIndex, Tensor]:
+        """What this rank writes: its shards, and its share of what all ranks have."""
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(tensors)
+        return {item.index: cast(Tensor, planner.resolve_data(item)).detach() for item in self.plan.items}
+
+    def _write(self, step: int, future: Future, source: Copying | dict[MetadataIndex, Tensor]) -> None:
+        """All that comes after the copies; in the background this thread mostly waits for the writer."""
+        started, target = time.monotonic(), step_folder(self.folder, step)
+        unfinished = target.with_name(target.name + INCOMPLETE)
+        about = {"step": step, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **self.about}
+
+        def write() -> Written:
+            if isinstance(source, Copying):
+                source.on_host()
+                return cast(WriterProcess, self.writer).ask("write", unfinished)
+            return write_tensors(unfinished, self.plan, {i: tensor.cpu() for i, tensor in source.items()})
+
+        def complete(written: list[Written]) -> None:
+            order = Finish(self.metadata, written, about, self.config_toml, self.keep)
+            self.writer.ask("finish", target, order) if self.writer else finish(target, order)
+
+        try:
+            self._write_together(write, complete)
+            self.last_seconds = time.monotonic() - started
+            future.set_result("")
+        except OSError as error:
+            if self.is_first:
+                shutil.rmtree(unfinished, ignore_errors=True)  # it may be what has filled the disk
+            future.set_result(str(error))
+        except BaseException as error:  # a peer is gone, or a mistake of ours: raised in the trainer
+            future.set_exception(error)
+
+    def _write_together(
+        self, write: Callable[[], Written], complete: Callable[[list[Written]], None]
+    ) -> None:
+        """Raises OSError on all ranks when one of them could not write."""
+        answer = attempt(write)
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, answer, group=self.group)
+        problems = [f"rank {rank}: {a}" for rank, a in enumerate(answers) if isinstance(a, str)]
+        if problems:
+            raise OSError("; ".join(problems[:3]))
+        outcome = [attempt(lambda: complete(answers)) if self.is_first else None]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[0]:
+            raise OSError(outcome[0])
+
+    def poll(self) -> None:
+        """At every step: says how the save in flight has ended, if it has."""
+        if self.in_flight and self.in_flight[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until no save is in flight. One that failed is said and kept in `last_error`; the run goes on."""
+        if self.in_flight is None:
+            return
+        self.before_update()
+        (step, future), self.in_flight = self.in_flight, None
+        self.last_error = future.result()
+        if not self.last_error:
+            self.saved_step = step
+            logger.info("saved %s", step_folder(self.folder, step))
+            return
+        steps = complete_steps(self.folder) if self.is_first else []
+        last = step_folder(self.folder, steps[-1]) if steps else "none"
+        logger.warning(
+            f"the checkpoint of step {step} could not be written: {self.last_error}; training goes on; "
+            f"the last complete one: {last}"
+        )
+
+    def close(self) -> None:
+        """After the last save."""
+        self.wait()
+        if self.writer:
+            self.writer.close()
+        if self.lock:
+            self.lock.close()
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def newest(self, at_most: float = math.inf) -> int | None:
+        """The step of the newest checkpoint whose every byte is what was written; damaged ones are named
+        and set aside. ValueError when there are only damaged ones: nobody wants to start over unasked.
+        """
+        self.wait()
+        while True:
+            found: list[Any] = [None]
+            if self.is_first:
+                steps = [step for step in complete_steps(self.folder) if step <= at_most]
+                found = [step_folder(self.folder, steps[-1]) if steps else None]
+            dist.broadcast_object_list(found, src=0, group=self.group)
+            folder = cast(Path | None, found[0])
+            if folder is None:
+                break
+            problem = self._problem_of(folder)
+            if not problem:
+                return int(folder.name.removeprefix("step-"))
+            aside = self._on_first(lambda folder=folder: set_aside(folder))
+            logger.warning("%s; set aside as %s; taking the one before", problem, aside)
+        aside = sorted(self.folder.glob(f"step-*{DAMAGED}*")) if self.is_first else []
+        names: list[Any] = [[path.name for path in aside]]
+        dist.broadcast_object_list(names, src=0, group=self.group)
+        if names[0]:
+            raise ValueError(
+                f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
+                f"({', '.join(names[0])}); remove them to start over, or choose another job.dump_folder"
+            )
+        return None
+
+    def _problem_of(self, folder: Path) -> str:
+        """What is wrong with a checkpoint, found by all ranks together, each reading its share."""
+        return problem_of(folder, self.group)
+
+    def remove_after(self, step: int) -> None:
+        """The checkpoints of later steps, which are not to be gone on from."""
+        self.wait()
+
+        def remove_later() -> None:
+            for later in complete_steps(self.folder):
+                if later > step:
+                    remove(step_folder(self.folder, later))
+
+        self._on_first(remove_later)
+        self.saved_step = step
+
+    def load(self, step: int, state: State) -> None:
+        """Fills the tensors of `state` from the checkpoint of `step`, whatever layout wrote it.
+
+        ValueError, naming the tensor, where one does not fit.
+        """
+        load(step_folder(self.folder, step), state, self.group)
+
+
+def attempt(do: Callable[[], T]) -> T | str:
+    """What it returns, or the reason why it could not, to be told to the others."""
+    try:
+        return do()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+
+
+def problem_of(folder: Path, group: dist.ProcessGroup) -> str:
+    """What is wrong with a checkpoint; "" when nothing is. Each rank of the group reads its share."""
+    problem = ""
+    try:
+        with reading(folder):
+            check_files(folder, read_manifest(folder), dist.get_rank(group), dist.get_world_size(group))
+    except Damaged as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{folder}: {error}"
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next(filter(None, problems), "")
+
+
+def load(folder: Path, state: State, group: dist.ProcessGroup) -> None:
+    """Fills the tensors of `state` from a checkpoint. ValueError where a tensor does not fit."""
+    stored, tensors = stored_tensors(folder), flatten(state)
+    for name, tensor in tensors.items():
+        if name not in stored:
+            raise ValueError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
+        if stored[name].size != tensor.shape:
+            shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
+            raise ValueError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+    with reading(folder):
+        reader = TensorReader(str(folder))
+        state_dict_loader.load(cast(dict[str, Any], tensors), storage_reader=reader, process_group=group)

@@ -21,6 +21,12 @@ class EMA:
         for name, average in self.averages.items():
             average.lerp_(self.parameters[name].detach(), 1 - decay)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """The averages are the weights again."""
+        for name, average in self.averages.items():
+            average.copy_(self.parameters[name].detach())
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The averages stand where the weights are, and the weights come back afterwards."""

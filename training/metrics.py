@@ -111,12 +111,21 @@ class Metrics:
         """One object into metrics.jsonl and its numbers into TensorBoard; not-a-number becomes null."""
         if not self.is_first:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-        for name, value in record.items():
-            if self.writer and name != "step" and value is not None:
-                group = "" if "/" in name else "train/"
-                self.writer.add_scalar(f"{group}{name}", value, record["step"])
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
+            for name, value in record.items():
+                if self.writer and name != "step" and value is not None:
+                    group = "" if "/" in name else "train/"
+                    self.writer.add_scalar(f"{group}{name}", value, record["step"])
+        except OSError as error:  # a full disk must not end a run
+            logger.warning("step %d is missing from %s: %s", record["step"], self.path, error)
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` are going to be done again."""
+        if self.is_first:
+            forget_after(self.path, step)
+        self.start_interval()
 
     def close(self) -> None:
         for sink in (self.writer, self.bar):

@@ -1,18 +1,26 @@
 """Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from config import Profiling
+from training.activity import activity
 
 # Each recording is written and forgotten: that is what torch warns of.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
-span = record_function
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """A part of a step: by this name in traces, and in what the watchdog says of a rank that hangs."""
+    with record_function(name), activity.phase(name):
+        yield
 
 
 class Profiler:

@@ -1,0 +1,256 @@
+"""Kills training jobs at random moments, starts them again, and compares the end with an undisturbed run.
+
+    .venv/bin/python benchmarks/chaos.py --trials 100 [--seed 0]
+
+Every trial is one SIGKILL of the launcher and all its ranks: at any time, or aimed at a save (while it is
+copied, written, renamed, while an old one is deleted) or at loading. Runs alternate: one keeps its layout
+between restarts, and has to end with the same bits; the next takes a random layout of 1 to 4 ranks each time,
+and has to end within 1e-5. A trial is right when the newest checkpoint can be trusted and is at most the
+interval and the save in flight behind. Needs no GPU. Ends with 1 when anything is wrong.
+"""
+
+import argparse
+import json
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.jobs import Job, last_step, losses, write_config
+from training.checkpoint_files import (
+    DELETING,
+    INCOMPLETE,
+    MANIFEST,
+    check_files,
+    complete_steps,
+    read_manifest,
+    step_folder,
+)
+
+RESULTS = Path(__file__).parent / "results" / "chaos.jsonl"
+STEPS, INTERVAL = 80, 4
+AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")
+TOLERANCE = 1e-5
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "1 rank": (1, ""),
+    "fsdp 2": (2, ""),
+    "tp 2": (2, "--parallelism.tensor_parallel_degree 2"),
+    "pp 2": (2, "--parallelism.pipeline_parallel_degree 2"),
+    "zero-1 2": (2, "--parallelism.data_parallel zero1 --parallelism.data_parallel_replicate_degree 2"),
+    "ulysses 2": (2, "--parallelism.context_parallel_degree 2"),
+    "fsdp 4": (4, ""),
+    "fsdp 2 x tp 2": (4, "--parallelism.tensor_parallel_degree 2"),
+}
+FIXED = ("1 rank", "fsdp 2")
+OPTIONS = (
+    f"--training.steps {STEPS} --checkpoint.interval {INTERVAL} --checkpoint.keep_latest_k 2 --model.dim 256 "
+    "--model.num_layers 4 --training.local_batch_size 2 --training.global_batch_size 8 --optimizer.eps 1e-4 "
+    "--optimizer.lr 1e-4"
+).split()
+
+
+@dataclass
+class Tally:
+    """What the trials have shown."""
+
+    killed_while: Counter[str] = field(default_factory=Counter)
+    lost: list[int] = field(default_factory=list)
+    runs: list[dict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def start(config: Path, folder: Path, layout: str) -> Job:
+    ranks, options = LAYOUTS[layout]
+    return Job(config, folder, *OPTIONS, *options.split(), NGPU=str(ranks))
+
+
+def state_of(checkpoints: Path, aim: str) -> bool:
+    """Whether the folder shows the moment that a kill is aimed at."""
+    names = [path.name for path in checkpoints.iterdir()] if checkpoints.exists() else []
+    if aim == "deleting":
+        return any(name.endswith(DELETING) for name in names)
+    unfinished = [name for name in names if name.endswith(INCOMPLETE)]
+    if aim == "renaming":
+        return any((checkpoints / name / MANIFEST).exists() for name in unfinished)
+    return bool(unfinished)
+
+
+def wait_for(aim: str, job: Job, rng: random.Random, start_seconds: float) -> None:
+    """Until the moment to kill, or until the job has ended by itself."""
+    if aim == "loading":
+        end = time.monotonic() + rng.uniform(0.5, 1.1) * start_seconds
+        while time.monotonic() < end and job.process.poll() is None:
+            time.sleep(0.01)
+        return
+    began = last_step(job.folder)
+    while job.process.poll() is None and (
+        last_step(job.folder) == began or job.folder.joinpath("metrics.jsonl").stat().st_mtime < job.started
+    ):
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0.0, 1.0))
+    if aim == "copying":
+        while job.process.poll() is None and last_step(job.folder) % INTERVAL:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0.0, 0.03))
+    elif aim != "any time":
+        while job.process.poll() is None and not state_of(job.folder / "checkpoints", aim):
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0.0, 0.02) if aim == "writing" else 0.0)
+
+
+def hit(job: Job, before: float) -> str:
+    """What the kill interrupted, from what it left behind."""
+    checkpoints, step = job.folder / "checkpoints", last_step(job.folder)
+    for what in ("renaming", "deleting", "writing"):
+        if state_of(checkpoints, what):
+            return what
+    metrics = job.folder / "metrics.jsonl"
+    if not metrics.exists() or metrics.stat().st_mtime < before:
+        return "loading or starting"
+    done = complete_steps(checkpoints)
+    return "copying" if step % INTERVAL == 0 and step not in done else "between saves"
+
+
+def check_trial(folder: Path, tally: Tally, trial: int) -> None:
+    """After a kill: the newest checkpoint is whole, and not too far behind."""
+    steps, step = complete_steps(folder / "checkpoints"), last_step(folder)
+    newest = steps[-1] if steps else 0
+    lost = step - newest
+    tally.lost.append(max(lost, 0))
+    if lost > 2 * INTERVAL:
+        tally.problems.append(f"trial {trial}: {lost} steps lost")
+    for done in steps:
+        path = step_folder(folder / "checkpoints", done)
+        try:
+            check_files(path, read_manifest(path))
+        except ValueError as error:
+            tally.problems.append(f"trial {trial}: {error}")
+
+
+def final_tensors(folder: Path, scratch: Path) -> dict[str, Tensor]:
+    """Weights and moments after the last step, read by torch's own tool."""
+    dcp_to_torch_save(str(step_folder(folder / "checkpoints", STEPS)), scratch / "whole.pt")
+    whole = torch.load(scratch / "whole.pt", weights_only=True)
+    return {name: tensor for name, tensor in whole.items() if name.startswith(("model.", "optimizer."))}
+
+
+def compare(
+    folder: Path, reference: tuple[dict[str, Tensor], dict[int, float]], scratch: Path
+) -> tuple[bool, float]:
+    """Whether all bits and losses are the same; the largest relative difference of a weight's norm."""
+    tensors, (expected, expected_losses) = final_tensors(folder, scratch), reference
+    same = tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[name], expected[name]) for name in expected
+    )
+    weights = [name for name in expected if name.startswith("model.")]
+    errors = [
+        ((tensors[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)).item()
+        for name in weights
+    ]
+    return same and losses(folder) == expected_losses, max(errors)
+
+
+def undisturbed(config: Path, folder: Path, layout: str) -> tuple[dict[str, Tensor], dict[int, float]]:
+    job = start(config, folder, layout)
+    assert job.end(600) == 0, job.output
+    return final_tensors(folder, folder), losses(folder)
+
+
+def one_run(
+    config: Path, folder: Path, fixed: str, tally: Tally, trials: int, rng: random.Random
+) -> tuple[int, list[str]]:
+    """Kills a run again and again until it has ended, or `trials` are used up; then lets it end."""
+    layouts, killed, start_seconds = [], 0, 8.0
+    while True:
+        layouts.append(fixed or rng.choice(list(LAYOUTS)))
+        job = start(config, folder, layouts[-1])
+        if killed < trials:
+            wait_for(rng.choice(AIMS), job, rng, start_seconds)
+        elif job.end(900) != 0:
+            tally.problems.append(f"ended with {job.process.returncode}: {job.output[-500:]}")
+            return killed, layouts
+        if job.process.poll() is not None:
+            if job.process.returncode != 0:
+                tally.problems.append(f"ended with {job.process.returncode}: {job.output[-500:]}")
+            return killed, layouts
+        job.kill_all()
+        killed += 1
+        tally.killed_while[hit(job, job.started)] += 1
+        check_trial(folder, tally, len(tally.lost))
+        print(f"trial {len(tally.lost)}: {layouts[-1]}, step {last_step(folder)}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, tally, began = random.Random(options.seed), Tally(), time.monotonic()
+    with tempfile.TemporaryDirectory() as text:
+        scratch = Path(text)
+        config = write_config(scratch)
+        references = {name: undisturbed(config, scratch / name.replace(" ", "-"), name) for name in FIXED}
+        left, number = options.trials, 0
+        while left > 0 and not tally.problems:
+            fixed = FIXED[number // 2 % 2] if number % 2 == 0 else ""
+            folder = scratch / f"run-{number}"
+            killed, layouts = one_run(config, folder, fixed, tally, left, rng)
+            left, number = left - killed, number + 1
+            if tally.problems:
+                break
+            same, error = compare(folder, references[fixed or FIXED[0]], scratch)
+            if (fixed and not same) or error > TOLERANCE:
+                tally.problems.append(f"run {number}: same bits {same}, difference {error:.1e}")
+            tally.runs.append({"layout": fixed or "changing", "kills": killed, "same": same, "error": error})
+            print(f"run {number}, {fixed or layouts}: same bits {same}, difference {error:.1e}", flush=True)
+    return report(tally, time.monotonic() - began)
+
+
+def report(tally: Tally, seconds: float) -> int:
+    trials, saves = len(tally.lost), ("copying", "writing", "renaming", "deleting")
+    of_saves = sum(tally.killed_while[what] for what in saves)
+    fixed = [run for run in tally.runs if run["layout"] != "changing"]
+    changing = [run["error"] for run in tally.runs if run["layout"] == "changing"]
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "trials": trials,
+        "killed_while": tally.killed_while,
+        "lost": tally.lost,
+        "runs": tally.runs,
+        "problems": tally.problems,
+        "seconds": seconds,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"\n{'trials':44}{trials:>8}")
+    print(f"{'kills that hit a save':44}{of_saves:>8}")
+    for what, count in sorted(tally.killed_while.items()):
+        print(f"  {'while ' + what:42}{count:>8}")
+    bound = f"(never more than {INTERVAL} + {INTERVAL})"
+    print(f"{'steps lost, most ' + bound:44}{max(tally.lost, default=0):>8}")
+    print(f"{'steps lost, mean':44}{sum(tally.lost) / max(trials, 1):>8.1f}")
+    same = f"{sum(run['same'] for run in fixed)} of {len(fixed)}"
+    print(f"{'runs on one layout that end in the same bits':44}{same:>8}")
+    worst = f"{max(changing, default=0.0):.1e}"
+    print(f"{f'worst weights of {len(changing)} runs on changing layouts':44}{worst:>8}")
+    print(f"{'seconds':44}{seconds:>8.0f}")
+    for problem in tally.problems:
+        print(f"WRONG: {problem}")
+    return int(bool(tally.problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

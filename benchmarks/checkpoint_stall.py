@@ -1,0 +1,179 @@
+"""What a save costs the steps after it: excess wall time of ten steps, against plain dcp.async_save.
+
+    .venv/bin/python benchmarks/checkpoint_stall.py [--rounds 7] [--dim 768] [--folder DIR]
+
+One process trains a ViT on one thread; the second core is free for whoever writes, as host cores are on a GPU
+node. Rounds alternate: ten steps without a save, then for each mode a save and ten steps. A mode's excess is
+the time of its save and ten steps beyond that of the ten steps without one in the same round; medians of all
+rounds. The floor is one copy of the state into host memory that is in place already. Ends with 1 when
+Rossby's excess is above 0.25 x plain's or 1.5 x the floor.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from models.vit import VisionTransformer, init_weights
+from parallelisms.mesh import start_ranks
+from training.checkpoint import Checkpointer, State
+from training.gradients import LossScaler
+from training.optimizers import build_optimizer, set_lr
+from training.run_state import Progress, RunState
+
+RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.jsonl"
+STEPS = 10
+MODES = ("disabled", "plain dcp.async_save", "async", "async_with_pinned_mem")
+
+
+class Training:
+    """A ViT of `dim` on 32 x 64 fields in 8 x 8 patches, two samples a step."""
+
+    def __init__(self, dim: int, device: torch.device) -> None:
+        self.model = VisionTransformer(5, 3, (32, 64), (8, 8), dim, 12, dim // 64)
+        init_weights(self.model, 0)
+        self.model.to(device)
+        parameters = dict(self.model.named_parameters())
+        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05, "fused")
+        set_lr(optimizer, 1e-4)
+        self.run = RunState(parameters, optimizer, LossScaler(False), None, Progress())
+        patches = self.model.to_pieces(torch.randn(2, 5, 32, 64, device=device))
+        self.patches = patches
+
+    def step(self, before_update: Callable[[], None]) -> None:
+        self.run.progress.step += 1
+        self.model(self.patches).square().mean().backward()
+        before_update()
+        self.run.optimizer.step()
+        self.run.optimizer.zero_grad()
+        if self.patches.is_cuda:
+            torch.cuda.synchronize()
+
+    def ten_steps(self, save: Callable[[], None], before_update: Callable[[], None]) -> float:
+        """Seconds of a save and the ten steps after it."""
+        started = time.perf_counter()
+        save()
+        for _ in range(STEPS):
+            self.step(before_update)
+        return time.perf_counter() - started
+
+
+def plain_copy(state: State) -> dict[str, dict[str, torch.Tensor]]:
+    return {part: dict(tensors) for part, tensors in state.items()}
+
+
+def measure(training: Training, folder: Path, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of ten steps without a save (""), and with one in each mode, round by round."""
+    checkpointers = {m: Checkpointer(folder / m, m, 1, "", {}) for m in MODES if m != MODES[1]}
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    seconds: dict[str, list[float]] = {mode: [] for mode in ("", *MODES)}
+    for number in range(-1, rounds):  # the first round only warms up
+        for mode in ("", *MODES):
+            step, state, nothing = training.run.progress.step, training.run.tensors(), lambda: None
+            if mode == MODES[1]:
+                pending = []
+                writer = FileSystemWriter(str(folder / f"plain-{step}"), sync_files=True)
+
+                def save(state=state, writer=writer, pending=pending) -> None:
+                    copy = plain_copy(state)
+                    pending.append(
+                        state_dict_saver.async_save(copy, storage_writer=writer, process_group=group)
+                    )
+
+                taken = training.ten_steps(save, nothing)
+                pending[0].result()
+                shutil.rmtree(folder / f"plain-{step}")
+            elif mode:
+                checkpointer = checkpointers[mode]
+                taken = training.ten_steps(
+                    lambda c=checkpointer, step=step, state=state: c.save(step, state),
+                    checkpointer.before_update,
+                )
+                checkpointer.wait()
+            else:
+                taken = training.ten_steps(nothing, nothing)
+            if number >= 0:
+                seconds[mode].append(taken)
+    for checkpointer in checkpointers.values():
+        assert not checkpointer.last_error
+        checkpointer.close()
+    return seconds
+
+
+def floor(training: Training) -> tuple[float, int]:
+    """Seconds of one copy of the state into pages that are there, and its bytes."""
+    state = training.run.tensors()
+    tensors = [tensor for part in state.values() for tensor in part.values()]
+    pinned = tensors[0].is_cuda
+    copies = [torch.zeros_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch._foreach_copy_(copies, tensors)  # type: ignore[reportPrivateImportUsage]
+        times.append(time.perf_counter() - started)
+    return statistics.median(times), sum(tensor.nbytes for tensor in tensors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
+    options = parser.parse_args()
+    device = start_ranks("auto", timeout_seconds=600)
+    torch.manual_seed(0)
+    training = Training(options.dim, device)
+    for _ in range(3):
+        training.step(lambda: None)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        seconds = measure(training, Path(folder), options.rounds, device)
+    copy_seconds, size = floor(training)
+    base = seconds.pop("")
+    excess = {
+        mode: statistics.median(t - b for t, b in zip(times, base, strict=True))
+        for mode, times in seconds.items()
+    }
+    dist.destroy_process_group()
+    return report(excess, statistics.median(base) / STEPS, copy_seconds, size, options)
+
+
+def report(excess: dict[str, float], step: float, copy: float, size: int, options: argparse.Namespace) -> int:
+    plain, ours = excess[MODES[1]], excess[MODES[3]]
+    about = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "torch": torch.__version__,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "bytes": size,
+        "step_seconds": step,
+        "floor_seconds": copy,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps({**about, "excess_seconds": excess, "rounds": options.rounds}) + "\n")
+    print(f"state {size / 2**20:.0f} MiB, step {step:.3f} s, medians of {options.rounds} rounds\n")
+    print(f"{'':24}{'excess over 10 steps':>22}{'x plain':>10}{'x floor':>10}")
+    for mode in MODES:
+        value = excess[mode]
+        print(f"{mode:24}{value:>20.3f} s{value / plain:>10.2f}{value / copy:>10.2f}")
+    print(f"{'floor: one copy':24}{copy:>20.3f} s{copy / plain:>10.2f}{1:>10.2f}")
+    return int(ours > 0.25 * plain or ours > 1.5 * copy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

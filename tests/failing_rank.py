@@ -1,0 +1,67 @@
+"""A rank that does nothing but agree with the others, until one of them does what is asked for.
+
+python -m training.launch --nproc_per_node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config import Comm
+from parallelisms.mesh import start_ranks
+from training.activity import activity
+from training.preemption import Agreement
+from training.profiler import span
+from training.watchdog import Watchdog
+
+STEPS = 10
+
+
+def fail(what: str) -> None:
+    time.sleep(1.5)  # so that the others have heard of step 5
+    if what == "stall":
+        with span("data"):
+            time.sleep(600)
+    elif what == "raise":
+        raise KeyError("no such variable")
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "leave":
+        os._exit(0)
+    elif what.isdecimal():
+        sys.exit(int(what))
+
+
+def run(watchdog: Watchdog, what: str) -> None:
+    start_ranks("gloo", timeout_seconds=60)
+    agreement = Agreement("", 0.0, 60).listen(watchdog)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with agreement:
+        for step in range(1, STEPS + 1):
+            activity.chapter("train", step)
+            if step == 5 and dist.get_rank() == 1 and attempt == 0:
+                fail(what)
+            dist.all_reduce(torch.ones(1))
+            if step == 1:
+                watchdog.first_step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
+            if agreement.at().stop:
+                sys.exit(75)
+    if dist.get_rank() == 0:
+        print(f"attempt {attempt} is done")
+    watchdog.stop()
+    dist.barrier()
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    with Watchdog(folder, Comm(timeout_seconds=30, train_timeout_seconds=3)) as watchdog:
+        run(watchdog, what)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Jobs of a tiny model through run_train.sh, as a user starts them, for tests that kill them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+from tests.archives import weatherbench
+
+ROOT = Path(__file__).parent.parent
+ENDLESS = 100_000  # steps
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration of waves on a small grid, trained on until it is ended, and the archive it names."""
+    time = np.datetime64("2020-01-01", "ns") + np.arange(40) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(40)[:, None, None]
+    u = 10 * np.cos(np.deg2rad(latitude))[None, :, None] * np.sin(2 * phase)
+    dims = ("time", "latitude", "longitude")
+    ds = xr.Dataset(
+        {"10m_u_component_of_wind": (dims, u.astype("f4"))},
+        {"time": time, "latitude": latitude, "longitude": longitude},
+    )
+    path = folder / "tiny.toml"
+    path.write_text(f"""
+[data]
+path = "{weatherbench(folder, ds)}"
+variables = ["10m_u_component_of_wind"]
+train_period = ["2020-01-01", "2020-01-09"]
+[model]
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[lr_scheduler]
+warmup_steps = 5
+decay_type = "constant"
+[training]
+steps = {ENDLESS}
+local_batch_size = 2
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = true
+interval = {ENDLESS}
+[validation]
+enable = false
+""")
+    return path
+
+
+class Job:
+    """One launcher with its ranks. Its output goes to a file, so that nothing waits for a reader."""
+
+    def __init__(
+        self, config_file: Path, folder: Path, *options: str, host: Sequence[str] = (), **environment: str
+    ) -> None:
+        """host: the words that come before a command to run it elsewhere."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.log = folder, folder / f"log-{time.monotonic_ns()}.txt"
+        self.started = time.time()
+        files = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder)]
+        defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*host, str(ROOT / "run_train.sh"), *files, *options],
+                env={**os.environ, **defaults, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def ranks(self) -> dict[int, int]:
+        """Global rank -> process."""
+        found = {}
+        for pid in _children(self.process.pid):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if rank := [v[5:] for v in variables if v.startswith(b"RANK=")]:
+                found[int(rank[0])] = pid
+        return found
+
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        end = time.monotonic() + timeout
+        path = self.folder / "metrics.jsonl"  # of a run before this one until this one has written
+        while not path.exists() or path.stat().st_mtime < self.started or last_step(self.folder) < step:
+            assert self.process.poll() is None and time.monotonic() < end, self.output
+            time.sleep(0.02)
+
+    def kill_rank(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.ranks()[rank], number)
+
+    def kill_all(self) -> None:
+        """The launcher and all that it started die at once, as when the power fails."""
+        for pid in [self.process.pid, *_children(self.process.pid)] if self.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def end(self, timeout: float = 120) -> int:
+        """The exit code, once it has ended."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"still running after {timeout} s:\n{self.output}") from None
+
+
+def _children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in listed.read_text().split()] if listed.exists() else []
+
+
+def records(folder: Path) -> list[dict]:
+    """The complete lines of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def last_step(folder: Path) -> int:
+    return max((record["step"] for record in records(folder)), default=0)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss."""
+    return {record["step"]: record["loss"] for record in records(folder) if "loss" in record}

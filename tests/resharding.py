@@ -1,0 +1,73 @@
+"""Eight kinds of layouts, each of which has to load what every other saves, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.parity import GLOBAL_BATCH, Layout, SmallRun, cp, full, pp, replicate, tp
+from training.checkpoint import Checkpointer
+from training.run_state import Progress, RunState, resume
+
+STEPS, MORE = 2, 2  # before the save, and after it
+KINDS: dict[str, Layout] = {
+    "1 process, compile": Layout(1, compile=True),
+    "zero-1 2": Layout(2, replicate(data_parallel="zero1")),
+    "fsdp 4, ac full": Layout(4, activation_checkpoint="full"),
+    "hsdp 2 x 2": Layout(4, replicate(), accumulation=2),
+    "fsdp 2 x tp 2": Layout(4, tp()),
+    "fsdp 2 x ring 2, ac selective": Layout(4, cp("ring"), activation_checkpoint="selective"),
+    "pp 2 x fsdp 2": Layout(4, pp()),
+    "fsdp 2, float8 gathered": Layout(2, float8=True, float8_all_gather=True),
+}
+
+
+def build_run(layout: Layout, seed: int) -> tuple[SmallRun, RunState]:
+    small = SmallRun(layout, seed, ema_decay=0.9)
+    progress = Progress(global_batch=GLOBAL_BATCH)
+    return small, RunState(small.parameters, small.optimizer, small.scaler, small.average, progress)
+
+
+def whole(state: RunState) -> dict[str, np.ndarray]:
+    """Every tensor of a run, gathered over shards, stages and owners; the same on every rank."""
+    tensors = state.tensors()
+    mine = {f"{part}.{name}": full(t) for part, named in tensors.items() for name, t in named.items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def save(layout: Layout, folder: Path, mode: str) -> tuple[dict[str, np.ndarray], list[float]]:
+    """A run that saves after STEPS steps: all that was saved, and the losses of the steps after it."""
+    small, state = build_run(layout, seed=0)
+    for step in range(STEPS):
+        small.step(step)
+    state.progress.step, state.progress.samples = STEPS, STEPS * GLOBAL_BATCH
+    checkpointer = Checkpointer(folder, mode, 1, "", layout.parallelism)
+    checkpointer.save(STEPS, state.tensors())
+    saved = whole(state)
+    checkpointer.wait()
+    checkpointer.close()
+    return saved, [small.step(STEPS + more)[0] for more in range(MORE)]
+
+
+def load(layout: Layout, folder: Path) -> tuple[dict[str, np.ndarray], list[float]]:
+    """What a run with other initial weights has after resuming, and its next losses."""
+    small, state = build_run(layout, seed=1)
+    checkpointer = Checkpointer(folder, "disabled", 1, "", layout.parallelism)
+    assert resume(checkpointer, state) and state.progress.step == STEPS
+    checkpointer.close()
+    return whole(state), [small.step(STEPS + more)[0] for more in range(MORE)]
+
+
+def differences(saved: dict[str, np.ndarray], loaded: dict[str, np.ndarray]) -> list[str]:
+    """Names of tensors that are not the same bits, or are on one side only."""
+    common = saved.keys() & loaded.keys()
+    unequal = [name for name in common if not np.array_equal(saved[name], loaded[name])]
+    return sorted(unequal + list(saved.keys() ^ loaded.keys()))
+
+
+def tolerance(saved: Layout, loaded: Layout) -> float:
+    """Of the next losses, relative: float8's own rounding where only one of the two has it."""
+    return 5e-3 if saved.float8 != loaded.float8 else max(saved.tolerance("loss"), loaded.tolerance("loss"))

@@ -1,0 +1,105 @@
+"""Steps that must not be taken: which they are, that they leave nothing, and what happens when they stay."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
+from training.bad_steps import WINDOW, BadSteps, TrainingDiverged, step_unless
+from training.checkpoint_files import complete_steps
+from training.optimizers import build_optimizer, set_lr
+from training.run_state import go_back
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+
+
+def judge(bad_steps: BadSteps, step: int, loss: float, norm: float = 1.0, fp16: bool = False) -> bool:
+    return bool(bad_steps.judge(step, torch.tensor(loss), torch.tensor(norm), overflow_is_normal=fp16))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_a_bad_step_leaves_no_trace(implementation):
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(dict(model.named_parameters()), (0.9, 0.95), 1e-8, 0.1, implementation)
+    set_lr(optimizer, 0.1)
+
+    def step(value: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        step_unless(~torch.isfinite(torch.tensor(value)), optimizer)
+
+    def everything() -> list[Tensor]:
+        moments = [m.clone() for state in optimizer.state.values() for m in state.values()]
+        return [p.detach().clone() for p in model.parameters()] + moments
+
+    step(1.0)
+    before = everything()
+    step(NAN)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    step(1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+
+
+def test_what_is_not_finite_is_bad(one_rank):
+    bad_steps = BadSteps(0.0, 3, CPU)
+    assert not judge(bad_steps, 1, 1.0)
+    assert judge(bad_steps, 2, 1.0, NAN) and judge(bad_steps, 3, 1.0, float("inf"))
+    assert not judge(bad_steps, 4, 1.0, float("inf"), fp16=True)  # that is the loss scaler's
+    assert judge(bad_steps, 5, NAN, 1.0, fp16=True)
+
+
+def test_a_spike_is_measured_in_robust_deviations(one_rank):
+    """Losses 1 +- 0.01, alternating: the median is 1, the median absolute deviation 0.01."""
+    bad_steps = BadSteps(5.0, 3, CPU)
+    for step in range(60):
+        assert not judge(bad_steps, step, 1.0 + 0.01 * (step % 3 - 1))
+    assert not judge(bad_steps, 60, 1.0 + 4.9 * 1.4826 * 0.01)
+    assert judge(bad_steps, 61, 1.0 + 5.2 * 1.4826 * 0.01)
+    assert judge(bad_steps, 62, 1.08)  # spikes do not raise the ceiling
+    assert not judge(bad_steps, 63, 0.5)  # a low loss is welcome
+
+
+def test_few_losses_make_no_spike(one_rank):
+    bad_steps = BadSteps(5.0, 3, CPU)
+    assert not any(judge(bad_steps, step, 10.0**step) for step in range(15))
+
+
+def test_bad_steps_are_counted_over_a_window(one_rank, caplog):
+    bad_steps = BadSteps(0.0, 3, CPU)
+    for step in range(1, 5):
+        judge(bad_steps, step, NAN, NAN)
+        assert bad_steps.too_many(step) == (step == 4)
+    assert "1 steps skipped: 4 of the last 4 steps up to step 4 were bad" in caplog.text
+    assert "losses that are not finite on ranks [0]" in caplog.text
+    for step in range(5, 5 + WINDOW):
+        judge(bad_steps, step, 1.0)
+    assert not bad_steps.too_many(4 + WINDOW)
+
+
+def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
+    run, checkpointer, bad_steps = Run(), build(), BadSteps(0.0, 0, CPU)
+    with pytest.raises(TrainingDiverged, match="no checkpoint"):
+        go_back(checkpointer, run.run, bad_steps)
+    weights = []
+    for step in (1, 2, 3):
+        run.step()
+        run.save(checkpointer)
+        weights.append(run.run.parameters["0.weight"].detach().clone())
+        judge(bad_steps, step, 1.0)
+    judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
+    assert bad_steps.too_many(4)
+    go_back(checkpointer, run.run, bad_steps)
+    assert run.run.progress.step == 2 and run.run.progress.rollbacks == 1
+    assert torch.equal(run.run.parameters["0.weight"], weights[1])
+    assert complete_steps(checkpointer.folder) == [1, 2]
+    judge(bad_steps, 4, NAN, NAN)
+    assert bad_steps.too_many(4)
+    with pytest.raises(TrainingDiverged, match="going back to step 2 and taking other samples did not help"):
+        go_back(checkpointer, run.run, bad_steps)
+
+
+def test_a_run_does_not_end_on_a_bad_step(one_rank):
+    bad_steps = BadSteps(0.0, 3, CPU)
+    judge(bad_steps, 7, NAN, NAN)
+    assert not bad_steps.too_many(7) and bad_steps.too_many(7, last=True)

@@ -1,0 +1,178 @@
+"""Damaged, foreign and crafted checkpoints: each named in one line, set aside, and the one before taken."""
+
+import fcntl
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
+from training.checkpoint_files import (
+    Damaged,
+    check_files,
+    check_steps,
+    complete_steps,
+    prune,
+    read_manifest,
+    reading,
+    step_folder,
+    stored_tensors,
+    write_manifest,
+)
+from training.run_state import resume
+
+
+def shard(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def truncate(folder: Path) -> str:
+    os.truncate(shard(folder), shard(folder).stat().st_size - 1)
+    return "__0_0.distcp: has"
+
+
+def flip_a_bit(folder: Path) -> str:
+    content = bytearray(shard(folder).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(folder).write_bytes(content)
+    return "__0_0.distcp: its bytes are not those"
+
+
+def lose_a_shard(folder: Path) -> str:
+    shard(folder).unlink()
+    return "__0_0.distcp: is missing"
+
+
+def lose_the_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "manifest.json: is missing"
+
+
+def flip_the_manifest(folder: Path) -> str:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 3'))
+    return "manifest.json: its checksum"
+
+
+def cut_the_manifest(folder: Path) -> str:
+    os.truncate(folder / "manifest.json", 5)
+    return "manifest.json: cannot be read"
+
+
+class Code:
+    """Unpickled, it would run a command."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def craft(folder: Path) -> str:
+    """A `.metadata` that runs a command, under a manifest made for it."""
+    (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+    manifest = read_manifest(folder)
+    files = {name: (entry["bytes"], entry["crc32"]) for name, entry in manifest.pop("files").items()}
+    import zlib
+
+    content = (folder / ".metadata").read_bytes()
+    files[".metadata"] = (len(content), zlib.crc32(content))
+    write_manifest(folder, manifest, files)
+    return ".metadata: refused: carries posix.system"
+
+
+HARMS = (
+    truncate,
+    flip_a_bit,
+    lose_a_shard,
+    lose_the_manifest,
+    flip_the_manifest,
+    cut_the_manifest,
+    craft,
+)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    build,  # noqa: F811
+    tmp_path,
+    caplog,
+    monkeypatch,
+    harm,
+):
+    monkeypatch.chdir(tmp_path)
+    run, checkpointer = Run(), build()
+    for _ in range(2):
+        run.step(checkpointer)
+        run.save(checkpointer)
+    checkpointer.wait()
+    said = harm(step_folder(tmp_path, 2))
+    other = Run(seed=1)
+    assert resume(build(), other.run) and other.run.progress.step == 1
+    lines = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
+    assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0]
+    assert (tmp_path / "step-00000002.damaged").is_dir() and complete_steps(tmp_path) == [1]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_with_only_damaged_checkpoints_nothing_starts_over(build, tmp_path):  # noqa: F811
+    run, checkpointer = Run(), build()
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    truncate(step_folder(tmp_path, 1))
+    for _ in range(2):  # not at the next start either
+        with pytest.raises(ValueError, match=r"no checkpoint is left .* \(step-00000001.damaged\)"):
+            resume(build(), Run().run)
+
+
+def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F811
+    run, checkpointer = Run(), build("disabled")
+    run.step()
+    run.save(checkpointer)
+    folder = step_folder(tmp_path, 1)
+    manifest, original = read_manifest(folder), (folder / ".metadata").read_bytes()
+    check_files(folder, manifest)
+    for place in range(0, len(original), 97):
+        changed = bytearray(original)
+        changed[place] ^= 1 << (place % 8)
+        (folder / ".metadata").write_bytes(changed)
+        with pytest.raises(Damaged, match="metadata"):
+            check_files(folder, manifest)
+
+
+def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
+    """DCP would unpickle them without a list."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state_dict_saver.save({"a": torch.zeros(2), "b": {"c": "text"}}, checkpoint_id=str(tmp_path))
+    with pytest.raises(Damaged, match="refused: carries .*BytesStorageMetadata|b.c is no tensor"):
+        stored_tensors(tmp_path)
+
+
+def test_what_is_being_read_is_not_deleted(build, tmp_path):  # noqa: F811
+    run, checkpointer = Run(), build("disabled", keep=0)
+    for _ in range(3):
+        run.step()
+        run.save(checkpointer)
+    with reading(step_folder(tmp_path, 1)):
+        prune(tmp_path, 1)
+        assert complete_steps(tmp_path) == [1, 3]
+    prune(tmp_path, 1)
+    assert complete_steps(tmp_path) == [3]
+
+
+def test_a_lock_that_the_file_system_lacks_is_said(build, caplog, monkeypatch):  # noqa: F811
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    build("disabled")
+    assert "cannot be locked (no locks available)" in caplog.text
+
+
+def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
+    step_folder(tmp_path, 100).mkdir()
+    check_steps(tmp_path, 100)
+    with pytest.raises(ValueError, match="training.steps = 60: .* already holds step 100"):
+        check_steps(tmp_path, 60)

@@ -1,0 +1,122 @@
+"""Starting from another run's weights: everything by name, what is new as in a new run."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config import Model, Parallelism
+from config_checks import degrees_asked
+from models.build import build_model
+from parallelisms.degrees import resolve_degrees
+from parallelisms.mesh import build_mesh
+from parallelisms.parallelize import parallelize
+from tests.parity import full
+from training.checkpoint import Checkpointer
+from training.ema import EMA
+from training.gradients import LossScaler
+from training.initial_weights import Channels, load_initial_weights
+from training.optimizers import build_optimizer
+from training.run_state import Progress, RunState
+
+GRID = (8, 16)
+OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])
+NEW = Channels(
+    ["2m_temperature", "total_precipitation", "temperature:850", "sin_local_time"],
+    ["2m_temperature", "total_precipitation", "temperature:850"],
+)
+CONFIG = """
+[data]
+variables = ["temperature", "2m_temperature"]
+levels = [850]
+static_variables = ["land_sea_mask"]
+forcings = []
+"""
+
+
+def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **parallelism):
+    """Parameters of a small model on all ranks of the group."""
+    settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
+    asked = Parallelism(**parallelism)
+    mesh = build_mesh("cpu", resolve_degrees(dist.get_world_size(), **degrees_asked(asked)))
+    outputs = len(channels.outputs)
+    plan = build_model(settings, outputs, len(channels.inputs) - outputs, GRID, True)
+    from config import ActivationCheckpoint, Compile
+
+    options = (asked, ActivationCheckpoint(), Compile(), torch.float32, torch.float32)
+    return dict(parallelize(plan, mesh, torch.device("cpu"), seed, *options).named_parameters())
+
+
+def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
+    """A checkpoint of a model of OLD; its weights."""
+    parameters = build(OLD, 0, **options)
+    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
+    average = EMA(parameters, 0.9) if ema else None
+    if average:
+        for tensor in average.averages.values():
+            tensor += 1
+    run = RunState(parameters, optimizer, LossScaler(False), average, Progress(step=1))
+    checkpointer = Checkpointer(folder / "checkpoints", "disabled", 1, CONFIG, {})
+    checkpointer.save(1, run.tensors())
+    checkpointer.close()
+    kept = average.averages if average else parameters
+    return {name: torch.from_numpy(full(tensor)) for name, tensor in kept.items()}
+
+
+def patches(weight: torch.Tensor, channel: int, dim: int) -> torch.Tensor:
+    """What a channel has of a layer: 16 numbers, those of a 4 x 4 patch."""
+    return weight.narrow(dim, 16 * channel, 16)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path, caplog, ema):
+    old = save(tmp_path, ema)
+    fresh = {name: p.detach().clone() for name, p in build(NEW, 7).items()}
+    parameters = build(NEW, 7)
+    load_initial_weights(tmp_path, parameters, NEW)
+    embedding, head = parameters["patch_embedding.weight"], parameters["head.weight"]
+    for weight, name, dim in ((embedding, "patch_embedding.weight", 1), (head, "head.weight", 0)):
+        assert torch.equal(patches(weight, 0, dim), patches(old[name], 1, dim))  # 2m_temperature
+        assert torch.equal(patches(weight, 1, dim), patches(fresh[name], 1, dim))  # total_precipitation
+        assert torch.equal(patches(weight, 2, dim), patches(old[name], 0, dim))  # temperature:850
+    assert torch.equal(patches(embedding, 3, 1), patches(fresh["patch_embedding.weight"], 3, 1))
+    rest = [n for n in old if n.startswith(("blocks", "norm", "position")) or n == "patch_embedding.bias"]
+    assert len(rest) > 20 and all(torch.equal(parameters[name], old[name]) for name in rest)
+    assert "new channels, initialised: total_precipitation, sin_local_time" in caplog.text
+    assert "not used any more: land_sea_mask" in caplog.text
+    assert f"started from {'averaged ' if ema else ''}weights of" in caplog.text
+
+
+def test_a_u_net_too(one_rank, tmp_path):
+    old = save(tmp_path, name="unet")
+    parameters = build(NEW, 7, name="unet")
+    load_initial_weights(tmp_path / "checkpoints", parameters, NEW)
+    assert torch.equal(parameters["stem.weight"][:, 2], old["stem.weight"][:, 0])
+    assert torch.equal(parameters["head.bias"][[0, 2]], old["head.bias"][[1, 0]])
+
+
+def load_on_shards(folder: Path) -> dict:
+    parameters = build(NEW, 7, tensor_parallel_degree=2)
+    load_initial_weights(folder, parameters, NEW)
+    return {name: full(parameter) for name, parameter in parameters.items()}
+
+
+def test_sharded_weights_are_those_of_one_process(ranks, one_rank, tmp_path):
+    save(tmp_path)
+    parameters = build(NEW, 7)
+    load_initial_weights(tmp_path, parameters, NEW)
+    sharded = ranks(4).run(load_on_shards, tmp_path)[0]
+    assert all((sharded[name] == full(parameter)).all() for name, parameter in parameters.items())
+
+
+def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):
+    with pytest.raises(ValueError, match="initial_load_path = .*no checkpoint there"):
+        load_initial_weights(tmp_path, build(NEW, 7), NEW)
+    save(tmp_path)
+    with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this model; take the model"):
+        load_initial_weights(tmp_path, build(NEW, 7, dim=32), NEW)
+    next((tmp_path / "checkpoints").glob("step-*/*.distcp")).unlink()
+    with pytest.raises(ValueError, match="distcp: is missing"):
+        load_initial_weights(tmp_path, build(NEW, 7), NEW)

@@ -1,0 +1,66 @@
+"""What a job ends with when one of its ranks fails, and that a crash is restarted where it was saved."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, last_step, losses, write_config
+from training.launch import interface_of, is_this_host, job_code
+
+
+def launch(folder: Path, what: str, restarts: int = 0) -> subprocess.CompletedProcess:
+    """Two ranks of tests/failing_rank.py; the second fails."""
+    command = [sys.executable, "-m", "training.launch", "--nproc_per_node", "2"]
+    command += ["--max_restarts", str(restarts), "tests/failing_rank.py", str(folder), what]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([0, 75], 75), ([75, -9], 1), ([1, 75], 1), ([2, 1], 2), ([2, -9], 2), ([0, 1], 1)],
+)
+def test_exit_code_of_a_job(codes, code):
+    assert job_code(codes) == code
+
+
+def test_network_of_this_host():
+    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") is None
+    assert is_this_host("127.0.0.1", 0) and not is_this_host("203.0.113.9", 29500)
+
+
+def test_a_killed_rank_is_named_in_one_line_and_restarted(tmp_path):
+    ended = launch(tmp_path, "kill", restarts=1)
+    assert ended.returncode == 0 and "attempt 1 is done" in ended.stdout, ended.stderr
+    first, second = ended.stderr.strip().splitlines()
+    assert first.startswith("rossby: rank 1 ") and "was killed by SIGKILL" in first
+    assert second == "rossby: restart 1 of 1, from the last checkpoint"
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_bad_input_and_a_saved_job_are_not_restarted(tmp_path, code):
+    ended = launch(tmp_path, str(code), restarts=3)
+    assert ended.returncode == code and "restart" not in ended.stderr, ended.stderr
+
+
+def test_an_exception_is_told_once_with_its_traceback(tmp_path):
+    ended = launch(tmp_path, "raise")
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1 and "rank 1" in ended.stderr.splitlines()[-1]
+    assert "KeyError: 'no such variable'; all ranks end" in ended.stderr.splitlines()[-1], ended.stderr
+
+
+def test_a_run_whose_rank_is_killed_resumes_by_itself(start_job, tmp_path):
+    options = ["--training.steps", "60", "--checkpoint.interval", "20"]
+    config_file, run = write_config(tmp_path), tmp_path / "run"
+    job = start_job(config_file, run, *options, NGPU="2", MAX_RESTARTS="1")
+    while "saved" not in job.output and last_step(run) < 55:
+        job.wait_for_step(last_step(run) + 1)
+    job.kill_rank(1, signal.SIGKILL)
+    assert job.end() == 0, job.output
+    assert "restart 1 of 1" in job.output and "resumed from" in job.output
+    assert sorted(losses(run)) == list(range(1, 61))

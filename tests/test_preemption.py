@@ -1,0 +1,133 @@
+"""Ranks agree on when to save and when to end; what the run leaves then, and that it goes on."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from config import load_config
+from config_checks import wall_time_seconds
+from tests.distributed import Ranks
+from tests.jobs import last_step, losses, write_config
+from train import train
+from training.checkpoint_files import complete_steps
+from training.preemption import EXIT_SAVED, Agreement
+from training.watchdog import Watchdog
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0:01:30", 90), ("100:00:01", 360_001), ("", float("inf"))])
+def test_wall_time(text, seconds):
+    assert wall_time_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1:30", "1:60:00", "0:00:00", "a:b:c", "-1:00:00"])
+def test_wall_time_of_another_form_is_one_line(text):
+    with pytest.raises(ValueError, match="training.max_wall_time = "):
+        load_config(["--training.max_wall_time", text])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    group = Ranks(2)
+    yield group
+    group.stop()
+
+
+def boundaries_with_a_signal() -> list[str]:
+    """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
+    import torch.distributed as dist
+
+    agreement, decided = Agreement("", 0.0, 60), []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        agreement.previous[number] = signal.signal(number, agreement._hear)
+    with agreement:
+        for step in range(1, 7):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            decided.append(agreement.at().stop)
+            if decided[-1]:
+                break
+    agreement.stop = ""
+    agreement.close()
+    return decided
+
+
+def boundaries_with_a_clock() -> list[bool]:
+    """A save is due on rank 0's clock before the second boundary."""
+    agreement, decided = Agreement("", interval_minutes=0.001, timeout_seconds=60), []
+    agreement.saved_at += 3600
+    with agreement:
+        for step in range(1, 5):
+            if step == 2 and agreement.rank == 0:
+                agreement.saved_at -= 3601
+            if step == 3:
+                agreement.saved_at += 3600
+            decided.append(agreement.at().save)
+    return decided
+
+
+def test_all_ranks_stop_at_the_same_step(ranks):
+    expected = ["", "", "", "SIGUSR1 on rank 1"]
+    assert ranks.run(boundaries_with_a_signal) == [expected, expected]
+
+
+def test_minutes_between_saves_are_those_of_the_first_rank(ranks):
+    expected = [False, False, True, False]
+    assert ranks.run(boundaries_with_a_clock) == [expected, expected]
+
+
+def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
+    monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
+    agreement = Agreement("1:02:00", 0.0, 60)  # two minutes are left, of which one is the margin
+    with agreement:
+        assert not agreement.at(save_seconds=50.0).stop
+        assert agreement.at(save_seconds=70.0).stop == "training.max_wall_time = 1:02:00"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
+    monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
+    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    options = ["--training.max_wall_time", "1:00:00", f"--checkpoint.enable={str(saves).lower()}"]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train(load_config([*files, *options]))
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, handler)  # a run that leaves ignores them
+    assert ended.value.code == EXIT_SAVED
+    assert complete_steps(tmp_path / "run/checkpoints") == ([1] if saves else [])
+    said = "the checkpoint of step 1 is complete" if saves else "nothing saved: checkpoint.enable is false"
+    assert said in capsys.readouterr().err
+
+
+def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, capsys):
+    config = load_config([])
+    agreement = Agreement("", 0.0, 60).listen(Watchdog(tmp_path, config.comm))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    finally:
+        agreement.close()
+    assert ended.value.code == EXIT_SAVED and "nothing to save" in capsys.readouterr().err
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
+    config_file, run = write_config(tmp_path), tmp_path / "run"
+    job = start_job(config_file, run, NGPU="2")
+    job.wait_for_step(10)
+    job.kill_rank(1, signal.SIGTERM)
+    told = time.monotonic()
+    assert job.end() == EXIT_SAVED, job.output
+    assert time.monotonic() - told < 30
+    step = last_step(run)
+    assert complete_steps(run / "checkpoints") == [step]
+    assert f"SIGTERM on rank 1: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
+
+    again = start_job(config_file, run, "--training.steps", str(step + 3), NGPU="2")
+    assert again.end() == 0, again.output
+    assert f"from step {step} to" in again.output and sorted(losses(run)) == list(range(1, step + 4))

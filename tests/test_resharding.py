@@ -1,0 +1,36 @@
+"""Any layout loads what any other saved: a part of benchmarks/reshard_matrix.py."""
+
+import pytest
+
+from tests.resharding import KINDS, differences, load, save, tolerance
+
+PAIRS = [
+    ("fsdp 2 x tp 2", "pp 2 x fsdp 2"),
+    ("pp 2 x fsdp 2", "zero-1 2"),
+    ("zero-1 2", "hsdp 2 x 2"),
+    ("hsdp 2 x 2", "fsdp 2, float8 gathered"),
+    ("fsdp 2, float8 gathered", "fsdp 2 x ring 2, ac selective"),
+    ("fsdp 2 x ring 2, ac selective", "fsdp 2 x tp 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """Of a kind of layout: folder, tensors, next losses; saved when first asked for."""
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("checkpoints")
+            made[name] = (folder, *ranks(KINDS[name].ranks).run(save, KINDS[name], folder, "disabled")[0])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_saved_by_one_and_loaded_by_another(ranks, saved, source: str, target: str) -> None:
+    folder, tensors, losses = saved(source)
+    loaded, next_losses = ranks(KINDS[target].ranks).run(load, KINDS[target], folder)[0]
+    assert len(tensors) == 279 and not differences(tensors, loaded)
+    assert next_losses == pytest.approx(losses, rel=tolerance(KINDS[source], KINDS[target]))

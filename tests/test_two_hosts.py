@@ -1,0 +1,122 @@
+"""Two hosts: network namespaces joined by a cable that can be pulled out, a launcher in each."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import Job, losses, write_config
+from training.checkpoint_files import complete_steps
+
+PREFIX = "10.213.97"
+HOSTS = ("rossby-a", "rossby-b")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[None]:
+    """Two namespaces with one interface each, 10.213.97.1 and .2. Skips where that is not permitted."""
+    if not shutil.which("ip"):
+        pytest.skip("two hosts are network namespaces: the command ip is not installed")
+    try:
+        ip("netns", "add", HOSTS[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"two hosts are network namespaces: {error.stderr.strip()}")
+    ip("netns", "add", HOSTS[1])
+    ip("link", "add", "cable-a", "netns", HOSTS[0], "type", "veth", "peer", "cable-b", "netns", HOSTS[1])
+    for number, (host, end) in enumerate(zip(HOSTS, "ab", strict=True), start=1):
+        ip("-n", host, "addr", "add", f"{PREFIX}.{number}/24", "dev", f"cable-{end}")
+        ip("-n", host, "link", "set", f"cable-{end}", "up")
+        ip("-n", host, "link", "set", "lo", "up")
+    yield
+    for host in HOSTS:
+        ip("netns", "del", host)
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Path:
+    return write_config(tmp_path)
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(cable, start_job, config_file) -> Start:
+    """(host, folder, *options) -> a launcher with one rank on that host."""
+
+    def on_host(host: int, folder: Path, *options: str, nodes: str = "2", restarts: str = "0") -> Job:
+        inside = ["ip", "netns", "exec", HOSTS[host]]
+        network = {"NGPU": "1", "NNODES": nodes, "RDZV_ENDPOINT": f"{PREFIX}.1:29511"}
+        return start_job(config_file, folder, *options, host=inside, MAX_RESTARTS=restarts, **network)
+
+    return on_host
+
+
+def start_both(start: Start, folder: Path, *options: str, **settings: str) -> list[Job]:
+    return [start(host, folder, *options, **settings) for host in (0, 1)]
+
+
+def wait_for(job: Job, text: str, timeout: float = 120) -> float:
+    """Seconds until a job has said something."""
+    started = time.monotonic()
+    while text not in job.output:
+        waited = time.monotonic() - started
+        assert job.process.poll() is None and waited < timeout, f"{waited:.0f} s, no {text!r}:\n{job.output}"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def test_a_host_that_dies_is_missed_and_taken_back(start, start_job, config_file, tmp_path):
+    """A run over two hosts is that of one host with two ranks, also after one has died and come back.
+
+    Then the cable is cut: both sides end, and each names the rank that it cannot reach.
+    """
+    run = tmp_path / "run"
+    options = ["--checkpoint.interval", "20", "--comm.train_timeout_seconds", "5"]
+    first, second = start_both(start, run, *options, restarts="1")
+    wait_for(first, "saved")
+    second.kill_all()
+    assert wait_for(first, "restart 1 of 1") < 20
+    assert "rank 1" in first.output.partition("restart 1")[0] and "Traceback" not in first.output
+    second = start(1, run, *options)
+    wait_for(first, "resumed from")
+    saved = complete_steps(run / "checkpoints")[-1]
+    first.wait_for_step(saved + 5)
+    one = start_job(config_file, tmp_path / "one", "--training.steps", str(saved + 5), NGPU="2")
+
+    ip("-n", HOSTS[0], "link", "set", "cable-a", "down")
+    cut = time.monotonic()
+    try:
+        assert [first.end(30), second.end(30)] == [1, 1]
+    finally:
+        ip("-n", HOSTS[0], "link", "set", "cable-a", "up")
+    assert time.monotonic() - cut < 25
+    assert "rank 1" in first.output.rpartition("rossby:")[2], first.output
+    assert "rank 0's host" in second.output, second.output
+    assert one.end() == 0, one.output
+    assert losses(tmp_path / "one").items() <= losses(run).items()
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_with_the_host_that_is_left(start, tmp_path):
+    options = ["--checkpoint.interval", "20", "--training.global_batch_size", "4"]
+    run = tmp_path / "run"
+    first, second = start_both(start, run, *options, nodes="1:2", restarts="3")
+    wait_for(first, "saved")
+    second.kill_all()
+    wait_for(first, "from the last checkpoint")
+    wait_for(first, "resumed from")
+    assert "1 ranks x 2; from step" in first.output  # accumulated: the same global batch
+    second = start(1, run, *options, nodes="1:2")
+    wait_for(first, "SIGTERM on rank 0")
+    step = complete_steps(run / "checkpoints")[-1]
+    wait_for(first, f"2 ranks x 1; from step {step}")
+    first.process.terminate()
+    assert [first.end(), second.end()] == [75, 75]

@@ -1,0 +1,100 @@
+"""A rank that stalls, stops or leaves: who is blamed, how soon the job ends, what it says and leaves."""
+
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.jobs import write_config
+from tests.test_launch import launch
+from training.activity import Activity
+from training.hang_report import Beat, accusation, process_state, ranges, table, to_blame
+from training.watchdog import is_lost_connection
+
+TRAINING = Beat(
+    0, 0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0, where="train.py:1 train"
+)
+
+
+def ranks(*changes: dict) -> list[Beat]:
+    return [replace(TRAINING, rank=rank, **change) for rank, change in enumerate(changes)]
+
+
+def blamed(beats: list[Beat], silence: float = 10.0) -> list[int]:
+    found = to_blame(beats, silence)
+    return [beat.rank for beat in found[0]] if found else []
+
+
+def test_who_is_to_blame():
+    waiting, late = {"seconds": 12.0, "waits": True}, {"seconds": 12.0, "phase": "data"}
+    assert blamed(ranks({}, {})) == []
+    assert blamed(ranks({}, {"silent": 11.0}, waiting)) == [1]
+    assert blamed(ranks(waiting, late, waiting)) == [1]
+    assert blamed(ranks(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
+    assert blamed(ranks({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
+    # Rank 0 may take its time to validate: those who wait for it are over their limit, it is not.
+    assert blamed(ranks({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
+
+
+def test_the_message_names_each_rank():
+    beats = ranks({"seconds": 12.0, "waits": True}, {"seconds": 12.0, "phase": "data"}, {"waits": True})
+    found = to_blame(beats, 10.0)
+    assert found
+    assert accusation(*found) == "rank 1 (node, pid 7) in step 12, data: no progress for 12 s (limit 10 s)"
+    lines = table(beats).splitlines()
+    assert lines[0] == "  rank 1: step 12, data for 12 s at train.py:1 train"
+    assert lines[1].startswith("  rank 0, 2: step 12, optimizer for 12 s") and "waits" in lines[1]
+    assert ranges([5, 0, 1, 2]) == "0-2, 5"
+
+
+def test_activity_knows_phase_and_place():
+    activity = Activity()
+    activity.chapter("train", 3)
+    with activity.phase("validation"), activity.phase("data"):
+        assert activity.phases == ("train", "validation", "data")
+        place, waits = activity.where()
+    assert re.match(r"tests/test_watchdog.py:\d+ test_activity", place) and not waits
+    assert activity.phases == ("train",)
+
+
+def test_a_lost_connection_is_no_error_of_this_rank():
+    gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:42"
+    assert is_lost_connection(RuntimeError(gloo)) and is_lost_connection(dist.DistNetworkError("reset"))
+    assert not is_lost_connection(ValueError("connection")) and not is_lost_connection(RuntimeError("shape"))
+
+
+def test_state_of_a_process():
+    assert process_state(2**22 + 1) == "gone"
+
+
+@pytest.mark.parametrize("what", ["stall", "leave"])
+def test_a_rank_that_stalls_or_leaves_is_named(tmp_path, what):
+    started = time.monotonic()
+    ended = launch(tmp_path, what)
+    assert ended.returncode == 1 and time.monotonic() - started < 60
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("rossby: rank 1 (") and "in step 5" in lines[0], ended.stderr
+    assert "Traceback" not in ended.stderr and "frame #" not in ended.stderr
+    table = [line for line in lines if re.match(r"  rank \d: step 5", line)]
+    assert len(table) == 2
+    if what == "stall":
+        assert "data for" in table[0] and "failing_rank.py" in table[0] and "waits" in table[1]
+        assert "time.sleep" not in (tmp_path / "hang/rank-0.txt").read_text()
+        assert "in fail" in (tmp_path / "hang/rank-1.txt").read_text()
+
+
+def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
+    run: Path = tmp_path / "run"
+    job = start_job(write_config(tmp_path), run, "--comm.train_timeout_seconds", "4", NGPU="2")
+    job.wait_for_step(5)
+    job.kill_rank(1, signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert job.end() == 1
+    assert time.monotonic() - stopped < 4 + 16  # notice, write the stacks, be killed
+    said = job.output.partition("rossby: ")[2]
+    assert said.startswith("rank 1 (") and "stopped by a signal" in said, job.output
+    assert (run / "hang/rank-0.txt").exists()

@@ -1,0 +1,261 @@
+"""The folder of a run's checkpoints: what is complete, what is damaged, what may go.
+
+    checkpoints/step-00000100/        complete: it has its final name, its manifest was written before that
+                step-00000200.incomplete/   being written, or left by a run that was killed meanwhile
+                step-00000050.deleting/     the same of one that is being removed
+                step-00000100.damaged/      set aside when its bytes were not those of its manifest
+
+A checkpoint is one of torch.distributed.checkpoint, with the run's `config.toml` and a `manifest.json` that
+names every file with its size and CRC-32. Nothing in it is code: `.metadata`, which is a pickle, is read
+through a list of the few classes that it needs.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+logger = logging.getLogger(__name__)
+COMPLETE = re.compile(r"step-(\d{8})$")
+INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
+MANIFEST = "manifest.json"
+PATIENCE = 5.0  # seconds that the run before may still need to end
+CHUNK = 2**24  # bytes read at once for a checksum
+
+# What the metadata of tensors is made of; a class more would be a way to run code.
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8"},
+    "pathlib": {"PosixPath"},  # in DCP's own checkpoints: where they were written
+}
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be trusted: `file` and why."""
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := COMPLETE.match(path.name)))
+
+
+def check_steps(folder: Path, steps: int) -> None:
+    """ValueError when a folder already holds more steps than the run asks for: it would train nothing."""
+    done = complete_steps(folder)
+    if done and done[-1] > steps:
+        raise ValueError(
+            f"training.steps = {steps}: {folder} already holds step {done[-1]}; "
+            "ask for more steps, choose another job.dump_folder, or remove that folder"
+        )
+
+
+# -- the manifest ------------------------------------------------------------------------------------
+
+
+def crc32_of(path: Path) -> int:
+    """CRC-32 of a file's bytes: 4 GiB/s, and it sees every single flipped bit."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """A new name is on the disk only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
+    """`files`: name -> (bytes, CRC-32), as they were written, not as they are read back."""
+    body = about | {"files": {name: {"bytes": size, "crc32": crc} for name, (size, crc) in files.items()}}
+    text = json.dumps(body, indent=1)
+    write_durably(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises Damaged, with the file's name, where there is none or it is not what was written."""
+    path = folder / MANIFEST
+    try:
+        first, _, text = path.read_text().partition("\n")
+        if json.loads(first)["crc32"] != zlib.crc32(text.encode()):
+            raise Damaged(f"{path}: its checksum is not the one written in it")
+        return json.loads(text)
+    except FileNotFoundError:
+        raise Damaged(f"{path}: is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise error if isinstance(error, Damaged) else Damaged(f"{path}: cannot be read ({error})") from None
+
+
+def check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
+    """Raises Damaged where a file is not the one that the manifest describes."""
+    path = folder / name
+    if not path.is_file():
+        raise Damaged(f"{path}: is missing")
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
+    if crc32_of(path) != expected["crc32"]:
+        raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
+
+
+def check_files(folder: Path, manifest: dict[str, Any], share: int = 0, shares: int = 1) -> None:
+    """Raises Damaged for the first bad file of this rank's share; what may not be unpickled is bad too."""
+    for name, expected in sorted(manifest["files"].items())[share::shares]:
+        check_file(folder, name, expected)
+    if share == 0:
+        stored_tensors(folder)
+
+
+# -- metadata without code ---------------------------------------------------------------------------
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of ALLOWED and refuses every other by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"carries {module}.{name}, which is not the description of a tensor")
+
+
+def read_metadata(file: IO[bytes], path: Path) -> Metadata:
+    """DCP's metadata of tensors. Raises Damaged, with what it carries, for anything else."""
+    try:
+        metadata = MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"is a {type(metadata).__name__}")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise pickle.UnpicklingError(f"{name} is no tensor")
+    except Exception as error:  # a broken pickle raises whatever its bytes happen to call
+        raise Damaged(f"{path}: refused: {error}") from None
+    return metadata
+
+
+class TensorReader(FileSystemReader):
+    """DCP's reader, for tensors only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        with path.open("rb") as file:
+            metadata = read_metadata(file, path)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape and type of every tensor in a checkpoint."""
+    return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+
+
+# -- what may go, and when ---------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """While this lasts, no run that prunes its checkpoints takes this one away."""
+    if not (folder / MANIFEST).exists():
+        yield  # written by another program: no run of ours prunes it
+        return
+    with (folder / MANIFEST).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def remove(folder: Path) -> bool:
+    """Renames, then deletes, so that what has a checkpoint's name is whole. False: somebody reads it."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return False  # not one of ours, or damaged: neither is ours to delete
+    with manifest.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        doomed = folder.with_name(folder.name + DELETING)
+        os.replace(folder, doomed)
+    shutil.rmtree(doomed)
+    return True
+
+
+def prune(folder: Path, keep: int) -> None:
+    """All but the newest `keep` complete checkpoints; 0 keeps all."""
+    for step in complete_steps(folder)[:-keep] if keep else []:
+        remove(step_folder(folder, step))
+
+
+def clear_leftovers(folder: Path) -> None:
+    """What a killed run left half written or half deleted."""
+    for leftover in [*folder.glob(f"step-*{INCOMPLETE}"), *folder.glob(f"step-*{DELETING}")]:
+        logger.warning("%s: left by a run that was stopped meanwhile; removed", leftover)
+        shutil.rmtree(leftover)
+
+
+def set_aside(folder: Path) -> Path:
+    """Out of the way of resuming, and kept for whoever wants to look at it."""
+    aside = folder.with_name(folder.name + DAMAGED)
+    while aside.exists():
+        aside = aside.with_name(aside.name + "-again")
+    os.replace(folder, aside)
+    return aside
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """An open file that keeps other runs out as long as it stays open. ValueError where another run is in."""
+    file, deadline = (folder / ".lock").open("w"), time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                reason = "another run writes there; wait for it, or choose another job.dump_folder"
+                raise ValueError(f"{folder}: {reason}") from None
+            time.sleep(0.1)
+        except OSError as error:
+            logger.warning(
+                "%s: cannot be locked (%s); take care that no other run writes there", folder, error
+            )
+            return file

@@ -1,0 +1,87 @@
+"""The state of a run from one replica to another: rank to rank, so that nothing is gathered or cut anew."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import Comm, FaultTolerance
+from parallelisms.float8 import plain_weight
+from parallelisms.replicas import Replicas, State, local
+from training.bad_steps import BadSteps
+from training.run_state import RunState
+
+
+def hand_over(run: RunState, bad_steps: BadSteps) -> State:
+    """What this rank holds of everything that decides how the run goes on."""
+    return {
+        part: {name: local(tensor) for name, tensor in tensors.items()}
+        for part, tensors in _tensors(run, bad_steps).items()
+    }
+
+
+@torch.no_grad()
+def take_over(run: RunState, bad_steps: BadSteps, state: State) -> None:
+    """Makes another replica's state this one's. ValueError where the two have another layout."""
+    for key, value in state["optimizer"].items():
+        _allocate_moment(run, key, value)
+    for part, mine in _tensors(run, bad_steps).items():
+        if part != "train":  # numbers, which are no tensors here
+            _copy(part, mine, state[part])
+    run.progress.load(state["train"])
+    run.scaler.load(state["train"])
+
+
+def _tensors(run: RunState, bad_steps: BadSteps) -> State:
+    """Beside what a checkpoint has, what bad steps are judged by: all replicas have to judge alike."""
+    return {
+        **run.tensors(),
+        "bad_steps": {name: getattr(bad_steps, name) for name in ("losses", "bad")},
+    }
+
+
+def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:
+    """A new replica's optimiser has not stepped yet, and holds nothing."""
+    name, _, moment = key.rpartition(".")
+    parameter = run.parameters.get(name)
+    if parameter is None:
+        raise ValueError(f"optimizer.{key}: only another replica has it; start all of them with one layout")
+    if moment in run.optimizer.state[parameter]:
+        return
+    fused = any(group.get("fused") for group in run.optimizer.param_groups)
+    if moment == "step":  # a fused kernel wants it where the weights are, others on the host
+        empty = torch.zeros_like(value, device=parameter.device if fused else "cpu")
+    else:
+        empty = torch.zeros_like(plain_weight(parameter.detach()), dtype=value.dtype)
+    run.optimizer.state[parameter][moment] = empty
+
+
+def _copy(part: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Into place. A tensor that only one of the two has, or of another shape, is a ValueError."""
+    for name in mine | theirs:
+        sizes = [list(local(t[name]).shape) if name in t else "nothing" for t in (mine, theirs)]
+        if sizes[0] != sizes[1]:
+            reason = f"{sizes[0]} here and {sizes[1]} in another replica"
+            raise ValueError(f"{part}.{name}: {reason}; start all of them with one layout")
+        local(mine[name]).copy_(theirs[name])
+
+
+def join_replicas(
+    place: FaultTolerance, settings: dict[str, Any], run: RunState, bad_steps: BadSteps, comm: Comm
+) -> Replicas:
+    """Meets the other replicas before the first step: all of them, or the state of those that have gone on.
+
+    It gives up before the watchdog would, and knows the reason.
+    """
+    replicas = Replicas(
+        place,
+        settings,
+        give=lambda: hand_over(run, bad_steps),
+        take=lambda state: take_over(run, bad_steps, state),
+        patience=int(0.9 * comm.timeout_seconds),
+        timeout=comm.train_timeout_seconds,
+        device=next(iter(run.parameters.values())).device,
+    )
+    replicas.set_step(run.progress.step)
+    replicas.begin_step()
+    return replicas

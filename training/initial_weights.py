@@ -1,0 +1,138 @@
+"""Weights of another run to start from: fine-tuning, with another lead time or with other variables.
+
+Only weights are taken: averaged ones where the checkpoint has them, as they are what gets used. What belongs
+to a variable (its part of the first and the last layer) is found by the variable's name, so that variables
+may come, go or change places; a new one starts as in a new run.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import tomli
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.tensor import DTensor
+
+from datasets.variables import expand_levels
+from parallelisms.float8 import plain_weight
+from parallelisms.parallelize import copy_part
+from training.checkpoint import problem_of
+from training.checkpoint_files import (
+    MANIFEST,
+    Damaged,
+    TensorReader,
+    complete_steps,
+    reading,
+    step_folder,
+    stored_tensors,
+)
+from training.run_state import Parameters
+
+logger = logging.getLogger(__name__)
+# Where a model's channels are: parameter -> (dim that counts them, whose they are).
+CHANNELS = {
+    "patch_embedding.weight": (1, "inputs"),
+    "stem.weight": (1, "inputs"),
+    "head.weight": (0, "outputs"),
+    "head.bias": (0, "outputs"),
+}
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Names of a model's channels, in their order: predicted variables, then static fields and forcings."""
+
+    inputs: list[str]
+    outputs: list[str]
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> "Channels":
+        """From the section `data` of a configuration."""
+        outputs = expand_levels(data["variables"], data["levels"])
+        return cls(outputs + list(data["static_variables"]) + list(data["forcings"]), outputs)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest in a folder of them, or in a run's folder. ValueError: there is none."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / ".metadata").exists():
+            return folder
+        if steps := complete_steps(folder):
+            return step_folder(folder, steps[-1])
+    reason = "no checkpoint there; name a run's folder, or a step-... in it"
+    raise ValueError(f"checkpoint.initial_load_path = '{path}': {reason}")
+
+
+def load_initial_weights(path: Path, parameters: Parameters, channels: Channels) -> None:
+    """Fills the parameters, which have their initial weights, from a checkpoint; says what stays as it was.
+
+    ValueError where it is damaged, has none of this model's weights, or has them in another shape.
+    """
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    folder = find_checkpoint(path)
+    if (folder / MANIFEST).exists() and (problem := problem_of(folder, group)):
+        raise Damaged(problem)
+    stored = stored_tensors(folder)
+    part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
+    theirs = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
+    by_channel = [name for name in theirs if name in CHANNELS]
+    _check(folder, theirs, by_channel, parameters, group)
+    tensors = {name: torch.empty(theirs[name]) for name in by_channel}
+    tensors |= {n: plain_weight(parameters[n].detach()) for n in theirs if n not in by_channel}
+    with reading(folder):
+        state: dict[str, Any] = {f"{part}.{name}": tensor for name, tensor in tensors.items()}
+        reader = TensorReader(str(folder))
+        state_dict_loader.load(state, storage_reader=reader, process_group=group)
+    old = Channels.of(tomli.loads((folder / "config.toml").read_text())["data"])
+    for name in by_channel:
+        _copy_channels(name, parameters[name], tensors[name], old, channels)
+    _say(folder, part, parameters.keys() - theirs.keys(), old, channels)
+
+
+def _check(
+    folder: Path, theirs: dict[str, torch.Size], by_channel: list[str], parameters: Parameters, group: Any
+) -> None:
+    """ValueError on all ranks when a parameter of one of them has another shape, or none is there."""
+    problem = "" if theirs else "has none of this model's weights"
+    for name, shape in theirs.items():
+        if name not in by_channel and shape != parameters[name].shape:
+            problem = f"{name} is {list(shape)} there and {list(parameters[name].shape)} in this model"
+    problems: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    if problem := next(filter(None, problems), ""):
+        raise ValueError(f"checkpoint.initial_load_path: {folder}: {problem}; take the model of that run")
+
+
+def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> None:
+    """Puts the stored slice of every channel that both have into a parameter, in its own order."""
+    dim, whose = CHANNELS[name]
+    old_names, new_names = getattr(old, whose), getattr(new, whose)
+    value = parameter.detach()
+    whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+    size = stored.shape[dim] // len(old_names)  # numbers a channel: those of a patch
+    fits = list(whole.shape)
+    fits[dim] = stored.shape[dim]
+    if fits != list(stored.shape) or whole.shape[dim] != size * len(new_names):
+        shapes = f"{list(stored.shape)} for {len(old_names)} channels there and {list(whole.shape)} for"
+        reason = f"{name} is {shapes} {len(new_names)} in this model; take the model of that run"
+        raise ValueError(f"checkpoint.initial_load_path: {reason}")
+    for place, channel in enumerate(new_names):
+        if channel in old_names:
+            part = stored.narrow(dim, old_names.index(channel) * size, size)
+            whole.narrow(dim, place * size, size).copy_(part)
+    with torch.no_grad():
+        copy_part(parameter, whole)
+
+
+def _say(folder: Path, part: str, missing: set[str], old: Channels, new: Channels) -> None:
+    logger.info("started from %s of %s", "averaged weights" if part == "ema" else "weights", folder)
+    if fresh := [name for name in new.inputs if name not in old.inputs]:
+        logger.info("new channels, initialised: %s", ", ".join(fresh))
+    if gone := [name for name in old.inputs if name not in new.inputs]:
+        logger.info("channels that are not used any more: %s", ", ".join(gone))
+    if missing:
+        logger.info("weights that are not there, initialised: %s", ", ".join(sorted(missing)))

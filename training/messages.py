@@ -1,0 +1,16 @@
+"""What the ranks say on the terminal."""
+
+import logging
+import warnings
+
+
+def start_logging(is_first: bool) -> None:
+    """One line a message from rank 0; other ranks speak of warnings and errors only."""
+    logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
+    # Said by every rank, known, and nothing to be done about: gloo has no all-to-all, a mesh of two axes is
+    # reduced one axis after the other, and nobody writes into what FSDP's modules return.
+    for name in ("_redistribute", "_collective_utils"):
+        logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd.* is deprecated")

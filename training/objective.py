@@ -1,0 +1,80 @@
+"""What is minimised: the loss of a batch, on the piece of it that a rank has, and of whole fields.
+
+Shapes: B batch, V variables, H latitudes, W longitudes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from models.build import WeatherModel
+from parallelisms.parallelize import Shards
+from training.activity import activity
+from training.losses import (
+    change_weights,
+    mse_loss,
+    mse_weights,
+    relative_l2_loss,
+    relative_l2_weights,
+    sum_of_squares,
+)
+
+
+class Objective:
+    """`name`: "mse", weighted by area (H,) and variable (V,), or "relative_l2", the NERSC tutorial's."""
+
+    def __init__(
+        self,
+        name: str,
+        geometry: WeatherModel,
+        shards: Shards,
+        conditions: Conditions,
+        normalizer: Normalizer,
+        area: Tensor,
+        variables: Tensor,
+        local_batch_size: int,
+        weight_by_change: bool,
+    ) -> None:
+        self.relative, self.local_batch_size = name == "relative_l2", local_batch_size
+        self.geometry, self.shards = geometry, shards
+        self.conditions, self.normalizer, self.area = conditions, normalizer, area
+        change = change_weights(normalizer.change_scale.flatten()) if weight_by_change else 1.0
+        self.variables = variables.to(area.device) * change
+
+    def weights(self, target: Tensor, mask: Tensor) -> Tensor:
+        """(B, V, H, W): what each squared error of a normalised state weighs."""
+        if self.relative:
+            return relative_l2_weights(mask, target)
+        return mse_weights(mask, self.area, self.variables)
+
+    def cut(self, fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, and
+        weights.
+        """
+        values, mask = self.normalizer.normalize(fields)
+        state, target = values[:, 0], values[:, 1]
+        weights = self.weights(target, mask[:, 1]) * self.normalizer.output_scale.square()
+        pieces: Any = self.geometry.to_pieces
+        return (
+            self.shards.cut_input(pieces(self.conditions.append(state, times))),
+            self.shards.cut_output(pieces(self.normalizer.expected_output(state, target))),
+            self.shards.cut_output(pieces(weights, with_zeros=True)),
+        )
+
+    def share(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        """The share of the loss that a piece of a batch has; shares add up."""
+        squares = sum_of_squares(output, target, weights)  # (B,)
+        if self.relative:
+            return relative_l2_loss(squares, self.local_batch_size, self.shards.sum_over_pieces)
+        return mse_loss(squares)
+
+    def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
+        """The loss of whole physical fields (1, V, H, W)."""
+        activity.progress()  # a validation may take as long as it likes while it gets on
+        target, mask = self.normalizer.normalize(truth)
+        weights = self.weights(target, mask)
+        squares = sum_of_squares(self.normalizer.normalize(predicted)[0], target, weights)
+        return torch.mean(squares.sqrt()) if self.relative else mse_loss(squares)

@@ -1,0 +1,167 @@
+"""What a run has to know to go on as if it had not stopped, and how it is restored on any layout.
+
+Names are the model's own, whatever wraps the model (parallelisms/names.py). Tensors are DTensors where they
+are sharded: torch.distributed.checkpoint cuts them anew for the layout that loads them. The order of samples
+and what is drawn at random are functions of (seed, step), so that no generator has to be kept.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from parallelisms.float8 import plain_weight
+from training.bad_steps import BadSteps, TrainingDiverged
+from training.checkpoint import Checkpointer, State
+from training.checkpoint_files import step_folder, stored_tensors
+from training.ema import EMA
+from training.gradients import LossScaler
+
+logger = logging.getLogger(__name__)
+Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
+
+
+@dataclass
+class Progress:
+    """Where a run stands in its data: after `step` steps it has taken `samples` samples."""
+
+    step: int = 0
+    samples: int = 0
+    global_batch: int = 0  # samples a step; 0: not known yet
+    rollbacks: int = 0  # how often it went back to a checkpoint to take other samples
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value) for name, value in vars(self).items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        for name in vars(self):
+            setattr(self, name, int(state[name]))
+
+
+@dataclass
+class RunState:
+    """Everything that a checkpoint holds, where it lives on this rank."""
+
+    parameters: Parameters
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    average: EMA | None
+    progress: Progress
+    went_back_to: int = -1  # the step that the last rollback of this process ended at
+
+    def tensors(self) -> State:
+        """Part -> name -> tensor: the live ones, not copies."""
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "model": self.parameters,
+            "optimizer": self._optimizer_tensors(),
+            **({"ema": self.average.averages} if self.average else {}),
+        }
+        state = {
+            part: {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
+            for part, tensors in parts.items()
+        }
+        return state | {"train": {**self.progress.state(), **self.scaler.state()}}
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """`<parameter>.<moment>` -> tensor. The groups hold nothing that the configuration and the step do
+        not say.
+        """
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        return {
+            f"{names[parameter]}.{moment}": value
+            for parameter, moments in self.optimizer.state.items()
+            for moment, value in moments.items()
+        }
+
+    def allocate_optimizer(self, folder: Path) -> None:
+        """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
+        into.
+        """
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        for key, entry in stored_tensors(folder).items():
+            part, _, rest = key.partition(".")
+            name, _, moment = rest.rpartition(".")
+            parameter = self.parameters.get(name)
+            if part != "optimizer" or parameter is None or parameter not in groups:
+                continue  # another rank's
+            dtype = entry.properties.dtype
+            if moment == "step":  # a fused kernel wants it where the weights are, others on the host
+                device = parameter.device if groups[parameter].get("fused") else torch.device("cpu")
+                empty = torch.zeros((), dtype=dtype, device=device)
+            else:
+                empty = torch.zeros_like(plain_weight(parameter.detach()), dtype=dtype)
+            self.optimizer.state[parameter][moment] = empty
+
+
+def resume(checkpointer: Checkpointer, run: RunState) -> bool:
+    """Restores the newest checkpoint that can be trusted. ValueError: it does not fit this model."""
+    step = checkpointer.newest()
+    if step is not None:
+        restore(checkpointer, step, run)
+    return step is not None
+
+
+def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
+    """Everything as it was after `step`, whatever layout saved it."""
+    folder = step_folder(checkpointer.folder, step)
+    stored = stored_tensors(folder)
+    run.allocate_optimizer(folder)
+    state = run.tensors()
+    if run.average and not any(name.startswith("ema.") for name in stored):
+        del state["ema"]
+        logger.info("%s has no averaged weights: averages start from its weights", folder)
+    if "scaler.factor" in state["train"] and "train.scaler.factor" not in stored:
+        state["train"] = run.progress.state()  # it was not trained in fp16: the scaler starts anew
+    checkpointer.load(step, state)
+    run.progress.load(state["train"])
+    if "scaler.factor" in state["train"]:
+        run.scaler.load(state["train"])
+    if run.average and "ema" not in state:
+        run.average.restart()
+    logger.info("resumed from %s", folder)
+
+
+def go_back(checkpointer: Checkpointer | None, run: RunState, bad_steps: BadSteps) -> None:
+    """To the newest checkpoint that a good step followed, to go on with the samples in another order.
+
+    Those after it are removed: their weights led to bad steps. Raises TrainingDiverged where there is none,
+    or the run has been there before.
+    """
+    step = checkpointer.newest(bad_steps.first - 2) if checkpointer else None
+    if checkpointer is None or step is None or step == run.went_back_to:
+        tried = (
+            f"going back to step {step} and taking other samples did not help"
+            if step
+            else "no checkpoint to go back to"
+        )
+        raise TrainingDiverged(
+            f"{bad_steps.diagnosis}; training.max_skipped_steps = {bad_steps.max_skipped}; {tried}; "
+            "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
+        )
+    checkpointer.remove_after(step)
+    rollbacks = run.progress.rollbacks + 1
+    restore(checkpointer, step, run)
+    run.progress.rollbacks, run.went_back_to = rollbacks, step
+    logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+    bad_steps.forgive()
+
+
+def global_batch_size(asked: int, smallest: int, progress: Progress) -> int:
+    """Samples a step. -1 asks for what the run has taken so far, or else for the smallest batch there is.
+
+    ValueError: what the run has taken cannot be dealt out to this number of ranks.
+    """
+    stored = progress.global_batch
+    if asked == -1 and stored % smallest:
+        raise ValueError(
+            f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
+            f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
+            "training.global_batch_size to what you want from here on"
+        )
+    chosen = (stored or smallest) if asked == -1 else asked
+    if stored and chosen != stored:
+        logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")
+    return chosen
