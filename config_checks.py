@@ -261,12 +261,16 @@ def _check_best(config: Config) -> None:
         reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
         _fail("checkpoint.keep_best", name, reason)
     if config.fault_tolerance.enable:
-        _fail("checkpoint.keep_best", name, "with fault_tolerance.enable replicas would judge each for itself")
+        _fail(
+            "checkpoint.keep_best", name, "with fault_tolerance.enable replicas would judge each for itself"
+        )
     first, *others = sorted(validation.lead_hours)
     suffixes = ["", *(f"@{hours}h" for hours in others)]
     scores = [f"val/rmse/{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
     if name not in ("val/loss", *scores):
-        _fail("checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}")
+        _fail(
+            "checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}"
+        )
 
 
 def _check_forecast(config: Config) -> None:

@@ -32,6 +32,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.replicas import ReplicaLost
 from training.activity import activity
 from training.bad_steps import BadSteps, TrainingDiverged, step_unless
+from training.best import Best
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import check_steps
 from training.determinism import seed_step, set_determinism
@@ -229,6 +230,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         flops_per_sample=3 * plan.flops() / num_replicas,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
     )
+    name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
+    best = Best(folder, name, patience) if name else None
     profiler = Profiler(folder / "traces", config.profiling, rank, step)
     logger.info(
         f"{num_parameters / 1e6:.1f} M parameters, "
@@ -244,7 +247,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     metrics.start_interval()
     first, stop = step + 1, ""
     with profiler, agreement:
-        while step < training.steps and not stop:
+        while step < training.steps and not stop and not (best and best.exhausted):
             activity.chapter("train", step + 1)
             if replicas:
                 with span("replicas"):
@@ -302,8 +305,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             # -- on a schedule, or agreed on by all ranks at the step before -----------------------
             if step == first:
                 watchdog.first_step_done(agreement.group, mesh.groups)
+            between = config.validation.interval and step % config.validation.interval == 0
             decision = agreement.at(checkpointer.last_seconds if checkpointer else 0.0)
             stop, due = decision.stop, last or step % config.checkpoint.interval == 0
+            due = due or bool(best and between)  # it may be the best: written while it is validated
             # One replica saves; one that is told to stop does not know who else is.
             saving = checkpointer and (stop or (due or decision.save) and (not replicas or replicas.is_first))
             if last or saving or step % config.metrics.log_freq == 0:
@@ -323,10 +328,11 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.save(step, run.tensors())
                 agreement.saved()
                 metrics.start_interval()
-            between = config.validation.interval and step % config.validation.interval == 0
             if between and not last and not stop:
                 if scores := validate(step):
                     logger.info(f"step {step}, {scores.table()}")
+                    if best and checkpointer:
+                        best.judge(step, scores.record(step), checkpointer)
                 metrics.start_interval()
             profiler.step()
     gc.enable()
@@ -344,6 +350,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         leave(watchdog, agreement)
         sys.exit(EXIT_SAVED)
     scores = validate(step)
+    if best and checkpointer and scores:
+        best.judge(step, scores.record(step), checkpointer)
     metrics.close()
     if validation and scores and config.validation.plots:
         with average.in_place() if average else nullcontext():

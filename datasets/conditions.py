@@ -36,7 +36,8 @@ class Conditions(nn.Module):
 
     def append(self, state: Tensor, times: Tensor) -> Tensor:
         """state (B, V, H, W) at `times` (B,) in seconds since 1970 -> (B, C, H, W)."""
-        parts = [state, self.static.expand(len(state), -1, -1, -1)]
+        # Not len(state): an exported program would keep that number.
+        parts = [state, self.static.expand(state.shape[0], -1, -1, -1)]
         if self.forcings:
             parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
         return torch.cat(parts, dim=1)

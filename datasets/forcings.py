@@ -108,8 +108,8 @@ def compute_forcings(
         latitude=torch.deg2rad(latitude.double())[None, :, None],
         longitude=torch.deg2rad(longitude.double())[None, None, :],
     )
-    shape = (len(times), len(latitude), len(longitude))
-    result = torch.empty(len(times), len(names), *shape[1:], dtype=torch.float32, device=times.device)
+    shape = (times.shape[0], len(latitude), len(longitude))
+    result = torch.empty(shape[0], len(names), *shape[1:], dtype=torch.float32, device=times.device)
     for index, name in enumerate(names):
         result[:, index] = FORCINGS[name](at).expand(shape)
     return result

@@ -8,6 +8,7 @@ import base64
 import os
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,19 +159,23 @@ class StoredField:
         """(n, k, H, W): these rows of the file's time axis, these positions on its level axis, physical
         values.
         """
-        wanted = {"time": rows, "level": levels, "": 0}
-        stored = self.file.fetch(self.array, tuple(wanted.get(role, slice(None)) for role in self.roles))
+        return _first_valid(self.block(AXES, {"time": rows, "level": levels}))
+
+    def block(self, axes: Sequence[str], wanted: Mapping[str, slice]) -> np.ndarray:
+        """The `axes` in this order, latitude and longitude last, of size 1 where the array lacks one: the
+        slices wanted of it, all of the other axes.
+        """
+        selection = tuple(0 if not role else wanted.get(role, slice(None)) for role in self.roles)
+        stored = self.file.fetch(self.array, selection)
         roles = [role for role in self.roles if role]
         if "cell" in roles:
-            stored, roles = (
-                stored.reshape(*stored.shape[:-1], *self.orientation.grid.shape),
-                [*roles[:-1], *AXES[3:]],
-            )
-        block = self.packing.decode(stored).transpose([roles.index(axis) for axis in AXES if axis in roles])
-        for position, axis in enumerate(AXES[:3]):
+            shape = (*stored.shape[:-1], *self.orientation.grid.shape)
+            stored, roles = stored.reshape(shape), [*roles[:-1], "latitude", "longitude"]
+        block = self.packing.decode(stored).transpose([roles.index(axis) for axis in axes if axis in roles])
+        for position, axis in enumerate(axes):
             if axis not in roles:
                 block = np.expand_dims(block, position)
-        return self.orientation.apply(_first_valid(block))
+        return self.orientation.apply(block)
 
 
 def _first_valid(block: np.ndarray) -> np.ndarray:
@@ -207,9 +212,12 @@ def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "")
     return origin + seconds.astype(np.int64).astype("timedelta64[s]")
 
 
-def stored_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
+def stored_fields(
+    file: StoredFile, more_roles: Mapping[str, str] | None = None
+) -> tuple[list[StoredField], dict[str, str]]:
     """All fields of a file, and for each array that has latitudes but cannot be read, the reason.
 
+    more_roles: lower-case name of a dimension -> its role, where a file has other axes than analyses have.
     ValueError where the file has no latitude or longitude, or a coordinate that makes no sense.
     """
     try:
@@ -217,7 +225,7 @@ def stored_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
             return _tutorial_fields(file), {}
         if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
             return _anemoi_fields(file), {}
-        return _named_fields(file)
+        return _named_fields(file, more_roles or {})
     except (ValueError, OSError, KeyError, RuntimeError) as error:  # the last three: coordinates cut short
         raise ValueError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
 
@@ -225,15 +233,16 @@ def stored_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
 _NOTHING = StoredArray((), (), np.dtype("f4"), {}, None)
 
 
-def _role(file: StoredFile, dim: str) -> str:
+def coordinate_role(file: StoredFile, dim: str, more_roles: Mapping[str, str] | None = None) -> str:
     """The role of a dimension, by its name or by the standard_name of its coordinate; "" for none."""
     standard = file.arrays.get(dim, _NOTHING).attrs.get("standard_name", "")
-    return ROLE_OF.get(dim.lower()) or (standard if standard in AXES else "")
+    known = ROLE_OF | dict(more_roles or {})
+    return known.get(dim.lower()) or (standard if standard in AXES else "")
 
 
 def _coordinate(file: StoredFile, role: str) -> str:
     """The name of the one-dimensional coordinate with a role, or a ValueError that says what there is."""
-    found = [name for name in file.arrays if _role(file, name) == role]
+    found = [name for name in file.arrays if coordinate_role(file, name) == role]
     for name in found:
         if len(file.arrays[name].shape) == 1:
             return name
@@ -243,13 +252,15 @@ def _coordinate(file: StoredFile, role: str) -> str:
     )
 
 
-def _named_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
+def _named_fields(
+    file: StoredFile, more_roles: Mapping[str, str]
+) -> tuple[list[StoredField], dict[str, str]]:
     """The general case: arrays whose dimensions have names (Zarr, NetCDF)."""
     north, east = _coordinate(file, "latitude"), _coordinate(file, "longitude")
     turned = orientation(file.fetch(north), file.fetch(east))
     fields, unreadable, times = [], {}, {}
     for name, array in file.arrays.items():
-        roles = tuple(_role(file, dim) for dim in array.dims)
+        roles = tuple(coordinate_role(file, dim, more_roles) for dim in array.dims)
         if not {"latitude", "longitude"} <= set(roles) or array.dtype.kind not in "fiub":
             continue
         odd = [i for i, size in enumerate(array.shape) if not roles[i] and size > 1]
@@ -258,13 +269,13 @@ def _named_fields(file: StoredFile) -> tuple[list[StoredField], dict[str, str]]:
             continue
         clock = array.dims[roles.index("time")] if "time" in roles else None
         if clock and clock not in times:
-            times[clock] = _times(file, clock)
+            times[clock] = coordinate_times(file, clock)
         names = _names(file, name, array.dims[roles.index("level")] if "level" in roles else None)
         fields.append(StoredField(file, name, names, roles, times.get(clock), turned, _packing(name, array)))
     return fields, unreadable
 
 
-def _times(file: StoredFile, name: str) -> np.ndarray:
+def coordinate_times(file: StoredFile, name: str) -> np.ndarray:
     """The time coordinate `name`; NaT outside the range that ARCO-ERA5 says is filled (its axis goes on)."""
     if name not in file.arrays:
         raise ValueError(f"its dimension {name!r} has no coordinate with dates")
@@ -280,7 +291,8 @@ def _times(file: StoredFile, name: str) -> np.ndarray:
 def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...]:
     """WeatherBench2 names of an array, one a level; a scalar level coordinate counts as a level."""
     scalar = next(
-        (each for each, a in file.arrays.items() if _role(file, each) == "level" and a.shape == ()), None
+        (each for each, a in file.arrays.items() if coordinate_role(file, each) == "level" and a.shape == ()),
+        None,
     )
     if "reftime" in file.arrays and name in STORM and not level_dim:
         digits = re.search(r"\d+", os.path.basename(file.path))

@@ -5,7 +5,7 @@ there raises a ValueError of one line. Shapes: S static variables, H latitudes, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
@@ -77,6 +77,18 @@ def _missing(times: np.ndarray) -> int:
 
 def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int]) -> Selection:
     """Opens `data.path` and checks what the configuration says of it. Raises ValueError."""
+    opened = open_fields(data, patch_size)
+    train, validation = _split(opened.archive.times, data)
+    selection = replace(opened, train=train, validation=validation)
+    nothing = np.zeros(0, int)
+    selection.samples("train", [0, 1], nothing)
+    if len(selection.validation) and lead_hours:
+        selection.samples("validation", [0, max(lead_hours) // data.step_hours], nothing)
+    return selection
+
+
+def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
+    """The same without dates: a forecast may start from analyses that have none of the training's."""
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
     archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
@@ -86,13 +98,38 @@ def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence
         raise ValueError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     static = _read_static(archive, data.static_variables, data.static_path)
-    step, periods = np.timedelta64(data.step_hours * 3600, "s"), _split(archive.times, data)
-    selection = Selection(archive, variables, static, step, *periods)
-    nothing = np.zeros(0, int)
-    selection.samples("train", [0, 1], nothing)
-    if len(selection.validation) and lead_hours:
-        selection.samples("validation", [0, max(lead_hours) // data.step_hours], nothing)
-    return selection
+    step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
+    return Selection(archive, variables, static, step, train=nothing, validation=nothing)
+
+
+def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
+    """Indices of the dates (n,) in a period that forecasts start from, `interval_hours` apart.
+
+    With interval 0 it is every date that has all variables. ValueError: there is none, or one of the dates
+    wanted is missing; the last day counts as far as the data go.
+    """
+    archive, key = selection.archive, "forecast.period"
+    there = np.flatnonzero(archive.has(selection.variables))
+    if not period:
+        raise ValueError(f"{key} = []: name the first and the last initial date; the data are {archive}")
+    if not interval_hours:
+        found = there[np.isin(there, _inside(archive.times, key, period))]
+        if not len(found):
+            raise ValueError(f"{key} = {list(period)}: no date {_span(archive.times)}")
+        return found
+    first, last = _ends(key, period)
+    whole_day = len(period[1]) <= len("2001-01-01")
+    last = min(last, max(archive.times[-1], last.astype("datetime64[D]"))) if whole_day else last
+    count = int((last - first) / np.timedelta64(interval_hours, "h")) + 1
+    wanted = first + np.arange(count) * np.timedelta64(interval_hours, "h")
+    try:
+        found = np.array([archive.index(date) for date in wanted])
+    except ValueError as error:
+        raise ValueError(f"{key} = {list(period)}: {error}") from None
+    if len(absent := found[~np.isin(found, there)]):
+        date = archive.times[absent[0]]
+        raise ValueError(f"{key} = {list(period)}: {archive.path!r} has not all variables at {date}")
+    return found
 
 
 def _simulated_path(data: Data, variables: list[str]) -> str:
@@ -119,9 +156,9 @@ def _check_grid(shape: tuple[int, int], wanted: tuple[int, int], patch_size: tup
 
 def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation period; without a training period, all other dates train."""
-    validation = _inside(times, "validation_period", data.validation_period)
+    validation = _inside(times, "data.validation_period", data.validation_period)
     if data.train_period:
-        train = _inside(times, "train_period", data.train_period)
+        train = _inside(times, "data.train_period", data.train_period)
     else:
         train = np.setdiff1d(np.arange(len(times)), validation)
     if len(train) < 2:
@@ -135,11 +172,17 @@ def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inside(times: np.ndarray, key: str, period: tuple[str, ...]) -> np.ndarray:
-    span = parse_period(f"data.{key}", period)
-    if span is None:
+    if not period:
         return np.zeros(0, int)
-    first, last = (np.datetime64(_naive(end), "s") for end in span)
+    first, last = _ends(key, period)
     return np.flatnonzero((times >= first) & (times <= last))
+
+
+def _ends(key: str, period: tuple[str, ...]) -> tuple[np.datetime64, np.datetime64]:
+    """The first and the last instant of a period that is not empty."""
+    span = parse_period(key, period)
+    assert span
+    return np.datetime64(_naive(span[0]), "s"), np.datetime64(_naive(span[1]), "s")
 
 
 def _naive(instant: datetime) -> datetime:

@@ -375,7 +375,7 @@ STARTED = [
 
 @pytest.mark.parametrize(("program", "ranks", "args", "expected"), STARTED)
 def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: Path, tmp_path: Path) -> None:
-    """Exit code 2, one line, within 5 s of processor time, and neither a launcher nor a process group."""
+    """Exit code 2, one line, within 10 s of processor time, and neither a launcher nor a process group."""
     python, started = tmp_path / "python", tmp_path / "started"
     python.write_text(f'#!/bin/sh\necho "$@" >> {started}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -392,5 +392,5 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     assert done.returncode == 2, done.stderr
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert expected in done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    assert "torch.distributed.run" not in started.read_text()
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    assert "training.launch" not in started.read_text()

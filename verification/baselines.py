@@ -5,10 +5,12 @@ Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from datasets.era5 import Archive
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader
 from verification.rollout import Forecast
 
@@ -84,3 +86,44 @@ def fit_baselines(
         "damped persistence": damped_persistence(mean_field, fit.damping(leads)),
         "climatology": climatology(mean_field),
     }
+
+
+class AnalysesForecast:
+    """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
+
+    num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
+
+    def __init__(
+        self,
+        archive: Archive,
+        forecast: Forecast,
+        variables: Sequence[str],
+        times: np.ndarray,
+        leads: np.ndarray,
+        step: np.timedelta64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """times (n,) and leads (L,) as the forecast it is compared with has them; step: what the leads of
+        `forecast` count in. ValueError where a lead is no multiple of it.
+        """
+        odd = next((lead for lead in leads if lead % step), None)
+        if odd is not None:
+            raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
+        self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
+        self.times, self.leads, self.step, self.device = times, leads, step, device
+
+    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
+        """(n, k, V, H, W) float32; NaN for dates without an analysis."""
+        steps = [int(lead // self.step) for lead in self.leads[leads]]
+        rows = [self.variables.index(name) for name in variables]
+        out = np.full((dates.stop - dates.start, len(steps), len(rows), *self.grid.shape), np.nan, np.float32)
+        for row, time in enumerate(self.times[dates]):
+            if time in self.archive.times:
+                state = self.archive.read(self.archive.index(time), self.variables)
+                out[row] = self._from(state, time, steps)[:, rows]
+        return out
+
+    def _from(self, state: np.ndarray, time: np.datetime64, steps: Sequence[int]) -> np.ndarray:
+        seconds = torch.tensor([int(time.astype("datetime64[s]").astype(int))], device=self.device)
+        fields = torch.from_numpy(state).to(self.device)[None]
+        return self.forecast(fields, seconds, steps)[0].cpu().numpy()  # (L, V, H, W)

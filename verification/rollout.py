@@ -2,7 +2,7 @@
 longitudes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,20 +16,51 @@ from datasets.normalization import Normalizer
 Forecast = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 Model = Callable[[Tensor], Tensor]
 
+# A state has blown up when it lies so many standard deviations from the mean, or so many times further than
+# the state that it started from. Rain in a single cell lies 300 of them out, a wind never 20; what grows
+# without bound passes either within some steps.
+LARGEST_DEVIATIONS, LARGEST_GROWTH = 100.0, 10.0
+
+
+def rollout(
+    predict: Model,
+    normalizer: Normalizer,
+    conditions: Conditions,
+    step_seconds: int,
+    fields: Tensor,
+    times: Tensor,
+    num_steps: int,
+) -> Iterator[Tensor]:
+    """The normalised states (B, V, H, W) after 1, 2, ... `num_steps` steps from physical `fields`.
+
+    times (B,): dates of `fields`, seconds since 1970. Each step sees the forcings of its own date. Missing
+    values start at the mean.
+    """
+    state, _ = normalizer.normalize(fields)
+    for step in range(num_steps):
+        output = predict(conditions.append(state, times + step * step_seconds))
+        state = normalizer.advance(state, output)
+        yield state
+
 
 def model_forecast(
     predict: Model, normalizer: Normalizer, conditions: Conditions, step_seconds: int
 ) -> Forecast:
-    """The model as a forecast: each step sees the forcings of its own date."""
+    """The model as a forecast."""
 
     def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-        state, _ = normalizer.normalize(fields)
-        taken = []
-        for lead in range(1, max(leads) + 1):
-            output = predict(conditions.append(state, times + (lead - 1) * step_seconds))
-            state = normalizer.advance(state, output)
-            if lead in leads:
-                taken.append(normalizer.denormalize(state))
+        states = rollout(predict, normalizer, conditions, step_seconds, fields, times, max(leads))
+        taken = [normalizer.denormalize(state) for lead, state in enumerate(states, 1) if lead in leads]
         return torch.stack(taken, dim=1)
 
     return forecast
+
+
+def plausible_size(state: Tensor) -> Tensor:
+    """(B, V): the largest absolute value that a forecast from a normalised state (B, V, H, W) may reach."""
+    return (LARGEST_GROWTH * state.abs().amax(dim=(-2, -1))).clamp(min=LARGEST_DEVIATIONS)
+
+
+def blown_up(state: Tensor, limit: Tensor) -> Tensor:
+    """(B, V) bool: where a normalised state (B, V, H, W) has a value beyond `limit` (B, V), or not finite."""
+    return ~(state.abs().amax(dim=(-2, -1)) <= limit)  # amax keeps NaN, and no comparison with it is true

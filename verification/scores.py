@@ -1,7 +1,33 @@
-"""Scores of forecasts against the truth. Shapes: B dates, L leads, V variables, H latitudes, W longitudes."""
+"""Scores of forecasts against the truth: statistics of single dates, and what becomes of their time means.
+
+A statistic is an area mean over a region of something at every cell; a score is made of time means of
+statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth count for
+nobody; where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not
+look like a missing one.
+
+Shapes: B dates, L leads, V variables (a level counts as one), M members, R regions, S statistics, H
+latitudes, W longitudes.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from datasets.grid import Grid
+from verification.regions import region_weights
+
+# The statistics of one date, in the order of the first axis of `date_statistics`.
+ERRORS = ("mse", "mae", "bias")
+ANOMALIES = ("anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
+ENSEMBLE = ("crps", "variance")
+DERIVED = ("rmse_sqrt_before_time_avg", "acc")  # of other statistics of the same date
+CELLS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}  # of a block: its work arrays should stay in the cache
+
+WIND_VECTORS = {
+    "wind_vector": ("u_component_of_wind", "v_component_of_wind"),
+    "10m_wind_vector": ("10m_u_component_of_wind", "10m_v_component_of_wind"),
+}
 
 
 def mean_squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
@@ -28,3 +54,157 @@ def rmse(squared_errors: Tensor, present: Tensor) -> Tensor:
 def rmse_root_first(squared_errors: Tensor, present: Tensor) -> Tensor:
     """The same with the root before the mean over dates: the NERSC tutorial's metric, never above `rmse`."""
     return squared_errors.sqrt().sum(dim=0) / present.sum(dim=0)
+
+
+class RegionMeans:
+    """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device."""
+
+    def __init__(self, grid: Grid, regions: Sequence[str], device: torch.device | str = "cpu") -> None:
+        rows, columns = (torch.from_numpy(each).to(device) for each in region_weights(grid, regions))
+        distinct, self.column_of = torch.unique(columns, dim=0, return_inverse=True)  # most go all round
+        if len(distinct) == 1:  # a product with a single column adds in another order for other alignments
+            distinct = distinct.repeat(2, 1)
+        self.columns, self.rows = distinct.T.contiguous(), rows.T.contiguous()  # (W, K), (H, R)
+        self.weight = self.total(torch.ones(grid.shape, dtype=torch.float64, device=device))  # (R,)
+
+    def total(self, fields: Tensor) -> Tensor:
+        """Weighted sums (..., R) of float64 fields (..., H, W): over longitude first, then over latitude.
+
+        The order of the additions is that of the grid, whatever the number of threads.
+        """
+        along_rows = fields @ self.columns  # (..., H, K)
+        return (along_rows[..., self.column_of] * self.rows).sum(dim=-2)
+
+    def __call__(self, fields: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+        """Means (S, V, R) of float64 fields (S, V, H, W), and where the truth (V, H, W) has a value: (V, R)
+        bool.
+
+        Nearly always everything is finite, which the sums themselves show; only otherwise cells are sorted
+        into valid, missing and broken ones.
+        """
+        totals = self.total(fields)
+        if torch.isfinite(totals).all():
+            return totals / self.weight, (self.weight > 0).expand(totals.shape[1:])
+        valid = torch.isfinite(truth)
+        broken = valid & ~torch.isfinite(fields)
+        weight = self.total(valid.double())  # (V, R)
+        totals = self.total(torch.where(valid & ~broken, fields, 0.0))
+        totals = torch.where(self.total(broken.double()) > 0, torch.nan, totals)
+        return totals / weight, weight > 0
+
+
+def statistic_names(with_climatology: bool, num_members: int) -> tuple[str, ...]:
+    """What `date_statistics` and `complete` give together, in their order."""
+    names = ERRORS + ANOMALIES * with_climatology + ENSEMBLE * (num_members > 1)
+    return names + DERIVED[: 1 + with_climatology]
+
+
+def date_statistics(
+    forecast: Tensor, truth: Tensor, climatology: Tensor | None, mean: RegionMeans
+) -> tuple[Tensor, Tensor]:
+    """Statistics (S, V, R) of one date and lead, float64, and where there is a truth, (V, R) bool.
+
+    forecast (V, H, W), or (M, V, H, W) for an ensemble, whose mean is scored and whose members give CRPS and
+    variance; truth and the climatology of the valid time (V, H, W). Works through blocks of variables.
+    """
+    size = max(1, CELLS_AT_ONCE[truth.device.type] // truth[0].numel())
+    parts = []
+    for start in range(0, len(truth), size):
+        block = slice(start, start + size)
+        members = forecast[..., block, :, :]
+        clim = None if climatology is None else climatology[block]
+        fields = cell_statistics(members, truth[block].double(), clim)
+        parts.append(mean(fields, truth[block]))
+    values, present = zip(*parts, strict=True)
+    return torch.cat(values, dim=1), torch.cat(present)
+
+
+def cell_statistics(forecast: Tensor, truth: Tensor, climatology: Tensor | None) -> Tensor:
+    """What is averaged, (S, V, H, W) float64: squared error, absolute error and error; products of
+    anomalies; CRPS and variance of an ensemble (M, V, H, W).
+    """
+    ensemble = forecast.ndim == truth.ndim + 1
+    state = forecast.double().mean(dim=0) if ensemble else forecast.double()
+    count = len(ERRORS) + len(ANOMALIES) * (climatology is not None) + len(ENSEMBLE) * ensemble
+    fields = truth.new_empty(count, *truth.shape)
+    error = torch.sub(state, truth, out=fields[2])
+    torch.mul(error, error, out=fields[0])
+    torch.abs(error, out=fields[1])
+    if climatology is not None:
+        ours, theirs = state - climatology, truth - climatology
+        for place, (a, b) in enumerate(((ours, theirs), (ours, ours), (theirs, theirs)), start=3):
+            torch.mul(a, b, out=fields[place])
+    if ensemble:
+        fields[-2] = fair_crps(forecast, truth)
+        fields[-1] = forecast.double().var(dim=0, correction=1)
+    return fields
+
+
+def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
+    """Continuous ranked probability score at every cell, members (M, ...), truth (...) -> (...), float64.
+
+    mean |x - y| - sum over pairs |x_i - x_j| / (2 M (M - 1)): unbiased for any M >= 2 (Zamo and Naveau 2018,
+    eFAIR, in their form for sorted members).
+    """
+    count = len(members)
+    distance = torch.sort(members, dim=0).values.double() - truth.double()  # sorted by value
+    rank = torch.arange(1, count + 1, dtype=torch.float64, device=members.device)
+    factor = ((2 * rank - count - 1) / (count * (count - 1))).view(-1, *[1] * truth.ndim)
+    return distance.abs().mean(dim=0) - (factor * distance).sum(dim=0)
+
+
+def complete(values: Tensor, names: Sequence[str]) -> Tensor:
+    """Appends the root of the mean squared error and the ACC of the date to statistics (S, V, R)."""
+    of = dict(zip(names, values, strict=False))  # names go on with what is appended here
+    more = [of["mse"].sqrt()]
+    if "anomaly_covariance" in of:
+        squares = of["forecast_anomaly_square"] * of["truth_anomaly_square"]
+        more.append(of["anomaly_covariance"] / squares.sqrt())
+    return torch.cat([values, torch.stack(more)])
+
+
+def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Name of a wind vector ("wind_vector:500") -> places of its components among the variables."""
+    place, pairs = {name: i for i, name in enumerate(variables)}, {}
+    for name in variables:
+        base, colon, level = name.partition(":")
+        for vector, (u, v) in WIND_VECTORS.items():
+            if base == u and v + colon + level in place:
+                pairs[vector + colon + level] = place[name], place[v + colon + level]
+    return pairs
+
+
+def append_wind(
+    values: Tensor, present: Tensor, pairs: Mapping[str, tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """Adds wind vectors to (S, V, R) and (V, R): their squared error is the sum of both components'; nothing
+    else is defined of them.
+    """
+    if not pairs:
+        return values, present
+    u, v = (torch.tensor(places, device=values.device) for places in zip(*pairs.values(), strict=True))
+    vectors = torch.full_like(values[:, u], torch.nan)
+    vectors[0] = values[0, u] + values[0, v]
+    return torch.cat([values, vectors], dim=1), torch.cat([present, present[u] & present[v]])
+
+
+def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
+    """Scores by name from the time means of statistics, (L, V, R) each.
+
+    Roots come after the mean over time. `acc` is WeatherBench2's, the mean of the dates' correlations;
+    `acc_ratio_of_means` is WeatherBench-X's. Names are WeatherBench2's where it has the score.
+    """
+    found = {"mse": means["mse"], "rmse": means["mse"].sqrt()}
+    found |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", "mae", "bias")}
+    if "acc" in means:
+        ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
+        found |= {
+            "acc": means["acc"],
+            "acc_ratio_of_means": means["anomaly_covariance"] / (ours * theirs).sqrt(),
+        }
+        found |= {"forecast_activity": ours.sqrt(), "truth_activity": theirs.sqrt()}
+    if "crps" in means:
+        spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
+        found |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / found["rmse"]}
+        found |= {"unbiased_spread_skill_ratio": (means["variance"] / unbiased).sqrt()}
+    return found

@@ -1,0 +1,255 @@
+"""Time and memory of scores, against plain xarray code that follows WeatherBench2's formulas.
+
+    .venv/bin/python benchmarks/verification_speed.py [number of dates, 20 if not given]
+
+A synthetic forecast of 5 variables on 13 levels, 240 x 121 cells, 40 leads, twice a day: 300 MB a date,
+written once to a temporary folder (6 GB for 20 dates). MSE, MAE, bias and ACC for the globe alone and for
+WeatherBench2's 13 regions. Every measurement in a process of its own. Ends with 1 when the scores differ, the
+13 regions are less than 5 times as fast as xarray, or memory grows with the number of dates.
+"""
+
+import json
+import multiprocessing as mp
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+import xarray as xr
+import zarr
+
+from datasets.era5 import open_archive
+from verification.climatology import open_climatology
+from verification.evaluation import evaluate
+from verification.forecast_layouts import open_forecast
+from verification.regions import REGIONS
+
+RESULTS = Path(__file__).parent / "results" / "verification_speed.jsonl"
+NAMES = ("geopotential", "temperature", "u_component_of_wind", "v_component_of_wind", "specific_humidity")
+LEVELS = (50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000)
+LATITUDE, LONGITUDE = np.linspace(90, -90, 121), np.arange(240) * 1.5
+LEADS, START = 6 * np.arange(1, 41), np.datetime64("2020-01-01", "h")
+METRICS = ("mse", "mae", "bias", "acc")
+LEAST_SPEEDUP, MOST_GROWTH = 5.0, 1.1  # growth of memory from a quarter of the dates to all of them
+
+
+def main() -> int:
+    dates = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(folder, dates)
+        for regions in (["global"], list(REGIONS)):
+            found = {}
+            for code in (with_rossby, with_xarray):
+                values, *cost = measure(code, folder, dates, regions)
+                found[code] = values
+                rows.append(row(code, dates, regions, *cost))
+                print(line(rows[-1]), flush=True)
+            rows[-2]["speedup"] = rows[-1]["seconds"] / rows[-2]["seconds"]
+            rows[-2]["difference"] = difference(found[with_rossby], found[with_xarray])
+        for fewer in (dates // 4, dates // 2):
+            rows.append(
+                row(
+                    with_rossby, fewer, list(REGIONS), *measure(with_rossby, folder, fewer, list(REGIONS))[1:]
+                )
+            )
+            print(line(rows[-1]), flush=True)
+    record(rows)
+    growth = rows[2]["peak_mib"] / rows[4]["peak_mib"]
+    print(f"\n{HEAD}\n" + "\n".join(map(line, rows)))
+    print(f"\nmemory from {dates // 4} to {dates} dates: x {growth:.2f}; load {os.getloadavg()[0]:.1f}")
+    good = rows[2]["speedup"] >= LEAST_SPEEDUP and growth <= MOST_GROWTH
+    return 0 if good and all(row.get("difference", 0) < 1e-4 for row in rows) else 1
+
+
+# -- data
+
+
+def write_data(folder: str, dates: int) -> None:
+    """Forecast, truth and the needed days of the climatology, float32, one field of all levels a chunk."""
+    hours, shape = 12 * np.arange(dates), (len(LEVELS), len(LATITUDE), len(LONGITUDE))
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(len(NAMES), 7, *shape)).astype("f4")
+
+    def field(name: int, seed: int, size: float) -> np.ndarray:
+        return size * np.roll(noise[name, seed % 7], seed, axis=-1)
+
+    valid = np.unique(hours[:, None] + LEADS)
+    axes = {"time": hours, "prediction_timedelta": LEADS, "level": np.asarray(LEVELS)}
+    axes |= {"latitude": LATITUDE, "longitude": LONGITUDE}
+    stores = {"forecast": axes, "truth": {**axes, "time": valid}, "climatology": {**axes}}
+    del stores["truth"]["prediction_timedelta"]
+    clim = {"hour": np.arange(0, 24, 6), "dayofyear": np.arange(1, 367)}
+    stores["climatology"] = clim | {axis: axes[axis] for axis in ("level", "latitude", "longitude")}
+    for store, coords in stores.items():
+        group = create(f"{folder}/{store}.zarr", coords)
+        for n, name in enumerate(NAMES):
+            if store == "forecast":
+                for i, j in np.ndindex(dates, len(LEADS)):
+                    t = int(hours[i] + LEADS[j])
+                    group[name][i, j] = 500 + field(n, t, 90) + field(n, t + i + 3 * j + 1, 10)
+            elif store == "truth":
+                for i, t in enumerate(valid):
+                    group[name][i] = 500 + field(n, int(t), 90)
+            else:
+                for t in valid:
+                    group[name][t % 24 // 6, t // 24] = 500 + field(n, int(t) + 5, 20)
+
+
+def create(path: str, coords: dict[str, np.ndarray]) -> Any:
+    """A Zarr 2 store, not compressed: it is arithmetic that is measured, not the codec."""
+    group = zarr.open_group(path, mode="w", zarr_format=2)
+    units = {"time": f"hours since {START}:00:00", "prediction_timedelta": "hours"}
+    for axis, values in coords.items():
+        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": [axis]} | (
+            {"units": units[axis]} if axis in units else {}
+        )
+        array = group.create_array(  # without a fill value: xarray would take 0 h for missing
+            axis, shape=values.shape, dtype=values.dtype, fill_value=None, attributes=attributes
+        )
+        array[:] = values
+    shape = tuple(map(len, coords.values()))
+    chunks = tuple(1 if i < len(shape) - 3 else size for i, size in enumerate(shape))
+    on_axes: dict[str, Any] = {"_ARRAY_DIMENSIONS": list(coords)}
+    for name in NAMES:
+        group.create_array(
+            name,
+            shape=shape,
+            chunks=chunks,
+            dtype="f4",
+            compressors=None,
+            fill_value=np.nan,
+            attributes=on_axes,
+        )
+    zarr.consolidate_metadata(path, zarr_format=2)
+    return group
+
+
+# -- both codes
+
+
+def with_rossby(folder: str, dates: int, regions: list[str]) -> xr.Dataset:
+    forecast, truth = open_forecast(f"{folder}/forecast.zarr"), open_archive(f"{folder}/truth.zarr")
+    clim = open_climatology(f"{folder}/climatology.zarr")
+    return evaluate(forecast, truth, clim, dates=forecast.times[:dates], regions=regions).scores[list(NAMES)]
+
+
+def with_xarray(folder: str, dates: int, regions: list[str]) -> xr.Dataset:
+    """A date at a time, each product of a date once for all regions."""
+    stores = [xr.open_zarr(f"{folder}/{name}.zarr", chunks=None, decode_timedelta=True) for name in STORES]
+    forecasts, truths, climatology = (store[list(NAMES)].sortby("latitude") for store in stores)
+    results = [one_date(forecasts.isel(time=[i]), truths, climatology, regions) for i in range(dates)]
+    mean: Any = xr.concat(results, "time").mean("time")
+    return mean.rename(prediction_timedelta="lead_time")
+
+
+STORES = ("forecast", "truth", "climatology")
+
+
+def one_date(
+    forecast: xr.Dataset, truths: xr.Dataset, climatology: xr.Dataset, regions: list[str]
+) -> xr.Dataset:
+    valid = forecast.time + forecast.prediction_timedelta
+    forecast, truth = forecast.load(), truths.sel(time=valid).load().drop_vars("time")
+    clim = climatology.sel(dayofyear=valid.dt.dayofyear, hour=valid.dt.hour).load()
+    error, ours, theirs = forecast - truth, forecast - clim, truth - clim
+    products = [error**2, abs(error), error, ours * theirs, ours**2, theirs**2]
+    found = []
+    for region in regions:
+        mse, mae, bias, both, first, second = (area_mean(each, region) for each in products)
+        scores = xr.concat([mse, mae, bias, both / np.sqrt(first * second)], "metric")
+        found.append(scores.assign_coords(metric=list(METRICS)))
+    return xr.concat(found, xr.DataArray(regions, dims="region", name="region"))
+
+
+def area_mean(fields: xr.Dataset, region: str) -> xr.Dataset:
+    """WeatherBench2's _spatial_average with its SliceRegion."""
+    bounds = np.deg2rad(
+        np.concatenate([[-90], (fields.latitude[1:] + fields.latitude[:-1].values) / 2, [90]])
+    )
+    weights = fields.latitude.copy(data=np.diff(np.sin(bounds)))
+    where = {"latitude": REGIONS[region].latitudes, "longitude": REGIONS[region].longitudes}
+    for axis, limits in where.items():
+        parts = [fields[axis].sel({axis: slice(*limit)}) for limit in limits]
+        fields = fields.sel({axis: xr.concat(parts, axis)})
+    return fields.weighted(weights.sel(latitude=fields.latitude)).mean(
+        ["latitude", "longitude"], skipna=False
+    )
+
+
+# -- measurements
+
+
+def measure(code: Callable, folder: str, dates: int, regions: list[str]) -> tuple[xr.Dataset, float, float]:
+    """What a code gives, its seconds, and the peak of its process's memory in MiB."""
+    with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:
+        return process.submit(run, code, folder, dates, regions).result()
+
+
+def run(code: Callable, folder: str, dates: int, regions: list[str]) -> tuple[xr.Dataset, float, float]:
+    started = time.perf_counter()
+    values = code(folder, dates, regions)
+    seconds = time.perf_counter() - started
+    status = Path("/proc/self/status").read_text()
+    peak = next(int(text.split()[1]) for text in status.splitlines() if text.startswith("VmHWM"))
+    return values.load(), seconds, peak / 1024
+
+
+def difference(ours: xr.Dataset, theirs: xr.Dataset) -> float:
+    """The largest one, over the largest value of a metric; xarray's products are float32."""
+    a, b = (
+        d.sel(metric=list(METRICS)).to_array().transpose("metric", "region", "lead_time", ...)
+        for d in (ours, theirs)
+    )
+    b = b.sel(level=a.level).transpose(*a.dims)
+    over = [dim for dim in a.dims if dim != "metric"]
+    return float((abs(a - b.values).max(over) / abs(a).max(over)).max())
+
+
+def row(code: Callable, dates: int, regions: list[str], seconds: float, peak: float) -> dict:
+    name = code.__name__.removeprefix("with_")
+    return {"code": name, "dates": dates, "regions": len(regions), "seconds": seconds, "peak_mib": peak}
+
+
+HEAD = (
+    f"{'code':<10}{'dates':>6}{'regions':>9}{'seconds':>10}{'peak MiB':>10}{'speedup':>9}{'difference':>12}"
+)
+
+
+def line(row: dict) -> str:
+    text = f"{row['code']:<10}{row['dates']:>6}{row['regions']:>9}"
+    text += f"{row['seconds']:>10.1f}{row['peak_mib']:>10.0f}"
+    return text + (f"{row['speedup']:>9.1f}{row['difference']:>12.1e}" if "speedup" in row else "")
+
+
+def record(rows: list[dict]) -> None:
+    where = {"torch": torch.__version__, "xarray": xr.__version__, "zarr": zarr.__version__}
+    where |= {
+        "python": platform.python_version(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+    }
+    where["load"] = os.getloadavg()[0]
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.writelines(json.dumps({**where, **row}) + "\n" for row in rows)
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next(
+        (text.split(":")[1].strip() for text in lines if text.startswith("model name")), platform.machine()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

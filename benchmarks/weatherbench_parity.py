@@ -1,0 +1,245 @@
+"""Scores, climatology, spectra and regridding against the code of WeatherBench2 and WeatherBench-X.
+
+    PYTHONPATH=<checkout of weatherbench2>:<checkout of weatherbenchX>:<their requirements> \
+        .venv/bin/python benchmarks/weatherbench_parity.py
+
+Neither is a requirement of Rossby. Random fields, on a grid with poles and on one without; a row a score and
+tool with the largest relative difference. Ends with 1 when one is above 1e-6.
+"""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+import xarray as xr
+
+from datasets.era5 import open_archive
+from datasets.grid import Grid
+from tests.forecasts import analyses, climatology, forecasts, grid, write
+from verification.climatology import compute_climatology, open_climatology
+from verification.evaluation import Evaluation, evaluate
+from verification.forecast_layouts import open_forecast
+from verification.regions import REGIONS
+from verification.regrid import Regridder
+from verification.spectra import mean_over_latitudes
+
+RESULTS = Path(__file__).parent / "results" / "weatherbench_parity.jsonl"
+TOLERANCE = 1e-6
+os.environ["JAX_ENABLE_X64"] = "1"  # WeatherBench2 regrids with jax, else in float32
+GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))
+LEADS = [6, 24, 72]
+BOXES = [name for name, region in REGIONS.items() if len(region.latitudes) * len(region.longitudes) == 1]
+
+
+def load(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        sys.exit(f"weatherbench_parity: {error}; see the command at the top of this file")
+
+
+def main() -> int:
+    rows = []
+    for coords in GRIDS:
+        for members in (0, 5):
+            with tempfile.TemporaryDirectory() as folder:
+                rows += compare(coords, members, Path(folder))
+        rows += others(coords)
+    worst: dict[tuple[str, str], float] = {}
+    for each in rows:
+        key = each["tool"], each["score"]
+        worst[key] = max(worst.get(key, 0.0), each["difference"])
+    record(
+        [{"tool": tool, "score": score, "difference": worst[tool, score]} for tool, score in sorted(worst)]
+    )
+    print(f"{'tool':<16}{'score':<32}{'largest relative difference':>28}")
+    for (tool, score), difference in sorted(worst.items()):
+        print(f"{tool:<16}{score:<32}{difference:>28.1e}")
+    bad = {key: difference for key, difference in worst.items() if not difference <= TOLERANCE}
+    print(f"\n{len(worst)} scores, {len(bad)} above {TOLERANCE:g}")
+    return 1 if bad else 0
+
+
+def compare(coords: dict[str, np.ndarray], members: int, folder: Path) -> list[dict]:
+    """All scores of one set of forecasts, by us and by both tools."""
+    truth = analyses(coords, 26)
+    forecast, means = forecasts(truth, 6, LEADS, members), climatology(truth)
+    opened = open_forecast(write(forecast, folder / "forecast.zarr"))
+    archive = open_archive(write(truth, folder / "truth.zarr"))
+    clim = open_climatology(write(means, folder / "climatology.zarr"))
+    ours = evaluate(opened, archive, clim, regions=list(REGIONS), detailed_hours=[24])
+    wide = [dataset.astype("f8") for dataset in (forecast, truth, means)]
+    observed, mean = wide[1:]
+    rows = weatherbench2_scores(ours, wide[0], observed, mean, members)
+    rows += weatherbench_x_scores(ours, wide[0], observed, mean, members)
+    return rows + ([] if members else spectra(ours, wide[0]))
+
+
+def matched(forecast: xr.Dataset, truth: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Both with dimensions init_time and lead_time and coordinate valid_time, as both tools want them."""
+    forecast = forecast.rename(time="init_time", prediction_timedelta="lead_time")
+    valid = (forecast.init_time + forecast.lead_time).rename("valid_time")
+    forecast = forecast.assign_coords(valid_time=valid)
+    return forecast, truth.sel(time=valid).drop_vars("time")
+
+
+def weatherbench2_scores(
+    ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
+) -> list[dict]:
+    metrics, regions = load("weatherbench2.metrics"), load("weatherbench2.regions")
+    forecast, truth = matched(forecast, truth)
+    u, v = "u_component_of_wind", "v_component_of_wind"
+    wind = {"u_name": u, "v_name": v, "vector_name": "wind_vector"}
+    if members:
+        name = {"ensemble_dim": "number"}
+        known = {"crps": metrics.CRPS(**name), "mse": metrics.EnsembleMeanMSE(**name)}
+        known |= {"spread": metrics.EnsembleVariance(**name)}
+        known |= {"rmse_sqrt_before_time_avg": metrics.EnsembleMeanRMSESqrtBeforeTimeAvg(**name)}
+    else:
+        known = {
+            "mse": metrics.MSE([metrics.WindVectorMSE(**wind)]),
+            "mae": metrics.MAE(),
+            "bias": metrics.Bias(),
+        }
+        roots = [metrics.WindVectorRMSESqrtBeforeTimeAvg(**wind)]
+        known |= {
+            "acc": metrics.ACC(means),
+            "rmse_sqrt_before_time_avg": metrics.RMSESqrtBeforeTimeAvg(roots),
+        }
+    rows = []
+    for score, metric in known.items():
+        for region in REGIONS:
+            theirs = metric.compute(forecast, truth, box(regions, region))
+            theirs = theirs**0.5 if score == "spread" else theirs
+            rows.append(row("WeatherBench2", score, ours.scores.sel(metric=score, region=region), theirs))
+    return rows
+
+
+def box(regions: Any, name: str) -> Any:
+    """One of our regions as WeatherBench2 writes it in scripts/evaluate.py."""
+    found = REGIONS[name]
+    limits = [[slice(*each) for each in side] for side in (found.latitudes, found.longitudes)]
+    return regions.SliceRegion(lat_slice=limits[0], lon_slice=limits[1])
+
+
+def weatherbench_x_scores(
+    ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
+) -> list[dict]:
+    deterministic, ensemble = (
+        load(f"weatherbenchX.metrics.{name}") for name in ("deterministic", "probabilistic")
+    )
+    aggregation, binning, weighting = (
+        load(f"weatherbenchX.{name}") for name in ("aggregation", "binning", "weighting")
+    )
+    forecast, truth = matched(forecast, truth)
+    if members:
+        known = {
+            "crps": ensemble.CRPSEnsemble(),
+            "unbiased_spread_skill_ratio": ensemble.UnbiasedSpreadSkillRatio(),
+        }
+    else:
+        known = {"rmse": deterministic.RMSE(), "mae": deterministic.MAE(), "bias": deterministic.Bias()}
+        known |= {"mse": deterministic.MSE(), "acc_ratio_of_means": deterministic.ACC(means)}
+        known |= {"forecast_activity": deterministic.PredictionActivity(means)}
+    boxes = {name: (REGIONS[name].latitudes[0], REGIONS[name].longitudes[0]) for name in BOXES}
+    aggregator = aggregation.Aggregator(
+        ["init_time", "latitude", "longitude"], [binning.Regions(boxes)], [weighting.GridAreaWeighting()]
+    )
+    single = aggregation.compute_metric_values_for_single_chunk
+    theirs = single(known, aggregator, dict(forecast), dict(truth))
+    rows = []
+    for score in known:
+        names = {f"{score}.{name}": name for name in forecast.data_vars}
+        chosen = theirs[list(names)].rename(names)
+        rows.append(row("WeatherBench-X", score, ours.scores.sel(metric=score, region=BOXES), chosen))
+    return rows
+
+
+def row(tool: str, score: str, ours: xr.Dataset, theirs: xr.Dataset) -> dict:
+    """The largest difference over all variables, levels, leads and regions, over the largest value of each.
+
+    Both must be undefined in the same places (regions without a cell).
+    """
+    differences = []
+    for name in theirs.data_vars:
+        a, b = xr.align(ours[name], theirs[name], join="exact", exclude=["time"])
+        b = b.transpose(*a.dims)
+        assert (np.isnan(a.values) == np.isnan(b.values)).all(), (tool, score, name)
+        size = np.maximum(np.abs(b.values), 1e-3 * np.nanmax(np.abs(b.values)))  # a bias may be near 0
+        differences.append(
+            np.nanmax(np.abs(a.values - b.values) / size) if np.isfinite(b.values).any() else 0.0
+        )
+    return {"tool": tool, "score": score, "difference": float(max(differences))}
+
+
+def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
+    """Energy by latitude, and interpolated to common frequencies and averaged from 30 to 60 degrees north."""
+    derived = load("weatherbench2.derived_variables")
+    assert ours.spectra is not None
+    rows = []
+    for name in ("geopotential", "2m_temperature"):
+        fields = forecast[[name]].sel(prediction_timedelta=[np.timedelta64(24, "h")])
+        theirs = derived.ZonalEnergySpectrum(name).compute(fields)
+        mean = theirs.mean("time").rename(prediction_timedelta="lead_time").isel(latitude=slice(1, -1))
+        own = ours.spectra[name].sel(source="forecast", latitude=mean.latitude)
+        wanted = mean.transpose(*own.dims)
+        error = float(abs(own / wanted - 1).max())
+        rows.append({"tool": "WeatherBench2", "score": "zonal energy spectrum", "difference": error})
+        band = mean.sel(latitude=slice(30, 60))
+        common = derived.interpolate_spectral_frequencies(band, "zonal_wavenumber").mean("latitude")
+        ours_band = mean_over_latitudes(ours.spectra[name].sel(source="forecast"), [(30, 60)])
+        wanted = common.transpose(*ours_band.dims)
+        error = float(np.abs(ours_band.values / wanted.values - 1).max())
+        rows.append({"tool": "WeatherBench2", "score": "spectrum, 30 to 60 degrees", "difference": error})
+    return rows
+
+
+def others(coords: dict[str, np.ndarray]) -> list[dict]:
+    """Climatology of four years, one of them a leap year, on a few cells; regridding to this grid."""
+    utils, regridding = load("weatherbench2.utils"), load("weatherbench2.regridding")
+    times = np.arange("2017-01-01", "2021-01-01", np.timedelta64(6, "h"), dtype="datetime64[ns]")
+    rng = np.random.default_rng(0)
+    values = rng.normal(280, 9, (len(times), 4, 8)).astype("f4")
+    axes = {"time": times, **grid(4, 8, poles=False)}
+    truth = xr.Dataset({"2m_temperature": (list(axes), values)}, axes)
+    theirs = utils.compute_hourly_stat(truth.astype("f8"), 61, slice("2017", "2020"), 6)["2m_temperature"]
+    with tempfile.TemporaryDirectory() as folder:
+        archive = open_archive(write(truth, Path(folder) / "truth.zarr"))
+        dates = np.arange(len(archive.times))
+        compute_climatology(archive, ["2m_temperature"], dates, f"{folder}/climatology.zarr")
+        ours = xr.open_zarr(f"{folder}/climatology.zarr")["2m_temperature"].load()
+    error = float(abs(ours / theirs.transpose(*ours.dims) - 1).max())
+    rows = [{"tool": "WeatherBench2", "score": "climatology (stored as float32)", "difference": error}]
+    source, target = grid(73, 144, poles=True), coords
+    fields = rng.normal(280, 9, (3, 73, 144))
+    poles = bool(abs(target["latitude"][0]) == 90)
+    make = lambda side, ends: regridding.Grid(  # noqa: E731
+        longitudes=side["longitude"], latitudes=side["latitude"], periodic=True, includes_poles=ends
+    )
+    regridder = regridding.ConservativeRegridder(source=make(source, True), target=make(target, poles))
+    wanted = np.asarray(regridder.regrid_array(fields.swapaxes(1, 2))).swapaxes(1, 2)
+    north = [Grid(side["latitude"][::-1], side["longitude"]) for side in (source, target)]
+    mine = Regridder(north[0], north[1])(torch.from_numpy(fields[:, ::-1].copy())).numpy()[:, ::-1]
+    error = float(np.abs(mine / wanted - 1).max())
+    return [*rows, {"tool": "WeatherBench2", "score": "conservative regridding", "difference": error}]
+
+
+def record(rows: list[dict]) -> None:
+    where = {"torch": torch.__version__, "numpy": np.__version__, "xarray": xr.__version__}
+    where |= {"python": platform.python_version(), "machine": platform.machine()}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.writelines(json.dumps({**where, **each}) + "\n" for each in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

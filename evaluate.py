@@ -1,0 +1,285 @@
+"""Scores of any forecasts beside persistence, damped persistence and climatology.
+
+    .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
+    .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr \\
+        --gate "rmse/geopotential:500@120h<340"
+    .venv/bin/python -m training.launch --nproc_per_node 4 evaluate.py ...      several processes
+
+--forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; as often as you like
+                        (default: the one that forecast.py wrote into the run's folder)
+--truth PATH            analyses (default: data.path)
+--climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
+--baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none)
+--regions LIST          "global,tropics,europe", or all (default: global)
+--against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
+--gate SCORE            ends with 1 when the first forecast misses it; as often as you like
+--output FOLDER         scores.nc, scores.csv, scorecard, plots (default: evaluation/ in the run's folder)
+
+Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate is missed, 2 bad input.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xarray as xr
+from tqdm import tqdm
+
+from config import Config, one_line_errors, start
+from datasets.era5 import Archive, open_archive
+from datasets.grid import area_weights
+from datasets.loader import FieldDataset
+from datasets.normalization import load_or_compute
+from datasets.selection import Selection, evenly_spaced, open_selection
+from parallelisms.mesh import from_first_rank, start_ranks
+from training.messages import start_logging
+from verification.baselines import AnalysesForecast, fit_baselines, persistence
+from verification.climatology import Climatology, ClimatologyForecast, compute_climatology, open_climatology
+from verification.evaluation import Evaluation, evaluate
+from verification.forecast_layouts import open_forecast
+from verification.matching import ForecastFields
+from verification.regions import REGIONS
+from verification.report import Gate, table, write_csv
+from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
+from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
+
+logger = logging.getLogger("rossby")
+BASELINES = ("persistence", "damped_persistence", "climatology")
+FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This verb's own options, and the rest, which is the configuration's. Raises ValueError."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--forecast", action="append", default=[])
+    own.add_argument("--truth", default="")
+    own.add_argument("--climatology", default="")
+    own.add_argument("--baselines", default=",".join(BASELINES))
+    own.add_argument("--regions", default="global")
+    own.add_argument("--against", default="")
+    own.add_argument("--gate", action="append", default=[])
+    own.add_argument("--output", default="")
+    options, rest = own.parse_known_args(argv)
+    options.gates = [Gate.parse(text) for text in options.gate]
+    options.baselines = [name for name in options.baselines.split(",") if name]
+    for name in options.baselines:
+        if name not in BASELINES:
+            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+    options.regions = list(REGIONS) if options.regions == "all" else options.regions.split(",")
+    for name in options.regions:
+        if name not in REGIONS:
+            raise ValueError(f"--regions {name!r}: there are {', '.join(REGIONS)}")
+    return options, rest
+
+
+def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
+    """Name -> forecast. ValueError where a path is not there or a name stands twice."""
+    found: dict[str, ForecastFields] = {}
+    for text in texts or [f"model={folder / 'forecast.zarr'}"]:
+        name, equals, path = text.rpartition("=")
+        name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
+        if "://" not in path and not Path(path).exists():
+            raise ValueError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
+        if name in found:
+            raise ValueError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
+        found[name] = open_forecast(path)
+    return found
+
+
+def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]) -> list[str]:
+    """Those of the configuration that forecast and truth both have. ValueError: none."""
+    names = [name for name in wanted if name in forecast.variables and name in truth.variables]
+    if not names:
+        reason = f"the forecast has {', '.join(forecast.variables)}; name some of them that the truth has"
+        raise ValueError(f"data.variables = {wanted}: {reason}")
+    return names
+
+
+def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
+    """The one named, or that of the training period, computed once; "" without a training period."""
+    if asked or not len(selection.train):
+        return asked
+    target = folder / "climatology.zarr"
+    if not target.exists():
+        logger.info("computing the climatology of the training period, once, into %s", target)
+        unfinished, hours = target.with_suffix(".incomplete"), int(selection.step / np.timedelta64(1, "h"))
+        dates, step = selection.train, hours if 24 % hours == 0 else 24
+        compute_climatology(selection.archive, selection.variables, dates, str(unfinished), step)
+        os.replace(unfinished, target)
+    return str(target)
+
+
+def build_baselines(
+    names: list[str],
+    first: ForecastFields,
+    selection: Selection,
+    climatology: Climatology | None,
+    statistics_file: Path,
+) -> dict[str, ForecastFields]:
+    """Baselines from the initial dates and at the leads of a forecast; what has no data is left out, said."""
+    leads = first.leads[first.leads > np.timedelta64(0)]
+    steps = sorted({int(lead // selection.step) for lead in leads if not lead % selection.step})
+    leads = np.array([step * selection.step for step in steps])
+    archive, variables, found = selection.archive, selection.variables, {}
+
+    def from_analyses(forecast: Callable) -> AnalysesForecast:
+        return AnalysesForecast(archive, forecast, variables, first.times, leads, selection.step)
+
+    if "persistence" in names:
+        found["persistence"] = from_analyses(persistence)
+    if "damped_persistence" in names and len(selection.train):
+        fitted = fit_damping(selection, steps, statistics_file)
+        found["damped persistence"] = from_analyses(fitted["damped persistence"])
+    if "climatology" in names and climatology is not None:
+        found["climatology"] = ClimatologyForecast(climatology, first.times, leads)
+    for name in names:
+        if name.replace("_", " ") not in found:
+            logger.warning("no %s: data.train_period has no dates", name.replace("_", " "))
+    return found
+
+
+def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> dict[str, Callable]:
+    """As in train.py, at other leads. Leads that the training period cannot hold end in a ValueError."""
+    area = area_weights(selection.archive.grid.latitude)
+    statistics = from_first_rank(
+        lambda: load_or_compute(
+            statistics_file, selection.archive, selection.variables, selection.train, selection.step, area
+        )
+    )
+    samples = selection.samples("train", [0, *steps], statistics.empty_dates)
+    dataset = FieldDataset(selection.archive, selection.variables, evenly_spaced(samples, FITTED_SAMPLES))
+    mean_field = torch.from_numpy(statistics.mean_field)
+    return fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
+
+
+def score_all(
+    forecasts: dict[str, ForecastFields],
+    truth: Archive,
+    climatology: Climatology | None,
+    variables: list[str],
+    regions: list[str],
+    device: torch.device,
+) -> dict[str, Evaluation]:
+    """Every forecast on the variables, leads and dates that it shares with the first."""
+    found: dict[str, Evaluation] = {}
+    share, hour = (dist.get_rank(), dist.get_world_size()), np.timedelta64(1, "h")
+    first = next(iter(forecasts.values()))
+    for name, forecast in forecasts.items():
+        dates = np.intersect1d(forecast.times, first.times)
+        hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
+        if not len(dates) or not hours:
+            raise ValueError(f"--forecast {name!r}: has no initial date and lead in common with the first")
+        with tqdm(total=len(dates), desc=name, unit="date", disable=share[0] > 0, leave=False) as bar:
+            found[name] = evaluate(
+                forecast,
+                truth,
+                climatology,
+                variables=[v for v in variables if v in forecast.variables],
+                lead_hours=hours,
+                dates=dates,
+                regions=regions,
+                detailed_hours=hours[-1:],
+                device=device,
+                share=share,
+                progress=bar.update,
+            )
+    return found
+
+
+def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> None:
+    """NetCDF, CSV, scorecard and plots into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names, first = list(evaluations), next(iter(evaluations))
+    index = xr.DataArray(names, dims="forecast", name="forecast")
+    for kind in ("scores", "by_date"):
+        parts = [getattr(e, kind).drop_vars("num_dates", errors="ignore") for e in evaluations.values()]
+        whole = xr.concat(parts, dim=index, join="outer", combine_attrs="override")
+        file = folder / ("scores.nc" if kind == "scores" else "scores_by_date.nc")
+        whole.to_netcdf(file, engine="h5netcdf")
+    scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
+    write_csv(scores, folder / "scores.csv")
+    if against:
+        card = build_scorecard(first, against, evaluations)
+        plot_scorecard(card, folder / "scorecard.png")
+        write_scorecard(card, folder / "scorecard.csv")
+    plot_by_lead(evaluations, "rmse", folder / "rmse.png", with_published=True)
+    if "acc" in scores[first]["metric"]:
+        plot_by_lead(evaluations, "acc", folder / "acc.png")
+    plot_spectra(evaluations, folder / "spectra.png")
+    plot_bias(first, evaluations[first], folder / "bias.png")
+    plot_reliability(first, evaluations[first], folder / "reliability.png")
+
+
+def opponent(asked: str, forecasts: dict[str, ForecastFields], scored: list[str]) -> str:
+    """What the scorecard compares with: the second forecast, or the hardest baseline. ValueError."""
+    if asked and asked not in scored:
+        raise ValueError(f"--against {asked!r}: there are {', '.join(scored)}")
+    others = [*list(forecasts)[1:], "damped persistence", "persistence", "climatology"]
+    return asked or next((name for name in others if name in scored), "")
+
+
+def run(config: Config, options: argparse.Namespace) -> int:
+    """The whole evaluation on every rank; the exit code."""
+    folder = config.dump_folder
+    with one_line_errors():
+        selection = open_selection(config.data, config.model.patch_size, ())
+        truth = open_archive(options.truth) if options.truth else selection.archive
+        forecasts = open_forecasts(options.forecast, folder)
+        first = next(iter(forecasts.values()))
+        variables = common_variables(first, truth, selection.variables)
+    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    is_first = dist.get_rank() == 0
+    with one_line_errors():
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+        path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
+        climatology = open_climatology(path) if path else None
+        baselines = build_baselines(
+            options.baselines, first, selection, climatology, folder / "statistics.npz"
+        )
+        everything = forecasts | baselines
+        against = opponent(options.against, forecasts, list(everything))
+        evaluations = score_all(everything, truth, climatology, variables, options.regions, device)
+    code = 0
+    if is_first:
+        target = Path(options.output or folder / "evaluation")
+        with one_line_errors():
+            write(evaluations, against, target)
+            code = say(evaluations, options.gates, target)
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> int:
+    """Tables and gates on the terminal; 1 when a gate is missed."""
+    scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
+    first = next(iter(scores.values()))
+    print(table(scores, "rmse", describe(evaluations)))
+    if "acc" in first["metric"]:
+        print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
+    print(f"\nwritten to {target}")
+    judged = [gate.judge(first) for gate in gates]
+    for _, line in judged:
+        print(line)
+    return int(not all(passed for passed, _ in judged))
+
+
+def main() -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__)
+    with one_line_errors():
+        options, rest = parse_options(sys.argv[1:])
+    config = start(rest)
+    start_logging(os.environ.get("RANK", "0") == "0")
+    sys.exit(run(config, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Forecasts from a checkpoint and initial dates, into a Zarr in WeatherBench2's schema.
+
+    .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
+    .venv/bin/python -m training.launch --nproc_per_node 8 forecast.py ...     several processes
+    .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
+    .venv/bin/python forecast.py ... --export model.safetensors                weights
+
+Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
+input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    ConfigError,
+    FaultTolerance,
+    Float8,
+    one_line_errors,
+    start,
+    to_toml,
+)
+from config_checks import check_machine, check_model, degrees_asked
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from datasets.selection import Selection, initial_dates, open_fields
+from datasets.variables import expand_levels, units
+from models.build import build_model
+from models.export import Description, OneStep, export_step, write_safetensors
+from parallelisms.degrees import resolve_degrees
+from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
+from parallelisms.parallelize import ParallelModel, parallelize
+from training.determinism import set_determinism
+from training.messages import start_logging
+from training.trained_weights import Trained, find_trained, load_weights
+from verification.forecast_writer import ForecastPlan, ForecastStore, ForecastWriter
+from verification.perturbations import RandomFields, perturbation
+from verification.rollout import blown_up, plausible_size, rollout
+
+logger = logging.getLogger("rossby")
+Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
+MAX_LINES = 20  # of forecasts that went wrong; a model that has not learned blows up from every date
+
+
+@dataclass
+class Forecaster:
+    """A trained model on this rank, and what stands around it."""
+
+    model: ParallelModel
+    normalizer: Normalizer
+    conditions: Conditions
+    trained: Trained
+    device: torch.device
+    num_shares: int  # the batches are dealt out to so many groups of ranks
+
+
+def forecast(config: Config) -> int:
+    """One store of forecasts, on every rank; the exit code."""
+    settings, data = config.forecast, config.data
+
+    # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
+    with one_line_errors():
+        selection = open_data(config)
+        chosen = initial_dates(selection, settings.period or data.validation_period, settings.interval_hours)
+
+    # -- ranks, model, weights -----------------------------------------------------------------------
+    forecaster = load_forecaster(config, selection)
+    model, device = forecaster.model, forecaster.device
+    rank, share = dist.get_rank(), model.mesh.dp_rank
+
+    # -- the store: made once, then written to by every rank -----------------------------------------
+    leads = range(0 if settings.include_initial_state else 1, settings.num_steps + 1)
+    plan = ForecastPlan(
+        selection.variables,
+        selection.archive.grid,
+        selection.archive.times[chosen],
+        [lead * data.step_hours for lead in leads],
+        settings.num_members,
+    )
+    store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), plan)
+    with one_line_errors():
+        problem = from_first_rank(lambda: create(store, about(config, plan, forecaster.trained)))
+        if problem:
+            raise ValueError(problem)
+
+    # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
+    finished = from_first_rank(store.finished)
+    pairs = [(date, member) for date in range(len(chosen)) for member in range(settings.num_members)]
+    batches = [
+        pairs[i : i + settings.local_batch_size] for i in range(0, len(pairs), settings.local_batch_size)
+    ]
+    missing = [batch for batch in batches if any(pair not in finished for pair in batch)]
+    logger.info(
+        f"{store.path}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
+        f"{len(finished)} of them finished; {len(missing)} batches for {forecaster.num_shares} x {device}"
+    )
+
+    # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
+    start_from = InitialStates(config, selection, chosen, forecaster.trained)
+    rounds = -(-len(missing) // forecaster.num_shares)
+    writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, rank)
+    for round in range(rounds):
+        number = round * forecaster.num_shares + share
+        batch = missing[min(number, len(missing) - 1)]
+        mine = number < len(missing) and model.speaks_for_sample
+        fields, times = start_from(batch)
+        problems = forecast_batch(forecaster, config, batch, fields, times, writer if mine else None, bar)
+        if mine:
+            writer.wait()
+            for pair in batch:
+                store.finish(*pair, problems.get(pair, ""))
+    writer.close()
+    bar.close()
+
+    # -- at the end: what went wrong, of this start and of those before it ---------------------------
+    dist.barrier()
+    wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
+    if rank == 0:
+        report(wrong, plan, len(pairs))
+        print(f"\n{len(pairs) - len(wrong)} forecasts: {store.path}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+def open_data(config: Config) -> Selection:
+    """Analyses to start from; nothing of the training's dates has to be there. ValueError: bad input."""
+    # A forecast is one run, whatever replicas trained it.
+    check_machine(replace(config, fault_tolerance=FaultTolerance()))
+    selection = open_fields(config.data, config.model.patch_size)
+    check_model(config, selection.archive.grid)
+    return selection
+
+
+def load_forecaster(config: Config, selection: Selection) -> Forecaster:
+    """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
+    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(config.parallelism))
+    mesh = build_mesh(device.type, degrees, config.parallelism.axis_order)
+    set_determinism(config.training.deterministic, config.training.tf32)
+    source = config.forecast.checkpoint
+    named_by = "forecast.checkpoint" if source else "job.dump_folder"
+    with one_line_errors():
+        path = Path(source) if source else config.dump_folder
+        trained = find_trained(path, named_by, config.forecast.averaged_weights, config)
+    grid, data = selection.archive.grid, config.data
+    conditions = Conditions(list(selection.static.values()), data.forcings, grid).to(device)
+    normalizer = Normalizer(trained.statistics, config.model.predict).to(device)
+    plan = build_model(
+        config.model, len(selection.variables), conditions.num_channels, grid.shape, grid.periodic
+    )
+    model = parallelize(
+        plan,
+        mesh,
+        device,
+        config.training.seed,
+        config.parallelism,
+        ActivationCheckpoint(),  # nothing is kept for a backward
+        config.compile,
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=torch.float32,
+        float8=config.float8,
+    )
+    with one_line_errors():
+        load_weights(trained, dict(model.named_parameters()))
+    model.after_update()  # float8 scales are those of the weights
+    model.train(False)
+    return Forecaster(model, normalizer, conditions, trained, device, degrees.dp)
+
+
+def about(config: Config, plan: ForecastPlan, trained: Trained) -> dict:
+    """What decides every byte of a store, but for the layout, which decides the last digits."""
+    settings, dates = config.forecast, plan.dates.astype("datetime64[s]")
+    ensemble = {"perturbation": settings.perturbation, "seed": settings.seed} if plan.num_members > 1 else {}
+    return {
+        **trained.identity,
+        "data.path": config.data.path,
+        "variables": list(plan.variables),
+        "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
+        "leads": list(plan.leads),
+        "num_members": plan.num_members,
+        **ensemble,
+        "local_batch_size": settings.local_batch_size,
+        "precision": config.training.mixed_precision_param,
+    }
+
+
+def create(store: ForecastStore, content: dict) -> str:
+    """What is wrong; said by all ranks, found by the first."""
+    try:
+        store.create(content)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+class InitialStates:
+    """Analyses of the initial dates and, for the members of an ensemble after the first, what is added."""
+
+    def __init__(self, config: Config, selection: Selection, chosen: np.ndarray, trained: Trained) -> None:
+        """chosen (n,): indices of the initial dates in the archive."""
+        self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
+        self.seed, self.scale = (
+            config.forecast.seed,
+            config.forecast.perturbation * trained.statistics.change_std,
+        )
+        self.random = RandomFields(selection.archive.grid) if config.forecast.num_members > 1 else None
+
+    def __call__(self, batch: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+        """States (B, V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
+        analyses = {date: self.archive.read(int(self.chosen[date]), self.variables) for date, _ in batch}
+        states = [analyses[date] + self._perturbation(date, member) for date, member in batch]
+        times = self.archive.times[self.chosen[[date for date, _ in batch]]].astype(np.int64)
+        return torch.from_numpy(np.stack(states)), torch.from_numpy(times)
+
+    def _perturbation(self, date: int, member: int) -> np.ndarray | float:
+        if self.random is None or member == 0:
+            return 0.0
+        start = np.datetime64(str(self.archive.times[self.chosen[date]]), "s")
+        return perturbation(self.random, self.scale, self.variables, self.seed, start, member)
+
+
+@torch.no_grad()
+def forecast_batch(
+    forecaster: Forecaster,
+    config: Config,
+    batch: Sequence[Pair],
+    fields: Tensor,
+    times: Tensor,
+    writer: ForecastWriter | None,
+    bar: tqdm,
+) -> dict[Pair, str]:
+    """Writes all leads from the states `fields` (B, V, H, W) at `times` (B,); what is wrong with which.
+
+    Nothing waits for the device before the last lead, except the writer when it falls behind.
+    """
+    empty = ~torch.isfinite(fields).flatten(2).any(-1)  # (B, V)
+    rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
+    pairs = [batch[row] for row in rows]
+    fields, times = fields.to(forecaster.device), times.to(forecaster.device)
+    normalizer, settings = forecaster.normalizer, config.forecast
+    first = 0 if settings.include_initial_state else 1
+    if writer and not first:
+        writer.write(pairs, 0, fields[rows])
+    limit, broken = plausible_size(normalizer.normalize(fields)[0]), []
+    predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
+    states = rollout(
+        predict, normalizer, forecaster.conditions, step_seconds, fields, times, settings.num_steps
+    )
+    for lead, state in enumerate(states, 1):
+        broken.append(blown_up(state, limit))  # (B, V)
+        if writer:
+            writer.write(pairs, lead - first, normalizer.denormalize(state[rows]))
+        bar.update()
+    names = np.array(expand_levels(config.data.variables, config.data.levels))
+    tables = empty.numpy(), torch.stack(broken).cpu().numpy()  # waits for the device
+    return dict(problems_of(batch, *tables, names, config.data.step_hours))
+
+
+def problems_of(
+    batch: Sequence[Pair], empty: np.ndarray, broken: np.ndarray, names: np.ndarray, step_hours: int
+) -> Iterator[tuple[Pair, str]]:
+    """For each forecast that went wrong, how. empty (B, V), broken (L, B, V) bool, names (V,)."""
+    for row, pair in enumerate(batch):
+        leads = np.flatnonzero(broken[:, row].any(-1))
+        if empty[row].any():
+            yield pair, f"the analysis has no value of {', '.join(names[empty[row]])}"
+        elif len(leads):
+            lead = (int(leads[0]) + 1) * step_hours
+            yield pair, f"blew up at {lead} h: {', '.join(names[broken[leads[0], row]])}"
+
+
+def progress_bar(steps: int, rank: int) -> tqdm:
+    """On the first rank; into a file it writes a line every half minute."""
+    return tqdm(
+        total=steps,
+        disable=rank != 0,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else 30.0,
+    )
+
+
+def report(wrong: dict[Pair, str], plan: ForecastPlan, total: int) -> None:
+    """On stderr: which forecasts went wrong, with date, member and lead."""
+    for (date, member), problem in list(wrong.items())[:MAX_LINES]:
+        which = f", member {member}" if plan.num_members > 1 else ""
+        print(f"rossby: forecast from {plan.dates[date]}{which}: {problem}", file=sys.stderr)
+    if wrong:
+        print(f"rossby: {len(wrong)} of {total} forecasts went wrong; the others are good", file=sys.stderr)
+
+
+def export(config: Config, target: Path) -> None:
+    """One step of the model as a program, or its weights, by the ending of the file's name."""
+    with one_line_errors():
+        if target.suffix not in (".pt2", ".safetensors"):
+            raise ConfigError(
+                f"--export {target}: end the name in .pt2 (a program) or .safetensors (weights)"
+            )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(f"--export {target}: start one process, which has the whole model")
+        # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
+        plain = replace(config.model, attention_backend="sdpa")
+        config = replace(config, model=plain, compile=Compile(), float8=Float8())
+        config = replace(config, training=replace(config.training, mixed_precision_param="float32"))
+        selection = open_data(config)
+    forecaster = load_forecaster(config, selection)
+    model, grid, variables = forecaster.model.geometry, selection.archive.grid, selection.variables
+    description = Description(
+        variables,
+        [units(name) for name in variables],
+        grid.latitude.tolist(),
+        grid.longitude.tolist(),
+        config.data.step_hours,
+        forecaster.trained.folder.name,
+        to_toml(config),
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".safetensors":
+        write_safetensors(target, model, description)
+    else:
+        export_step(target, OneStep(model, forecaster.normalizer, forecaster.conditions).cpu(), description)
+    dist.destroy_process_group()
+    print(target)
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--export", default="")
+    options, rest = own.parse_known_args()
+    if {"--help", "-h"} & set(rest):
+        print(__doc__)
+    config = start(rest)
+    start_logging(os.environ.get("RANK", "0") == "0")
+    if options.export:
+        export(config, Path(options.export))
+    else:
+        try:
+            code = forecast(config)
+        except OSError as error:  # a full disk, a file of the analyses that is damaged
+            print(f"rossby: {error}; start it again to go on", file=sys.stderr)
+            code = 1
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A trained model in files that need nothing of this project: a program of torch.export, or its weights.
+
+Shapes: B states, V variables, C channels, H latitudes, W longitudes.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from models.build import WeatherModel
+
+
+@dataclass(frozen=True)
+class Description:
+    """What stands in the file beside the numbers, so that nobody has to guess."""
+
+    variables: Sequence[str]  # in the order of the state's channels
+    units: Sequence[str]
+    latitude: Sequence[float]
+    longitude: Sequence[float]
+    step_hours: int
+    checkpoint: str
+    config_toml: str
+
+    def texts(self) -> dict[str, str]:
+        """ "config.toml", and "model.json" with the rest."""
+        rest = {key: value for key, value in asdict(self).items() if key != "config_toml"}
+        return {"config.toml": self.config_toml, "model.json": json.dumps(rest)}
+
+
+class OneStep(nn.Module):
+    """The physical state one step later, with normalisation, constant fields and forcings inside."""
+
+    def __init__(self, model: WeatherModel, normalizer: Normalizer, conditions: Conditions) -> None:
+        super().__init__()
+        self.model, self.normalizer, self.conditions = model, normalizer, conditions
+
+    def forward(self, fields: Tensor, times: Tensor) -> Tensor:
+        """fields (B, V, H, W) float32 in physical units, NaN where missing; times (B,) int64, their dates in
+        seconds since 1970-01-01 UTC -> (B, V, H, W).
+        """
+        state, _ = self.normalizer.normalize(fields)
+        output = self.model.predict(self.conditions.append(state, times))
+        return self.normalizer.denormalize(self.normalizer.advance(state, output))
+
+
+def export_step(target: Path, step: OneStep, description: Description) -> None:
+    """Writes a program that `torch.export.load(target).module()` runs with torch alone, for any B."""
+    step = step.eval().requires_grad_(False)
+    shape = (2, len(description.variables), len(description.latitude), len(description.longitude))
+    example = (torch.zeros(shape), torch.zeros(2, dtype=torch.int64))
+    batch = torch.export.Dim("batch")
+    with torch.no_grad():
+        program = torch.export.export(step, example, dynamic_shapes=({0: batch}, {0: batch}))
+    torch.export.save(program, target, extra_files=description.texts())
+
+
+def write_safetensors(target: Path, model: WeatherModel, description: Description) -> None:
+    """Writes the weights under their own names, float32, with the description as metadata."""
+    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    save_file(tensors, target, metadata=description.texts())

@@ -1,0 +1,104 @@
+"""The best checkpoint is kept aside whatever is pruned, and all ranks end when the score stops improving."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import load_config
+from tests.jobs import write_config
+from training.best import Best, history, link_folder
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import check_files, complete_steps, read_manifest
+
+SCORE = "val/rmse/10m_u_component_of_wind@24h"
+VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']
+
+
+@pytest.fixture
+def checkpointer(one_rank, tmp_path):
+    made = Checkpointer(tmp_path / "checkpoints", "disabled", 1, "", {})
+    yield made
+    made.close()
+
+
+def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
+    """What train.py does at a validation."""
+    checkpointer.save(step, {"model": {"weight": torch.full((3,), float(step))}})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, SCORE: value if math.isfinite(value) else None}) + "\n")
+    best.judge(step, {SCORE: value}, checkpointer)
+
+
+def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path):
+    best = Best(tmp_path, SCORE, patience=0)
+    for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
+        validate(best, checkpointer, tmp_path, step, value)
+    assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
+    assert json.loads((tmp_path / "best/best.json").read_text()) == {"score": SCORE, "value": 1.0, "step": 2}
+    kept = tmp_path / "best/step-00000002"
+    check_files(kept, read_manifest(kept))  # every byte is there, though the original is pruned
+    assert best.later == {3, 4, 5} and not best.exhausted
+
+
+def test_a_run_is_exhausted_after_so_many_validations_also_when_resumed(checkpointer, tmp_path):
+    best = Best(tmp_path, SCORE, patience=2)
+    for step, value in ((10, 2.0), (20, 1.0), (30, 1.5)):
+        validate(best, checkpointer, tmp_path, step, value)
+    assert not best.exhausted
+    resumed = Best(tmp_path, SCORE, patience=2)
+    assert (resumed.value, resumed.step, resumed.later) == (1.0, 20, {30})
+    validate(resumed, checkpointer, tmp_path, 30, 1.5)  # as a finished run does that is started again
+    assert not resumed.exhausted
+    validate(resumed, checkpointer, tmp_path, 40, 1.2)
+    assert resumed.exhausted and Best(tmp_path, SCORE, patience=2).exhausted
+    assert not Best(tmp_path, SCORE, patience=3).exhausted
+    assert Best(tmp_path, "val/loss", patience=1).value == math.inf  # of another score nothing is known
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_path):
+    best = Best(tmp_path, SCORE, patience=1)
+    validate(best, checkpointer, tmp_path, 1, 2.0)
+    best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
+    assert best.value == 2.0 and not best.exhausted and complete_steps(tmp_path / "best") == [1]
+
+
+def test_history_counts_validations_once_and_after_the_best(tmp_path):
+    lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10}))
+    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE) == (0.5, 10, {20, 30})
+
+
+def test_links_replace_what_a_kill_left_half_made(tmp_path):
+    source, target = tmp_path / "step-00000001", tmp_path / "best/step-00000001"
+    source.mkdir()
+    (source / "manifest.json").write_text("whole")
+    (tmp_path / "best/step-00000001.incomplete").mkdir(parents=True)
+    (tmp_path / "best/step-00000001.incomplete/part").write_text("half")
+    link_folder(source, target)
+    assert [path.name for path in target.iterdir()] == ["manifest.json"]
+    assert (target / "manifest.json").stat().st_nlink == 2
+
+
+@pytest.mark.parametrize(
+    ("interval", "options", "message"),
+    [
+        ("5", ["--checkpoint.keep_best", "val/rmse/10m_u_component_of_wind@42h"], "did you mean"),
+        ("5", ["--validation.early_stop_patience", "2"], "set checkpoint.keep_best"),
+        ("0", ["--checkpoint.keep_best", "val/loss"], "a validation.interval above 0"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_before_training(tmp_path, interval, options, message):
+    validation = [*VALIDATION, "--validation.interval", interval]
+    with pytest.raises(ValueError, match=message):
+        load_config(["--job.config_file", str(write_config(tmp_path)), *validation, *options])
+
+
+def test_a_score_of_the_validation_is_accepted(tmp_path):
+    config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
+    for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):
+        options = ["--checkpoint.keep_best", name, "--validation.early_stop_patience", "3"]
+        load_config(["--job.config_file", config_file, *validation, *options])

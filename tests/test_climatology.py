@@ -1,0 +1,145 @@
+"""WeatherBench2's recipe against loops in plain Python, its storage, and the climatology as a forecast."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from datasets.era5 import Archive, open_archive
+from tests.forecasts import analyses, grid, write
+from verification import climatology as module
+from verification.climatology import (
+    ClimatologyForecast,
+    compute_climatology,
+    day_of_year,
+    hour_of_day,
+    open_climatology,
+    window_weights,
+)
+
+NAMES = ["geopotential:500", "2m_temperature"]
+
+
+@pytest.fixture(scope="module")
+def years(tmp_path_factory: pytest.TempPathFactory) -> tuple[xr.Dataset, Archive]:
+    """Two years, the second a leap year, twice a day, with a missing date and a missing cell."""
+    times = np.arange("2019-01-01", "2021-01-01", np.timedelta64(12, "h"), dtype="datetime64[ns]")
+    rng, axes = np.random.default_rng(0), {"level": [500], **grid(2, 3, poles=False)}
+    upper = rng.normal(500, 90, (len(times), 1, 2, 3)).astype("f4")
+    lower = rng.normal(280, 9, (len(times), 2, 3)).astype("f4")
+    lower[100, 1, 2] = np.nan
+    data = {
+        "geopotential": (("time", *axes), upper),
+        "2m_temperature": (("time", "latitude", "longitude"), lower),
+    }
+    ds = xr.Dataset(data, {"time": times, **axes}).drop_sel(time=np.datetime64("2019-03-05T12"))
+    return ds, open_archive(write(ds, tmp_path_factory.mktemp("years") / "analyses.zarr"))
+
+
+def loop(ds: xr.Dataset, hour: int, day: int) -> np.ndarray:
+    """The mean of "2m_temperature" (H, W) for one hour and day, straight from the recipe."""
+    total, weight = np.zeros((2, 3)), np.zeros((2, 3))
+    for offset in range(-30, 31):
+        wanted = (day - 1 + offset) % 366 + 1
+        for year in (2019, 2020):
+            length = 366 if year == 2020 else 365
+            number = min(wanted, length)  # the last day stands in for day 366
+            date = np.datetime64(f"{year}-01-01T{hour:02d}", "ns") + np.timedelta64(number - 1, "D")
+            if date not in ds.time.values:
+                continue
+            field = ds["2m_temperature"].sel(time=date).values[::-1].astype("f8")
+            factor = 1 - abs(offset) / 30
+            total += np.where(np.isnan(field), 0, factor * field)
+            weight += factor * ~np.isnan(field)
+    return total / weight
+
+
+@pytest.mark.parametrize("sums_bytes", [2**31, 1])
+def test_the_recipe(years, sums_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no two variables nor hours fit into memory together."""
+    monkeypatch.setattr(module, "SUMS_BYTES", sums_bytes)
+    ds, archive = years
+    compute_climatology(
+        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
+    )
+    stored = xr.open_zarr(tmp_path / "c.zarr")
+    assert dict(stored.sizes) == {"hour": 2, "dayofyear": 366, "level": 1, "latitude": 2, "longitude": 3}
+    assert stored.hour.values.tolist() == [0, 12] and stored.longitude.values[0] == 0
+    for hour in (0, 12):
+        for day in (1, 50, 64, 335, 365, 366):
+            found = stored["2m_temperature"].sel(hour=hour, dayofyear=day).values
+            np.testing.assert_allclose(found, loop(ds, hour, day), rtol=1e-7)
+
+
+def test_reading_it_back(years, tmp_path: Path) -> None:
+    _, archive = years
+    compute_climatology(
+        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
+    )
+    opened, stored = open_climatology(str(tmp_path / "c.zarr")), xr.open_zarr(tmp_path / "c.zarr")
+    assert sorted(opened.variables) == sorted(NAMES)
+    for text, day in (("2021-12-31T12", 365), ("2024-12-31T00", 366), ("2023-01-01T00", 1)):
+        time = np.datetime64(text, "s")
+        found = opened.field(time, NAMES)
+        wanted = stored.sel(hour=int(text[-2:]), dayofyear=day)
+        np.testing.assert_array_equal(found[0], wanted.geopotential.sel(level=500).values)
+        np.testing.assert_array_equal(found[1], wanted["2m_temperature"].values)
+    with pytest.raises(ValueError, match="hours .0, 12.: no climatology of 2020-01-01T06"):
+        opened.field(np.datetime64("2020-01-01T06", "s"), NAMES)
+    with pytest.raises(ValueError, match="has no 'geopotential:850'; nearest: 'geopotential:500'"):
+        opened.field(np.datetime64("2020-01-01T00", "s"), ["geopotential:850"])
+
+
+def test_weatherbench2_stores_with_other_orders(years, tmp_path: Path) -> None:
+    """dayofyear before hour, longitude before latitude, latitude ascending."""
+    _, archive = years
+    compute_climatology(
+        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
+    )
+    stored = xr.open_zarr(tmp_path / "c.zarr").load().isel(latitude=slice(None, None, -1))
+    turned = stored.transpose("dayofyear", "longitude", "latitude", "level", "hour").drop_encoding()
+    again = open_climatology(write(turned, tmp_path / "turned.zarr"))
+    time = np.datetime64("2021-06-01T12", "s")
+    expected = open_climatology(str(tmp_path / "c.zarr")).field(time, NAMES)
+    np.testing.assert_array_equal(again.field(time, NAMES), expected)
+
+
+def test_less_than_a_year_gives_means_by_hour_of_day(tmp_path: Path) -> None:
+    truth = analyses(grid(4, 6, poles=False), 40)
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    compute_climatology(archive, ["2m_temperature"], np.arange(20), str(tmp_path / "c.zarr"))
+    stored = xr.open_zarr(tmp_path / "c.zarr")
+    assert set(stored["2m_temperature"].dims) == {"hour", "latitude", "longitude"}
+    expected = truth["2m_temperature"][:20].isel(latitude=slice(None, None, -1)).astype("f8")
+    expected = expected.groupby("time.hour").mean()
+    np.testing.assert_allclose(stored["2m_temperature"].values, expected.values, rtol=1e-7)
+    opened = open_climatology(str(tmp_path / "c.zarr"))
+    field = opened.field(np.datetime64("1999-07-07T18", "s"), ["2m_temperature"])
+    np.testing.assert_array_equal(field[0], stored["2m_temperature"].sel(hour=18).values)
+    with pytest.raises(ValueError, match="none of 20 dates is at 3 h"):
+        compute_climatology(
+            archive, ["2m_temperature"], np.arange(20), str(tmp_path / "d.zarr"), step_hours=3
+        )
+
+
+def test_as_a_forecast_it_is_the_mean_of_the_valid_time(years, tmp_path: Path) -> None:
+    _, archive = years
+    compute_climatology(
+        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
+    )
+    opened = open_climatology(str(tmp_path / "c.zarr"))
+    times = np.array(["2021-02-28T00", "2021-12-31T12"], "datetime64[s]")
+    leads = np.array([12, 24], "timedelta64[h]").astype("timedelta64[s]")
+    block = ClimatologyForecast(opened, times, leads).read_block(slice(0, 2), slice(0, 2), NAMES)
+    assert block.shape == (2, 2, 2, 2, 3)
+    np.testing.assert_array_equal(block[0, 1], opened.field(np.datetime64("2021-03-01T00"), NAMES))
+    np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))
+
+
+def test_days_hours_and_weights() -> None:
+    times = np.array(["2020-12-31T18", "2021-12-31T06", "2020-02-29T00"], "datetime64[ns]")
+    assert day_of_year(times).tolist() == [366, 365, 60] and hour_of_day(times).tolist() == [18, 6, 0]
+    assert window_weights(5).tolist() == [0, 0.5, 1, 0.5, 0]
+    with pytest.raises(ValueError, match="window of 4 days"):
+        window_weights(4)

@@ -1,0 +1,234 @@
+"""evaluate(): the form of what it gives, streaming, missing dates, ranks, other grids, real data."""
+
+import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xarray as xr
+
+from datasets.era5 import Archive, open_archive
+from datasets.grid import regrid_conservative
+from tests.forecasts import analyses, climatology, forecasts, grid, write
+from verification import matching
+from verification.baselines import AnalysesForecast, damped_persistence, persistence
+from verification.climatology import open_climatology
+from verification.evaluation import Evaluation, evaluate
+from verification.forecast_layouts import open_forecast
+
+ROOT = Path(__file__).parent.parent
+GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
+LEADS = [6, 24]
+WIND = "wind_vector"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """truth.zarr, forecast.zarr, ensemble.zarr and climatology.zarr on 6 x 8 cells, 7 initial dates."""
+    place = tmp_path_factory.mktemp("evaluation")
+    truth = analyses(grid(6, 8, poles=False), 20)
+    truth["2m_temperature"][5, 2, 3:5] = np.nan
+    write(truth, place / "truth.zarr")
+    write(forecasts(truth, 7, LEADS), place / "forecast.zarr")
+    write(forecasts(truth, 7, LEADS, members=4), place / "ensemble.zarr")
+    write(climatology(truth), place / "climatology.zarr")
+    return place
+
+
+def opened(folder: Path, name: str = "forecast") -> tuple[Any, Archive, Any]:
+    paths = [str(folder / f"{each}.zarr") for each in (name, "truth", "climatology")]
+    return open_forecast(paths[0]), open_archive(paths[1]), open_climatology(paths[2])
+
+
+def test_scores_have_weatherbench2s_form(folder: Path) -> None:
+    found = evaluate(*opened(folder), regions=["global", "tropics"], detailed_hours=[24])
+    names = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_temperature", WIND]
+    assert set(found.scores.data_vars) == set(names)
+    assert found.scores["geopotential"].dims == ("metric", "region", "lead_time", "level")
+    assert found.scores["2m_temperature"].dims == ("metric", "region", "lead_time")
+    assert (
+        found.scores["geopotential"].attrs["units"] == "m2 s-2"
+        and found.scores[WIND].attrs["units"] == "m s-1"
+    )
+    assert found.scores.lead_time.values.tolist() == [h * 3600 * 10**9 for h in LEADS]
+    assert found.scores.level.values.tolist() == [500, 850]
+    assert found.scores.num_dates.values.tolist() == [7, 7]
+    mse = found.scores.sel(metric="mse")
+    total = mse.u_component_of_wind + mse.v_component_of_wind
+    xr.testing.assert_allclose(mse[WIND], total, rtol=1e-15)
+    assert np.isnan(found.scores[WIND].sel(metric=["mae", "bias", "acc"])).all()
+    assert found.by_date["geopotential"].dims == ("time", "metric", "region", "lead_time", "level")
+    assert found.by_date.region.values.tolist() == ["global"]
+
+
+def test_means_over_dates_are_those_of_the_dates(folder: Path) -> None:
+    found = evaluate(*opened(folder))
+    for name in found.by_date.data_vars:
+        mean = found.by_date[name].mean("time")
+        scores = found.scores[name]
+        for metric in ("mse", "mae", "bias", "acc", "rmse_sqrt_before_time_avg"):
+            xr.testing.assert_allclose(mean.sel(metric=metric), scores.sel(metric=metric), rtol=1e-14)
+        np.testing.assert_allclose(scores.sel(metric="rmse") ** 2, mean.sel(metric="mse"), rtol=1e-14)
+        product = mean.sel(metric="forecast_anomaly_square") * mean.sel(metric="truth_anomaly_square")
+        ratio = mean.sel(metric="anomaly_covariance") / product**0.5
+        np.testing.assert_allclose(scores.sel(metric="acc_ratio_of_means"), ratio, rtol=1e-14)
+
+
+def test_ensembles_score_their_mean_and_their_spread(folder: Path) -> None:
+    """Against the mean written as a forecast of its own; CRPS and variance against loops in test_scores.py."""
+    ensemble, truth, means = opened(folder, "ensemble")
+    stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().drop_encoding()
+    write(stored.astype("f8").mean("number"), folder / "mean.zarr")
+    found = evaluate(ensemble, truth, means, detailed_hours=[6]).scores
+    single = evaluate(open_forecast(str(folder / "mean.zarr")), truth, means).scores
+    xr.testing.assert_allclose(found.sel(metric=single.metric), single, rtol=1e-5)
+    more = ["crps", "spread", "spread_skill_ratio", "unbiased_spread_skill_ratio"]
+    assert found.metric.values.tolist() == [*single.metric.values, *more]
+    ratio = found.geopotential.sel(metric="spread") / found.geopotential.sel(metric="rmse")
+    np.testing.assert_allclose(found.geopotential.sel(metric="spread_skill_ratio"), ratio, rtol=1e-15)
+
+
+def test_it_streams_to_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One field at a time, and nothing kept, as where memory is short."""
+    expected = evaluate(*opened(folder))
+    monkeypatch.setattr(matching, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(matching, "KEPT_BYTES", 1)
+    found = evaluate(*opened(folder))
+    xr.testing.assert_identical(found.scores, expected.scores)
+    xr.testing.assert_identical(found.by_date, expected.by_date)
+
+
+def test_dates_and_leads_without_truth_are_left_out(folder: Path) -> None:
+    """The truth ends after 20 x 6 h; one of its dates is taken out."""
+    forecast, _, means = opened(folder)
+    stored = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
+    gone = forecast.times[2] + np.timedelta64(24, "h")  # 6 h after no initial date
+    truth = open_archive(write(stored.drop_sel(time=gone.astype("M8[ns]")), folder / "gap.zarr"))
+    found, whole = evaluate(forecast, truth, means), evaluate(*opened(folder))
+    assert found.scores.num_dates.values.tolist() == [7, 6]
+    for name in ("2m_temperature", "wind_vector"):
+        there, before = found.by_date[name].sel(metric="mse"), whole.by_date[name].sel(metric="mse")
+        expected = before.copy(deep=True)
+        expected[2, :, 1] = np.nan
+        xr.testing.assert_identical(there, expected)
+        np.testing.assert_allclose(found.scores[name].sel(metric="mse"), expected.mean("time"), rtol=1e-14)
+
+
+def test_only_what_is_asked_for(folder: Path) -> None:
+    forecast, truth, _ = opened(folder)
+    seen: list[int] = []
+    options: dict[str, Any] = {
+        "variables": ["2m_temperature"],
+        "lead_hours": [24],
+        "dates": forecast.times[2:5],
+    }
+    found = evaluate(forecast, truth, progress=seen.append, **options)
+    assert sum(seen) == 3 and list(found.scores.data_vars) == ["2m_temperature"]
+    assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
+    assert found.scores.metric.values.tolist() == ["mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    assert found.maps is None and found.spectra is None
+
+
+def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:
+    forecast, truth, means = opened(folder)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"variables": ["geopotential:700"]}, "no variable 'geopotential:700'; nearest: 'geopotential:850'"),
+        ({"lead_hours": [12]}, "no lead of 12 h; it has 6, 24 h"),
+        ({"dates": np.array(["2000-01-01"], "M8[s]")}, "no initial date 2000-01-01"),
+        ({"regions": ["arctics"]}, "'arctics': not one of"),
+        ({"regions_by_date": ["arctic"]}, "'arctic' is kept by date but not scored"),
+    ]
+    for options, text in cases:
+        with pytest.raises(ValueError, match=text):
+            evaluate(forecast, truth, means, **options)
+    late = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
+    late = late.assign_coords(time=late.time + np.timedelta64(9999, "D"))
+    with pytest.raises(ValueError, match="no analysis for any date and lead of the forecast"):
+        evaluate(forecast, open_archive(write(late, folder / "late.zarr")))
+
+
+def test_details(folder: Path) -> None:
+    """Bias and RMSE at every cell, spectra that add up, ranks of the truth."""
+    forecast, truth, _ = opened(folder, "ensemble")
+    found = evaluate(forecast, truth, detailed_hours=[24])
+    assert found.maps is not None and found.spectra is not None and found.ranks is not None
+    stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().astype("f8")
+    analysed = xr.open_zarr(folder / "truth.zarr").load().astype("f8")
+    error = stored.sel(prediction_timedelta=np.timedelta64(24, "h")).mean("number")
+    error = error - analysed.sel(time=stored.time + np.timedelta64(24, "h")).assign_coords(time=stored.time)
+    maps = found.maps["2m_temperature"].isel(lead_time=0).sel(latitude=error.latitude)
+    np.testing.assert_allclose(maps.sel(metric="bias"), error["2m_temperature"].mean("time"), atol=1e-12)
+    squares = (error["2m_temperature"] ** 2).mean("time") ** 0.5
+    np.testing.assert_allclose(maps.sel(metric="rmse"), squares, rtol=1e-12)
+    assert found.spectra.geopotential.dims == ("source", "lead_time", "level", "latitude", "zonal_wavenumber")
+    assert found.ranks.geopotential.dims == ("lead_time", "level", "rank")
+    np.testing.assert_allclose(found.ranks.geopotential.sum("rank"), 1, rtol=1e-14)
+    assert found.ranks.sizes["rank"] == 5
+
+
+def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
+    """A fine forecast against a coarse truth, and the other way round."""
+    coarse = open_archive(str(folder / "truth.zarr"))
+    fine_truth = analyses(grid(19, 24, poles=True), 20, seed=5)
+    fine = open_forecast(write(forecasts(fine_truth, 4, LEADS), folder / "fine.zarr"))
+    found = evaluate(fine, coarse, variables=["geopotential:500"]).scores.geopotential.sel(metric="bias")
+    field = fine.read_block(slice(0, 4), slice(0, 1), ["geopotential:500"])[:, 0, 0]
+    forecast = regrid_conservative(field, fine.grid, coarse.grid)
+    times = [coarse.index(time + np.timedelta64(6, "h")) for time in fine.times]
+    truth = np.stack([coarse.read(i, ["geopotential:500"])[0] for i in times])
+    area = np.sin(np.deg2rad(coarse.grid.latitude + 15)) - np.sin(np.deg2rad(coarse.grid.latitude - 15))
+    expected = np.average((forecast - truth).mean(axis=(0, 2)), weights=area)
+    assert float(found.isel(region=0, lead_time=0, level=0)) == pytest.approx(expected, rel=1e-5)
+    back = evaluate(
+        open_forecast(str(folder / "forecast.zarr")), open_archive(write(fine_truth, folder / "f.zarr"))
+    )
+    assert np.isfinite(back.scores.geopotential.sel(metric="rmse")).all()
+
+
+def evaluate_on_ranks(folder: Path) -> Evaluation:
+    share = dist.get_rank(), dist.get_world_size()
+    regions = ["global", "europe"]
+    return evaluate(
+        *opened(folder), regions=regions, regions_by_date=regions, detailed_hours=[6], share=share
+    )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_give_the_bits_of_one(ranks, folder: Path, world: int) -> None:
+    """7 dates do not divide by either; every rank has the whole result."""
+    regions = ["global", "europe"]
+    alone = evaluate(*opened(folder), regions=regions, regions_by_date=regions, detailed_hours=[6])
+    for found in ranks(world).run(evaluate_on_ranks, folder):
+        xr.testing.assert_identical(found.scores, alone.scores)
+        xr.testing.assert_identical(found.by_date, alone.by_date)
+        xr.testing.assert_allclose(found.maps, alone.maps, rtol=1e-13)
+        xr.testing.assert_allclose(found.spectra, alone.spectra, rtol=1e-13)
+
+
+def test_damped_persistence_is_a_forecast_like_any_other(folder: Path) -> None:
+    _, truth, _ = opened(folder)
+    names = ["geopotential:500", "2m_temperature"]
+    mean = torch.full((2, 6, 8), 300.0)
+    forecast = damped_persistence(mean, {1: torch.tensor([0.9, 0.5]), 4: torch.tensor([0.6, 0.2])})
+    leads = np.array(LEADS, "m8[h]").astype("m8[s]")
+    hours = np.timedelta64(6, "h")
+    source = AnalysesForecast(truth, forecast, names, truth.times[:3], leads, hours)
+    block = source.read_block(slice(1, 3), slice(0, 2), ["2m_temperature"])
+    state = truth.read(2, ["2m_temperature"])
+    np.testing.assert_allclose(block[1, 1], 300 + np.float32(0.2) * (state - 300), rtol=1e-6)
+    with pytest.raises(ValueError, match="cannot forecast 3 hours|cannot forecast 10800 seconds"):
+        AnalysesForecast(truth, forecast, names, truth.times, np.array([10800], "m8[s]"), hours)
+
+
+@pytest.mark.skipif(not glob.glob(GFS), reason="needs ../shared/data")
+def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
+    """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""
+    truth = open_archive(glob.glob(GFS)[0])
+    leads = np.array(LEADS, "m8[h]").astype("m8[s]")
+    source = AnalysesForecast(truth, persistence, truth.variables, truth.times, leads, np.timedelta64(6, "h"))
+    scores = evaluate(source, truth).scores.sel(metric="rmse", region="global")
+    assert np.round(scores["10m_u_component_of_wind"].values, 3).tolist() == [1.878, 3.855]
+    assert np.round(scores["10m_v_component_of_wind"].values, 3).tolist() == [2.18, 4.605]

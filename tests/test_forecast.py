@@ -1,0 +1,384 @@
+"""Forecasts from a checkpoint: the store and its values, restarts, ranks, ensembles, what goes wrong."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from torch.distributed.checkpoint import state_dict_loader
+
+import forecast
+from config import load_config
+from datasets.forcings import compute_forcings
+from datasets.grid import Grid
+from models.vit import VisionTransformer
+from tests.archives import zarr_chunked
+from train import train
+from verification.perturbations import RandomFields, perturbation
+from verification.rollout import blown_up, plausible_size
+
+ROOT = Path(__file__).parent.parent
+VARIABLES = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
+EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this date
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a short training with averaged weights; beside it the archive and the configuration."""
+    folder = tmp_path_factory.mktemp("forecast")
+    (folder / "tiny.toml").write_text(f"""
+[data]
+path = "{write_archive(folder)}"
+variables = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
+forcings = ["toa_incident_solar_radiation"]
+train_period = ["2020-01-01", "2020-01-06"]
+validation_period = ["2020-01-07", "2020-01-10"]
+[model]
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[training]
+steps = 4
+local_batch_size = 2
+ema_decay = 0.9
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+enable = true
+interval = 2
+async_mode = "disabled"
+[validation]
+enable = false
+[forecast]
+period = ["2020-01-07", "2020-01-08T06"]
+num_steps = 5
+local_batch_size = 4
+""")
+    train(load_config(arguments(folder / "run")))
+    return folder / "run"
+
+
+def write_archive(folder: Path) -> str:
+    """Ten days of waves that travel east, on 6 x 8 points."""
+    time = np.datetime64("2020-01-01", "ns") + np.arange(40) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(40)[:, None, None]
+    wave = np.cos(np.deg2rad(latitude))[None, :, None] * np.sin(2 * phase)  # (T, H, W)
+    upper, surface = ("time", "level", "latitude", "longitude"), ("time", "latitude", "longitude")
+    ds = xr.Dataset(
+        {
+            "geopotential": (upper, np.stack([5e4 + 900 * wave, 1.4e4 + 500 * wave], axis=1).astype("f4")),
+            "temperature": (upper, np.stack([250 + 9 * wave, 280 + 5 * wave], axis=1).astype("f4")),
+            "2m_temperature": (surface, (288 - 7 * wave).astype("f4")),
+        },
+        {"time": time, "level": [500, 850], "latitude": latitude, "longitude": longitude},
+    )
+    ds["2m_temperature"].loc[EMPTY] = np.nan
+    return zarr_chunked(folder / "wb.zarr", ds.drop_sel(time=np.datetime64("2020-01-08T12")), {"time": 1})
+
+
+def arguments(run: Path, *options: str) -> list[str]:
+    files = ["--job.config_file", str(run.parent / "tiny.toml"), "--job.dump_folder", str(run)]
+    return [*files, *options]
+
+
+def store(run: Path, path: Path, *options: str, code: int = 0) -> xr.Dataset:
+    """The forecasts of a run made in this process."""
+    assert forecast.forecast(load_config(arguments(run, "--forecast.path", str(path), *options))) == code
+    return xr.open_zarr(path).load()
+
+
+def start(run: Path, path: Path, *options: str, ranks: int = 1) -> subprocess.Popen:
+    """The same as a user starts it."""
+    launch = ["-m", "training.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    command = [
+        sys.executable,
+        *launch,
+        "forecast.py",
+        *arguments(run, "--forecast.path", str(path), *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def test_the_store_has_weatherbenchs_schema(run, tmp_path):
+    path = tmp_path / "forecast.zarr"
+    store(run, path, "--forecast.include_initial_state")
+    command = f"import xarray; print(xarray.open_zarr({str(path)!r}))"  # -W error: as it is, without options
+    subprocess.run([sys.executable, "-W", "error", "-c", command], check=True, capture_output=True)
+    ds = xr.open_zarr(path)
+    assert set(ds.data_vars) == {"geopotential", "temperature", "2m_temperature"}
+    assert ds["geopotential"].dims == ("time", "prediction_timedelta", "level", "latitude", "longitude")
+    assert ds["2m_temperature"].dims == ("time", "prediction_timedelta", "latitude", "longitude")
+    assert ds["geopotential"].encoding["chunks"] == (1, 1, 2, 6, 8)
+    assert ds["geopotential"].dtype == np.float32 and ds["geopotential"].attrs["units"] == "m2 s-2"
+    assert ds.time.values[0] == np.datetime64("2020-01-07") and ds.sizes["time"] == 6
+    hours = ds.prediction_timedelta.values / np.timedelta64(1, "h")
+    assert hours.tolist() == [0, 6, 12, 18, 24, 30]
+    assert ds.level.values.tolist() == [500, 850] and ds.latitude.values[0] == 75
+    assert (
+        ds["temperature"].sel(level=500).isnull().all()
+        and not ds["temperature"].sel(level=850).isnull().any()
+    )
+    truth = xr.open_zarr(run.parent / "wb.zarr").sel(time=ds.time)
+    np.testing.assert_array_equal(ds["geopotential"][:, 0], truth["geopotential"])
+
+
+def plain_forecast(run: Path, part: str, num_steps: int) -> np.ndarray:
+    """(L, V, H, W) from 2020-01-07, written out: weights as they are stored, no module of the rollout."""
+    model = VisionTransformer(5, 4, (6, 8), (3, 4), 16, 2, 2)
+    stored = {f"{part}.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
+    folder = run / "checkpoints/step-00000004"
+    state_dict_loader.load(stored, checkpoint_id=str(folder), no_dist=True)  # type: ignore[arg-type]
+    model.load_state_dict({name.removeprefix(f"{part}."): t for name, t in stored.items()})
+    moments = np.load(run / "statistics.npz")
+    mean, std, change = (torch.tensor(moments[n])[:, None, None] for n in ("mean", "std", "change_std"))
+    analysis = xr.open_zarr(run.parent / "wb.zarr").sel(time="2020-01-07T00")
+    fields = [
+        analysis[name].sel(level=int(level)) if level else analysis[name]
+        for name, _, level in (variable.partition(":") for variable in VARIABLES)
+    ]
+    state = torch.tensor(np.stack([field.values for field in fields])).double()
+    latitude, longitude = (torch.tensor(analysis[name].values) for name in ("latitude", "longitude"))
+    seconds, states = 1578355200, []
+    for _ in range(num_steps):
+        sun = compute_forcings(["toa_incident_solar_radiation"], torch.tensor([seconds]), latitude, longitude)
+        inputs = torch.cat([((state - mean) / std)[None].float(), sun], dim=1)
+        patches = F.unfold(inputs, (3, 4), stride=(3, 4)).transpose(1, 2)
+        with torch.no_grad():
+            output = F.fold(model(patches).transpose(1, 2), (6, 8), (3, 4), stride=(3, 4))[0]
+        state, seconds = state + change * output, seconds + 6 * 3600
+        states.append(state)
+    return torch.stack(states).numpy()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("part", "averaged"), [("ema", "true"), ("model", "false")])
+def test_values_are_those_of_a_plain_loop(run, tmp_path, part, averaged):
+    ds = store(
+        run, tmp_path / "f.zarr", "--forecast.averaged_weights", averaged, "--forecast.num_steps", "40"
+    )
+    expected, moments = plain_forecast(run, part, 40), np.load(run / "statistics.npz")
+    for v, variable in enumerate(VARIABLES):
+        name, _, level = variable.partition(":")
+        got = ds[name].isel(time=0)
+        got = got.sel(level=int(level)) if level else got
+        np.testing.assert_allclose(got, expected[:, v], atol=2e-5 * moments["std"][v], rtol=1e-6)
+
+
+def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
+    options = ["--forecast.num_steps", "60", "--forecast.local_batch_size", "1"]
+    store(run, tmp_path / "whole.zarr", *options)
+    path = tmp_path / "killed.zarr"
+    process = start(run, path, *options)
+    while not list(path.glob(".finished/*-000")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = [p.name for p in path.glob(".finished/*-000")]
+    assert 1 <= len(done) < 6
+    assert 0 < int(xr.open_zarr(path)["2m_temperature"].isnull().sum()) < 6 * 60 * 48  # opens as it is
+    written = (path / "geopotential/0.0.0.0.0").stat().st_mtime_ns
+    (path / "geopotential/5.0.0.0.0.partial").write_bytes(b"half")  # what a kill inside a write leaves
+    store(run, path, *options)
+    assert files(path) == files(tmp_path / "whole.zarr")
+    assert (path / "geopotential/0.0.0.0.0").stat().st_mtime_ns == written
+
+
+def test_two_ranks_forecast_what_one_does(run, tmp_path):
+    """Sharded over dates to the bit; over heads and tokens to rounding."""
+    options = ["--forecast.local_batch_size", "2", "--forecast.include_initial_state"]
+    layouts = {"dates": [], "grid": ["--parallelism.tensor_parallel_degree", "2"]}
+    jobs = {name: start(run, tmp_path / name, *options, *layout, ranks=2) for name, layout in layouts.items()}
+    one = store(run, tmp_path / "one", *options)
+    for name, job in jobs.items():
+        _, errors = job.communicate(timeout=120)
+        assert job.returncode == 0, errors.decode()
+        xr.testing.assert_allclose(xr.open_zarr(tmp_path / name).load(), one, rtol=1e-5)
+    assert files(tmp_path / "dates") == files(tmp_path / "one")
+
+
+def test_bfloat16_follows_float32(run, tmp_path):
+    full = store(run, tmp_path / "full.zarr")
+    half = store(run, tmp_path / "half.zarr", "--training.mixed_precision_param", "bfloat16")
+    difference = float(np.abs(half["2m_temperature"] - full["2m_temperature"]).max())
+    assert 0 < difference < 0.05 * full["2m_temperature"].std()
+
+
+# -- ensembles
+
+
+def test_an_ensemble_has_members_around_the_unperturbed_one(run, tmp_path):
+    options = ["--forecast.include_initial_state", "--forecast.perturbation", "0.5"]
+    single = store(run, tmp_path / "single.zarr", *options)
+    ensemble = store(run, tmp_path / "ensemble.zarr", *options, "--forecast.num_members", "3")
+    dims = ("time", "prediction_timedelta", "number", "level", "latitude", "longitude")
+    assert ensemble["geopotential"].dims == dims and ensemble.number.values.tolist() == [0, 1, 2]
+    xr.testing.assert_allclose(ensemble.isel(number=0, drop=True), single, rtol=1e-6)
+    added = (ensemble - single).isel(number=[1, 2], prediction_timedelta=0)
+    scale = np.load(run / "statistics.npz")["change_std"]
+    assert float(added["2m_temperature"].std()) == pytest.approx(0.5 * scale[3], rel=0.3)
+    later = (ensemble - single).isel(number=[1, 2], prediction_timedelta=-1)
+    assert (abs(later["2m_temperature"]).max(("latitude", "longitude")) > 0).all()  # type: ignore[arg-type]
+
+
+def test_perturbations_are_a_function_of_seed_date_and_member():
+    fields, scale = RandomFields(Grid(np.arange(75.0, -76, -30), np.arange(0, 360, 45.0))), np.ones(2)
+    date, later = np.datetime64("1950-01-01"), np.datetime64("1950-01-01T06")
+
+    def draw(seed: int, date: np.datetime64, member: int) -> np.ndarray:
+        return perturbation(fields, scale, ["2m_temperature", "geopotential:500"], seed, date, member)
+
+    first = draw(0, date, 1)
+    np.testing.assert_array_equal(first, draw(0, np.datetime64("1950-01-01T00:00:00", "ns"), 1))
+    assert not draw(0, date, 0).any()
+    for other in (draw(1, date, 1), draw(0, later, 1), draw(0, date, 2), first[::-1]):
+        assert np.abs(other - first).max() > 0.1
+
+
+@pytest.mark.parametrize("latitude", [np.linspace(90, -90, 19), np.arange(60.0, 30, -2.5)])
+def test_random_fields_have_variance_one_everywhere(latitude):
+    fields = RandomFields(Grid(latitude, np.arange(0, 40, 10.0)))
+    np.testing.assert_allclose((fields.legendre**2).sum(axis=(0, 1)), 1, rtol=1e-10)  # cos2 + sin2 = 1
+    draws = np.stack([fields.draw(str(i)) for i in range(1500)])
+    np.testing.assert_allclose(draws.std(axis=0), 1, atol=0.1)
+    np.testing.assert_allclose(draws.mean(axis=0), 0, atol=0.12)
+
+
+# -- what goes wrong
+
+
+def test_a_blow_up_is_reported_with_date_and_lead_and_the_others_go_on(run, tmp_path, monkeypatch, capsys):
+    plain = store(run, tmp_path / "plain.zarr")
+
+    def unstable(*rest):
+        for lead, state in enumerate(forecast_rollout(*rest), 1):
+            if lead >= 3 and len(state) == 4:  # of the first batch
+                state[1, 2] *= 1e6
+            yield state
+
+    forecast_rollout = forecast.rollout
+    monkeypatch.setattr(forecast, "rollout", unstable)
+    ds = store(run, tmp_path / "f.zarr", code=1)
+    error = capsys.readouterr().err
+    assert "rossby: forecast from 2020-01-07T06:00:00: blew up at 18 h: temperature:850\n" in error
+    assert "1 of 6 forecasts went wrong" in error
+    good = [0, 2, 3, 4, 5]
+    xr.testing.assert_equal(ds.isel(time=good), plain.isel(time=good))
+    store(run, tmp_path / "f.zarr", code=1)  # nothing is left to do, and it is still said
+    assert "blew up at 18 h" in capsys.readouterr().err
+
+
+def test_what_counts_as_blown_up():
+    start = torch.zeros(2, 3, 4, 5)
+    start[1, 2, 0, 0] = -30.0
+    limit = plausible_size(start)
+    assert limit.tolist() == [[100.0] * 3, [100.0, 100.0, 300.0]]
+    state = start.clone()
+    state[0, 0, 1, 1], state[0, 1, 1, 1], state[1, 1, 3, 4], state[1, 2, 0, 0] = 100.5, np.nan, -np.inf, 299.0
+    assert blown_up(state, limit).tolist() == [[True, True, False], [False, True, False]]
+
+
+def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys):
+    options = ["--forecast.period", '["2020-01-09", "2020-01-09T12"]']
+    ds = store(run, tmp_path / "f.zarr", *options, code=1)
+    error = capsys.readouterr().err
+    assert "forecast from 2020-01-09T06:00:00: the analysis has no value of 2m_temperature" in error
+    absent = ds["2m_temperature"].isnull().all(("prediction_timedelta", "latitude", "longitude"))
+    assert absent.values.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--forecast.interval_hours", "6", "--forecast.period", '["2020-01-08", "2020-01-09T00"]'],
+            "has no analysis of 2020-01-08T12:00:00; nearest: 2020-01-08T06:00:00",
+        ),
+        (
+            ["--forecast.period", '["2021-01-08", "2021-01-09"]'],
+            "forecast.period = ['2021-01-08', '2021-01-09']",
+        ),
+        (["--forecast.checkpoint", "nowhere"], "forecast.checkpoint = 'nowhere': no checkpoint there"),
+        (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'"),
+        (["--data.variables", '["2m_temperature", "geopotential:500"]'], "its channels are"),
+        (["--model.dim", "32"], "is [16, 60] there and [32, 60] in this configuration"),
+        (["--forecast.perturbation", "-1"], "must be at least 0"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, capsys, options, message):
+    argv = ["forecast.py", *arguments(run, "--forecast.path", str(tmp_path / "f.zarr"), *options)]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", argv)
+        forecast.main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rossby: ")]
+    assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
+    assert not (tmp_path / "f.zarr").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, monkeypatch, capsys):
+    whole, path = store(run, tmp_path / "whole.zarr"), tmp_path / "f.zarr"
+    write = forecast.ForecastStore.write_chunks
+
+    def full(self, name, pairs, lead, fields):
+        if pairs[0][0] == 4 and lead == 3:
+            raise OSError(28, "No space left on device")
+        write(self, name, pairs, lead, fields)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(forecast.ForecastStore, "write_chunks", full)
+        patch.setattr(sys, "argv", ["forecast.py", *arguments(run, "--forecast.path", str(path))])
+        forecast.main()
+    torch.distributed.destroy_process_group()
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert "rossby: [Errno 28] No space left on device; start it again" in error and "Traceback" not in error
+    assert len(list(path.glob(".finished/*"))) == 4
+    xr.testing.assert_equal(store(run, path), whole)
+
+
+def test_another_forecast_is_not_written_over(run, tmp_path, capsys):
+    store(run, tmp_path / "f.zarr")
+    before = files(tmp_path / "f.zarr")
+    with pytest.raises(SystemExit):
+        store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
+    torch.distributed.destroy_process_group()
+    assert "leads is [6, 12, 18, 24, 30] there and [6, 12, 18, 24, 30, 36] here" in capsys.readouterr().err
+    assert files(tmp_path / "f.zarr") == before
+
+
+def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):
+    older = store(
+        run, tmp_path / "older.zarr", "--forecast.checkpoint", str(run / "checkpoints/step-00000002")
+    )
+    shutil.copytree(run, tmp_path / "run")
+    damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    options = ["--forecast.checkpoint", str(tmp_path / "run")]
+    xr.testing.assert_equal(store(run, tmp_path / "newest.zarr", *options), older)
+    newer = store(run, tmp_path / "newer.zarr")
+    assert float(np.abs(newer["2m_temperature"] - older["2m_temperature"]).max()) > 0
+
+
+def test_initial_dates_by_interval(run, tmp_path):
+    options = ["--forecast.period", '["2020-01-07", "2020-01-10"]', "--forecast.interval_hours", "24"]
+    ds = store(run, tmp_path / "f.zarr", *options, "--forecast.num_steps", "1")
+    np.testing.assert_array_equal(ds.time, np.arange("2020-01-07", "2020-01-11", dtype="datetime64[D]"))

@@ -1,0 +1,141 @@
+"""The same forecasts in every centre's layout are read as the same fields, and score the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from datasets.era5 import open_archive
+from tests.forecasts import analyses, forecasts, grid, write
+from verification.evaluation import evaluate
+from verification.forecast_layouts import open_forecast
+
+LEADS = [0, 6, 24]
+NAMES = ["geopotential:500", "geopotential:850", "2m_temperature"]
+KEPT = ["geopotential", "u_component_of_wind", "2m_temperature"]
+
+
+@pytest.fixture(scope="module")
+def truth() -> xr.Dataset:
+    return analyses(grid(6, 8, poles=False), 12)[KEPT]
+
+
+@pytest.fixture(scope="module")
+def forecast(truth: xr.Dataset) -> xr.Dataset:
+    return forecasts(truth, 3, LEADS)
+
+
+def hres(ds: xr.Dataset) -> xr.Dataset:
+    """Latitude ascends, longitude before latitude, leads as timedeltas."""
+    return ds.transpose("time", "prediction_timedelta", "level", "longitude", "latitude")
+
+
+def pangu(ds: xr.Dataset) -> xr.Dataset:
+    """Latitude and levels descend, leads in hours, none of 0 h."""
+    ds = ds.isel(
+        latitude=slice(None, None, -1), level=slice(None, None, -1), prediction_timedelta=slice(1, None)
+    )
+    hours = (ds.prediction_timedelta.values // np.timedelta64(1, "h")).astype("i4")
+    return ds.assign_coords(prediction_timedelta=("prediction_timedelta", hours, {"units": "hours"}))
+
+
+def graphcast(ds: xr.Dataset) -> xr.Dataset:
+    """lat, lon, a batch of one, and float32 latitudes."""
+    ds = ds.rename(latitude="lat", longitude="lon").expand_dims("batch")
+    return ds.assign_coords(lat=ds.lat.astype("f4"), lon=ds.lon.astype("f4"))
+
+
+def neuralgcm(ds: xr.Dataset) -> xr.Dataset:
+    """Longitude, latitude; the lead before the initial date, and no units on its hours."""
+    ds = ds.transpose("prediction_timedelta", "time", "longitude", "latitude", "level")
+    hours = (ds.prediction_timedelta.values // np.timedelta64(1, "h")).astype("i4")
+    return ds.assign_coords(prediction_timedelta=hours)
+
+
+def west_first(ds: xr.Dataset) -> xr.Dataset:
+    """-180 .. 135 E, `step` in nanoseconds."""
+    ds = ds.assign_coords(longitude=(ds.longitude + 180) % 360 - 180).sortby("longitude")
+    return ds.rename(prediction_timedelta="step")
+
+
+def netcdf(ds: xr.Dataset) -> xr.Dataset:
+    return ds
+
+
+LAYOUTS = [hres, pangu, graphcast, neuralgcm, west_first, netcdf]
+
+
+def store(layout: Callable, ds: xr.Dataset, folder: Path) -> str:
+    if layout is netcdf:
+        ds.to_netcdf(folder / "forecast.nc", engine="h5netcdf")
+        return str(folder / "forecast.nc")
+    return write(layout(ds), folder / "forecast.zarr")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_fields(layout: Callable, forecast: xr.Dataset, tmp_path: Path) -> None:
+    opened = open_forecast(store(layout, forecast, tmp_path))
+    missing = layout is pangu
+    assert (opened.times == forecast.time.values).all() and opened.num_members == 0
+    assert opened.leads.astype("timedelta64[h]").astype(int).tolist() == LEADS[missing:]
+    assert (np.diff(opened.grid.latitude) < 0).all() and (np.diff(opened.grid.longitude) > 0).all()
+    wanted = forecast.isel(latitude=slice(None, None, -1))
+    for date in range(3):
+        for lead in range(missing, 3):
+            found = opened.read(date, lead - missing, NAMES)
+            each = wanted.isel(time=date, prediction_timedelta=lead)
+            fields = [
+                each.geopotential.sel(level=500),
+                each.geopotential.sel(level=850),
+                each["2m_temperature"],
+            ]
+            np.testing.assert_array_equal(found, np.stack([field.values for field in fields]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_scores_the_same(layout: Callable, truth, forecast, tmp_path: Path) -> None:
+    """The truth stays north to south; latitudes of float32 cost less than a millionth."""
+    archive = open_archive(write(truth.isel(latitude=slice(None, None, -1)), tmp_path / "truth.zarr"))
+    reference = open_forecast(write(forecast, tmp_path / "reference.zarr"))
+    options = {"lead_hours": [6, 24], "regions": ["global", "tropics", "europe"]}
+    expected = evaluate(reference, archive, **options).scores
+    found = evaluate(open_forecast(store(layout, forecast, tmp_path)), archive, **options).scores
+    assert set(found.data_vars) == set(KEPT)
+    xr.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dim", ["number", "realization"])
+def test_ensembles(dim: str, truth: xr.Dataset, tmp_path: Path) -> None:
+    """Members in front of the dates, as in WeatherBench2's IFS ensemble, or after the leads."""
+    ensemble = forecasts(truth, 2, LEADS, members=3).rename(number=dim)
+    ensemble = ensemble.transpose(dim, ...) if dim == "number" else ensemble
+    opened = open_forecast(write(ensemble, tmp_path / "ens.zarr"))
+    assert opened.num_members == 3
+    found = opened.read(1, 2, ["2m_temperature"])
+    wanted = ensemble["2m_temperature"].isel(time=1, prediction_timedelta=2, latitude=slice(None, None, -1))
+    np.testing.assert_array_equal(found[:, 0], wanted.values)
+    single = open_forecast(write(ensemble.isel({dim: [0]}), tmp_path / "one.zarr"))
+    assert single.num_members == 0 and single.read(0, 0, ["2m_temperature"]).shape == (1, 6, 8)
+
+
+def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Path) -> None:
+    opened = open_forecast(write(forecast.isel(time=1), tmp_path / "single.zarr"))
+    assert opened.times.tolist() == [forecast.time.values[1].astype("datetime64[s]").item()]
+    assert opened.read(0, 1, ["2m_temperature"]).shape == (1, 6, 8)
+
+
+def test_what_is_no_forecast_is_said_in_one_line(truth, forecast, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="as forecasts: no variable has a lead time"):
+        open_forecast(write(truth, tmp_path / "truth.zarr"))
+    with pytest.raises(ValueError, match="does not ascend"):
+        open_forecast(write(forecast.isel(time=[1, 0]), tmp_path / "back.zarr"))
+    days = forecast.assign_coords(
+        prediction_timedelta=("prediction_timedelta", LEADS, {"units": "fortnights"})
+    )
+    with pytest.raises(ValueError, match="has units 'fortnights'"):
+        open_forecast(write(days, tmp_path / "odd.zarr"))
+    opened = open_forecast(write(forecast, tmp_path / "good.zarr"))
+    with pytest.raises(ValueError, match="no forecast of 'geopotential:700'; nearest: 'geopotential:850'"):
+        opened.read(0, 0, ["geopotential:700"])

@@ -1,0 +1,96 @@
+"""Tables, CSV and gates from a small Dataset of scores."""
+
+import csv
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from verification.published import published
+from verification.report import Gate, select, table, variable_names, write_csv
+
+
+def scores(factor: float = 1.0) -> xr.Dataset:
+    """RMSE and ACC at 6, 12 and 120 h: z500 100, 200, 3000 x factor; t2m 1, 2, 3 x factor."""
+    leads = np.array([6, 12, 120], "timedelta64[h]").astype("timedelta64[ns]")
+    dims = ("metric", "region", "lead_time")
+    z = np.full((2, 1, 3, 2), np.nan)
+    z[0, 0, :, 0] = factor * np.array([100, 200, 3000])
+    z[1, 0, :, 0] = [0.9, 0.8, 0.7]
+    t = np.array([[[1, 2, 3]], [[0.9, 0.8, 0.7]]]) * [[[factor]], [[1]]]
+    return xr.Dataset(
+        {
+            "geopotential": ((*dims, "level"), z, {"units": "m2 s-2"}),
+            "2m_temperature": (dims, t, {"units": "K"}),
+        },
+        {"metric": ["rmse", "acc"], "region": ["global"], "lead_time": leads, "level": [500, 850]},
+    )
+
+
+def test_table_marks_the_best_and_gives_geopotential_metres():
+    lines = table({"model": scores(), "persistence": scores(2)}, "rmse", "10 dates").splitlines()
+    assert lines[0] == "10 dates"
+    rows = [line.split() for line in lines[3:]]
+    assert ["geopotential:500", "6", "h", "100*", "200", "m2", "s-2"] in rows
+    assert ["geopotential:500", "120", "h", "305.9*", "611.8", "gpm"] in rows  # 3000 / 9.80665
+    assert not any("geopotential:850" in line for line in lines)
+    assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
+
+
+def test_a_forecast_without_a_lead_leaves_its_cell_empty():
+    text = table({"model": scores(), "other": scores(2).isel(lead_time=[0, 2])}, "rmse", "")
+    assert "nan" in [line for line in text.splitlines() if "2m_temperature" in line and "12 h" in line][0]
+
+
+def test_csv_has_every_number_once(tmp_path):
+    write_csv({"model": scores(), "persistence": scores(2)}, tmp_path / "scores.csv")
+    with (tmp_path / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * 2 * 3
+    found = [r for r in rows if r["forecast"] == "persistence" and r["variable"] == "geopotential"]
+    assert {(r["level"], r["lead_hours"], float(r["value"])) for r in found if r["metric"] == "rmse"} == {
+        ("500", "6", 200.0),
+        ("500", "12", 400.0),
+        ("500", "120", 6000.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        ("rmse/geopotential:500@120h<3001", True),
+        ("rmse/geopotential:500@120h<3000", False),
+        ("acc/2m_temperature@6h>0.85", True),
+        ("rmse / 2m_temperature @ 6h < 1e3", True),
+    ],
+)
+def test_gates(text, passed):
+    assert Gate.parse(text).judge(scores())[0] == passed
+
+
+def test_a_broken_forecast_passes_no_gate():
+    assert not Gate.parse("rmse/2m_temperature@6h<5").judge(scores(np.nan))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rmse<3", "write for example"),
+        ("rmse/2m_temperature@6h<1e", "'1e' is not a number"),
+        ("mse/2m_temperature@6h<1", "no metric 'mse'; there are rmse, acc"),
+        ("rmse/geopotential:700@6h<1", "no variable 'geopotential:700'; there are geopotential:500"),
+        ("rmse/2m_temperature@7h<1", r"no lead of 7 h; there are \[6, 12, 120\]"),
+    ],
+)
+def test_gates_that_cannot_be_judged_say_why(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        Gate.parse(text).judge(scores())
+
+
+def test_published_scores_say_grid_and_year():
+    found = published("geopotential:500", "rmse")
+    ifs = next(scores for label, scores in found.items() if label.startswith("IFS HRES"))
+    assert [(s.lead_hours, s.value) for s in ifs] == [(120, 333.7)]
+    assert all("degrees" in label and "201" in label for label in found)
+    assert not published("geopotential:500", "acc")
+    assert select(scores(), "rmse", "2m_temperature")[0] == 1

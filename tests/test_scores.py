@@ -1,0 +1,237 @@
+"""Every score against loops in plain Python, which share no code with it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from datasets.grid import Grid
+from tests.forecasts import grid as coordinates
+from verification.regions import REGIONS, region_weights, regions_on
+from verification.scores import (
+    RegionMeans,
+    append_wind,
+    complete,
+    date_statistics,
+    fair_crps,
+    final_scores,
+    mean_squared_error,
+    statistic_names,
+    wind_pairs,
+)
+
+GRIDS = {"poles": (7, 8, True), "no poles": (6, 12, False)}
+REGION_NAMES = ["global", "tropics", "extra-tropics", "europe"]
+
+
+def make_grid(rows: int, columns: int, poles: bool) -> Grid:
+    coords = coordinates(rows, columns, poles)
+    return Grid(coords["latitude"][::-1], coords["longitude"])
+
+
+def loop_mean(cells: dict[tuple[int, int], float], grid: Grid, region: str) -> float:
+    """Mean over the cells given, weighted by their area, of a region's cells."""
+    edges = [90.0, *[(a + b) / 2 for a, b in zip(grid.latitude, grid.latitude[1:], strict=False)], -90.0]
+    total = weight = 0.0
+    for (i, j), value in cells.items():
+        north, east = grid.latitude[i], grid.longitude[j]
+        inside = any(low <= north <= high for low, high in REGIONS[region].latitudes)
+        if inside and any(low <= east <= high for low, high in REGIONS[region].longitudes):
+            area = math.sin(math.radians(edges[i])) - math.sin(math.radians(edges[i + 1]))
+            total, weight = total + area * value, weight + area
+    return total / weight if weight else math.nan
+
+
+def loop_statistics(forecast, truth, climatology, grid: Grid, region: str) -> dict[str, float]:
+    """Statistics of one variable (H, W); forecast (H, W) or (M, H, W)."""
+    members = forecast[None] if forecast.ndim == 2 else forecast
+    cells: dict[str, dict] = {}
+    for i, j in np.ndindex(*truth.shape):
+        y, c = float(truth[i, j]), float(climatology[i, j])
+        if math.isnan(y):
+            continue
+        x = [float(value) for value in members[:, i, j]]
+        mean, count = sum(x) / len(x), len(x)
+        values = {"mse": (mean - y) ** 2, "mae": abs(mean - y), "bias": mean - y}
+        values |= {"anomaly_covariance": (mean - c) * (y - c)}
+        values |= {"forecast_anomaly_square": (mean - c) ** 2, "truth_anomaly_square": (y - c) ** 2}
+        if count > 1:
+            pairs = sum(abs(a - b) for a in x for b in x) / (count * (count - 1))
+            values["crps"] = sum(abs(a - y) for a in x) / count - pairs / 2
+            values["variance"] = sum((a - mean) ** 2 for a in x) / (count - 1)
+        for name, value in values.items():
+            cells.setdefault(name, {})[i, j] = value
+    found = {name: loop_mean(each, grid, region) for name, each in cells.items()}
+    found["rmse_sqrt_before_time_avg"] = math.sqrt(found["mse"])
+    product = found["forecast_anomaly_square"] * found["truth_anomaly_square"]
+    return found | {"acc": found["anomaly_covariance"] / math.sqrt(product)}
+
+
+def fields(grid: Grid, members: int = 0, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Forecast, truth, climatology (3, H, W) float32, the forecast with members in front where asked for."""
+    rng, shape = np.random.default_rng(seed), (3, *grid.shape)
+    truth, climatology = rng.normal(280, 9, shape), rng.normal(280, 3, shape)
+    forecast = truth + rng.normal(0.5, 2, (*[members] * bool(members), *shape))
+    return forecast.astype("f4"), truth.astype("f4"), climatology.astype("f4")
+
+
+@pytest.mark.parametrize("members", [0, 2, 5])
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("shape", GRIDS.values(), ids=GRIDS.keys())
+def test_statistics_are_those_of_a_loop(shape: tuple, missing: bool, members: int) -> None:
+    grid = make_grid(*shape)
+    forecast, truth, climatology = fields(grid, members)
+    if missing:
+        truth[0, 1, 2] = truth[1, 4:] = truth[2, 3, :3] = np.nan
+        forecast[..., 0, 1, 2] = np.nan  # where there is no truth nobody asks
+    mean = RegionMeans(grid, REGION_NAMES)
+    names = statistic_names(with_climatology=True, num_members=members)
+    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)
+    values = complete(values, names)
+    assert values.dtype == torch.float64 and present.all()
+    for v in range(3):
+        for r, region in enumerate(REGION_NAMES):
+            expected = loop_statistics(forecast[..., v, :, :], truth[v], climatology[v], grid, region)
+            found = dict(zip(names, values[:, v, r].tolist(), strict=True))
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_global_mean_squared_error_is_that_of_training() -> None:
+    grid = make_grid(7, 8, poles=True)
+    forecast, truth, _ = map(torch.from_numpy, fields(grid))
+    truth[0, 2, 3] = torch.nan
+    values, _ = date_statistics(forecast, truth, None, RegionMeans(grid, ["global"]))
+    rows, _ = region_weights(grid, ["global"])
+    assert torch.allclose(
+        values[0, :, 0], mean_squared_error(forecast, truth, torch.from_numpy(rows[0])), rtol=1e-14
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_broken_forecast_shows_where_it_is_broken_and_nowhere_else(value: float) -> None:
+    grid = make_grid(18, 36, poles=False)
+    forecast, truth, climatology = fields(grid)
+    forecast[1, 0, 0] = value  # at 85 N
+    mean = RegionMeans(grid, ["global", "tropics", "arctic", "antarctic"])
+    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)
+    broken = torch.isnan(values).any(0)
+    assert present.all() and broken[1].tolist() == [True, False, True, False]
+    assert not broken[[0, 2]].any()
+
+
+def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None:
+    grid = Grid(np.arange(60.0, 29, -3), np.arange(0, 31, 3.0))
+    forecast, truth, _ = map(torch.from_numpy, fields(grid))
+    truth[2] = torch.nan
+    _, present = date_statistics(forecast, truth, None, RegionMeans(grid, ["global", "ausnz"]))
+    assert present.tolist() == [[True, False], [True, False], [False, False]]
+    assert set(regions_on(grid)) == {"global", "extra-tropics", "northern-hemisphere", "europe", "arctic"}
+
+
+def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
+    """Counted by hand on WeatherBench2's 240 x 121 grid, every 1.5 degrees from the poles and from 0 E."""
+    grid = make_grid(121, 240, poles=True)
+    rows, columns = region_weights(grid, list(REGIONS))
+    size = {
+        name: (int((r > 0).sum()), int(c.sum())) for name, r, c in zip(REGIONS, rows, columns, strict=True)
+    }
+    assert size == {
+        "global": (121, 240),
+        "tropics": (27, 240),  # -19.5 .. 19.5
+        "extra-tropics": (94, 240),
+        "northern-hemisphere": (47, 240),
+        "southern-hemisphere": (47, 240),
+        "europe": (27, 37),  # 36 .. 75; 348 .. 358.5 and 0 .. 42
+        "north-america": (24, 31),  # 25.5 .. 60; 240 .. 285
+        "north-atlantic": (27, 40),  # 25.5 .. 64.5; 291 .. 349.5
+        "north-pacific": (24, 57),  # 145.5 .. 229.5
+        "east-asia": (24, 32),  # 103.5 .. 150
+        "ausnz": (22, 37),  # -45 .. -13.5; 120 .. 174
+        "arctic": (21, 240),
+        "antarctic": (21, 240),
+    }
+
+
+def test_unknown_regions_are_named() -> None:
+    with pytest.raises(ValueError, match="'tropic': not one of .*; nearest: 'tropics'"):
+        region_weights(make_grid(6, 12, False), ["tropic"])
+
+
+def test_crps_in_closed_form() -> None:
+    """Two members a and b: (|a - y| + |b - y|) / 2 - |a - b| / 2; a truth between both scores 0."""
+    members = torch.tensor([[1.0, 1.0, 4.0], [3.0, 3.0, 4.0]])
+    assert fair_crps(members, torch.tensor([2.0, 5.0, 1.0])).tolist() == [0, 2, 3]
+
+
+def test_scores_of_means_in_closed_form() -> None:
+    one = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
+    means = {"mse": one(4.0), "mae": one(1.5), "bias": one(-1.0), "rmse_sqrt_before_time_avg": one(1.9)}
+    means |= {"anomaly_covariance": one(3.0), "forecast_anomaly_square": one(9.0)}
+    means |= {"truth_anomaly_square": one(4.0), "acc": one(0.6), "crps": one(1.0), "variance": one(1.0)}
+    found = {name: float(value) for name, value in final_scores(means, num_members=2).items()}
+    expected = {"mse": 4, "rmse": 2, "rmse_sqrt_before_time_avg": 1.9, "mae": 1.5, "bias": -1, "acc": 0.6}
+    expected |= {
+        "acc_ratio_of_means": 0.5,
+        "forecast_activity": 3,
+        "truth_activity": 2,
+        "crps": 1,
+        "spread": 1,
+    }
+    expected |= {"spread_skill_ratio": 0.5, "unbiased_spread_skill_ratio": math.sqrt(1 / 3.5)}
+    assert found == pytest.approx(expected, rel=1e-15)
+
+
+def test_wind_vectors_add_the_squares_of_both_components() -> None:
+    variables = ["u_component_of_wind:500", "10m_v_component_of_wind", "v_component_of_wind:500"]
+    variables += ["10m_u_component_of_wind", "u_component_of_wind:850"]
+    pairs = wind_pairs(variables)
+    assert pairs == {"wind_vector:500": (0, 2), "10m_wind_vector": (3, 1)}
+    values = torch.arange(10, dtype=torch.float64).view(2, 5, 1)
+    present = torch.tensor([[True], [True], [True], [False], [True]])
+    found, there = append_wind(values, present, pairs)
+    assert found[0, 5:, 0].tolist() == [2, 4] and found[1, 5:].isnan().all()
+    assert there[5:, 0].tolist() == [True, False]
+
+
+weather = arrays.arrays(np.float32, (6, 12), elements=st.floats(200, 320, width=32))
+
+
+@settings(max_examples=30, deadline=None)
+@given(weather)
+def test_a_perfect_forecast_scores_zero_and_correlates(truth: np.ndarray) -> None:
+    grid = make_grid(6, 12, False)
+    climatology = torch.full((1, 6, 12), 150.0)  # never equal to the truth
+    state, names = torch.from_numpy(truth)[None], statistic_names(True, 0)
+    values, _ = date_statistics(state, state, climatology, RegionMeans(grid, ["global", "europe"]))
+    found = dict(zip(names, complete(values, names), strict=True))
+    assert all((found[name] == 0).all() for name in ("mse", "mae", "bias"))
+    assert found["acc"].flatten().tolist() == pytest.approx([1, 1], abs=1e-15)
+
+
+@settings(max_examples=30, deadline=None)
+@given(weather, st.floats(-50, 50, width=16))
+def test_a_constant_shift_is_the_bias(truth: np.ndarray, shift: float) -> None:
+    grid, state = make_grid(6, 12, False), torch.from_numpy(truth)[None].double()
+    values, _ = date_statistics(state + shift, state, None, RegionMeans(grid, ["global", "tropics"]))
+    for row, expected in zip(values, (shift**2, abs(shift), shift), strict=True):
+        assert row.flatten().tolist() == pytest.approx([expected] * 2, rel=1e-11, abs=1e-11)
+
+
+def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
+    """The bits: ranks of one run may have other numbers of threads."""
+    grid, threads = make_grid(37, 72, True), torch.get_num_threads()
+    forecast, truth, climatology = map(torch.from_numpy, fields(grid))
+    mean = RegionMeans(grid, ["global"])
+    found = [date_statistics(forecast, truth, climatology, mean)[0]]
+    torch.set_num_threads(threads + 2)
+    found.append(date_statistics(forecast, truth, climatology, mean)[0])
+    torch.set_num_threads(threads)
+    alone = [
+        date_statistics(f[None], t[None], c[None], mean)[0]
+        for f, t, c in zip(forecast, truth, climatology, strict=True)
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], torch.cat(alone, dim=1))

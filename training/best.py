@@ -1,0 +1,100 @@
+"""The best checkpoint by a named score, kept aside in the run's folder, and the end of a run that has stopped
+improving.
+
+    best/step-00000300/   that checkpoint: links, which take no space while it is in checkpoints/ too
+         best.json        {"score": ..., "value": ..., "step": ...}
+
+Nothing prunes it, and `forecast.checkpoint` takes it like any other.
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from parallelisms.mesh import from_first_rank
+from training.checkpoint import Checkpointer
+from training.checkpoint_files import INCOMPLETE, complete_steps, remove, step_folder, write_durably
+
+logger = logging.getLogger(__name__)
+
+
+class Best:
+    """Judges every validation by one score, the smaller the better. Made, and called, by all ranks together.
+
+    patience: validations in a row without a better score after which the run is `exhausted`; 0: never.
+    """
+
+    def __init__(self, run_folder: Path, name: str, patience: int) -> None:
+        """Goes on from what the folder says, up to the step that the run resumes from."""
+        self.folder, self.name, self.patience = run_folder / "best", name, patience
+        self.value, self.step, self.later = from_first_rank(
+            lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", name)
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """Of all ranks alike."""
+        return bool(self.patience) and len(self.later) >= self.patience
+
+    def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
+        """record: scores of a validation after `step`, a checkpoint of which has been started."""
+        value = from_first_rank(lambda: record[self.name])  # one rank's word: all end or none does
+        if not value < self.value:  # NaN is no improvement
+            self.later.add(step)
+            if self.exhausted:
+                was = f"{self.value:.4g} after step {self.step}, {len(self.later)} validations ago"
+                logger.info(f"{self.name} is {value:.4g}; it was {was}: the run ends")
+            return
+        checkpointer.wait()
+        self.later = set()
+        if checkpointer.saved_step != step:
+            logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
+            return
+        self.value, self.step = value, step
+        if dist.get_rank() == 0:
+            self._keep(step_folder(checkpointer.folder, step))
+
+    def _keep(self, checkpoint: Path) -> None:
+        """First the new one, then the word that it is the best, then the old one goes: a kill loses none."""
+        content = {"score": self.name, "value": self.value, "step": self.step}
+        try:
+            link_folder(checkpoint, self.folder / checkpoint.name)
+            write_durably(self.folder / "best.json", json.dumps(content))
+            for step in complete_steps(self.folder):
+                if step != self.step:
+                    remove(step_folder(self.folder, step))
+        except OSError as error:  # as with any save: the run goes on
+            logger.warning(f"the best checkpoint, of step {self.step}, could not be kept: {error}")
+            return
+        logger.info(f"{self.name} is {self.value:.4g}, the best so far: {self.folder / checkpoint.name}")
+
+
+def history(best_file: Path, metrics_file: Path, name: str) -> tuple[float, int, set[int]]:
+    """The best value of a score, its step (-1: none), and the steps of later validations in metrics.jsonl."""
+    best: dict[str, Any] = json.loads(best_file.read_text()) if best_file.exists() else {}
+    if best.get("score") != name:
+        best = {"value": math.inf, "step": -1}
+    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
+    steps = {record["step"] for record in map(json.loads, lines) if name in record}
+    return best["value"], best["step"], {step for step in steps if step > best["step"]}
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """The files of a complete checkpoint under another name; copies where the disk has no hard links."""
+    if target.exists():
+        return
+    unfinished = target.with_name(target.name + INCOMPLETE)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for path in source.iterdir():
+        try:
+            os.link(path, unfinished / path.name)
+        except OSError:
+            shutil.copy2(path, unfinished / path.name)
+    os.replace(unfinished, target)

@@ -1,0 +1,101 @@
+"""The weights of a finished or running training, for forecasts: found, checked and loaded on any layout."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import tomli
+import torch.distributed as dist
+
+from config import Config
+from datasets.normalization import Statistics
+from parallelisms.float8 import plain_weight
+from parallelisms.mesh import from_first_rank
+from training.checkpoint import load, problem_of
+from training.checkpoint_files import MANIFEST, complete_steps, reading, step_folder, stored_tensors
+from training.initial_weights import Channels
+from training.run_state import Parameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint that can be trusted, and what its weights were trained with."""
+
+    folder: Path
+    averaged: bool  # whether the averaged weights are the ones to take
+    statistics: Statistics
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Which weights these are, wherever the run's folder lies."""
+        manifest = self.folder / MANIFEST
+        first = manifest.read_text().partition("\n")[0] if manifest.exists() else '{"crc32": 0}'
+        return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
+
+
+def candidates(path: Path) -> Iterator[Path]:
+    """Checkpoints that a path may mean, best first: itself, those of a folder, those of a run's folder."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / ".metadata").exists():
+            yield folder
+        yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
+
+
+def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> Trained:
+    """The newest checkpoint at `path` whose bytes are what was written. Called by all ranks together.
+
+    averaged: take averaged weights where it has them. ValueError: there is none, it was trained with other
+    variables, or the statistics of its run are missing.
+    """
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    found = from_first_rank(lambda: list(candidates(path)))
+    for folder in found:
+        problem = problem_of(folder, group) if (folder / MANIFEST).exists() else ""
+        if not problem:
+            break
+        logger.warning("%s; taking the one before", problem)
+    else:
+        reason = "all its checkpoints are damaged" if found else "no checkpoint there"
+        raise ValueError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
+    _check_channels(folder, config)
+    has_averages = any(name.startswith("ema.") for name in stored_tensors(folder))
+    # A run's folder holds checkpoints/step-... and best/step-...
+    return Trained(
+        folder, averaged and has_averages, read_statistics(folder.parent.parent / "statistics.npz")
+    )
+
+
+def _check_channels(folder: Path, config: Config) -> None:
+    """Shapes alone would let two variables change places."""
+    stored = folder / "config.toml"
+    if not stored.exists():
+        return  # not one of ours: nothing says what its channels are
+    theirs, ours = Channels.of(tomli.loads(stored.read_text())["data"]), Channels.of(asdict(config)["data"])
+    if theirs != ours:
+        shown = f"{theirs.inputs} there and {ours.inputs} in this configuration"
+        raise ValueError(f"{folder}: its channels are {shown}; take the configuration beside its weights")
+
+
+def read_statistics(path: Path) -> Statistics:
+    """What the weights were trained with; the data they came from need not be there any more."""
+    if not path.exists():
+        raise ValueError(f"{path}: is missing; copy it from the folder of the run that trained the weights")
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
+        return Statistics(**arrays, fingerprint=str(stored["fingerprint"]))
+
+
+def load_weights(trained: Trained, parameters: Parameters) -> None:
+    """Fills the parameters, cut as they are on this rank. ValueError: another model's."""
+    part = "ema" if trained.averaged else "model"
+    tensors = {name: plain_weight(parameter.detach()) for name, parameter in parameters.items()}
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    with reading(trained.folder):
+        load(trained.folder, {part: tensors}, group)
+    logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)
