@@ -14,3 +14,6 @@ for options in "--model.attention_backend sdpa" "--model.attention_backend sdpa 
     NGPU=1 ./run_train.sh "${wide[@]}" --training.mixed_precision_param bfloat16 $options \
         --job.dump_folder "outputs/gpu" 2>&1 | grep "step  " | tail -n 2
 done
+# Checkpoints from pinned memory, and a bad step that the fused optimiser skips on the device.
+"$PYTHON" -m pytest tests/test_checkpoint.py tests/test_bad_steps.py tests/test_forecast.py
+"$PYTHON" benchmarks/checkpoint_stall.py --dim 1536

@@ -18,27 +18,9 @@ from tests.jobs import Job
 
 
 def memory_kib(process: int | str = "self") -> int:
-    """What a process has of its own in memory, in KiB; pages that it shares with others count in part."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than half a minute")
-
-
-@pytest.fixture
-def start_job() -> Iterator[Callable[..., Job]]:
-    """Starts jobs through run_train.sh; those that still run at the end of a test are killed."""
-    jobs: list[Job] = []
-
-    def start(*arguments: Any, **settings: Any) -> Job:
-        jobs.append(Job(*arguments, **settings))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.kill_all()
+    """What a process holds beside the files it has mapped, in KiB: whoever else maps them changes nothing."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 @pytest.fixture

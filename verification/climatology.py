@@ -56,7 +56,7 @@ def smoothing(window: int = WINDOW) -> np.ndarray:
 
 
 def days_of(time: np.datetime64) -> list[int]:
-    """Days of the year that a date counts for: the 31 December of a year of 365 days stands for day 366 too."""
+    """Days of the year that a date counts for: the last one of a year of 365 days stands for day 366 too."""
     day, tomorrow = (int(day_of_year(each)) for each in (time, time + np.timedelta64(1, "D")))
     return [day, DAYS] if (day, tomorrow) == (365, 1) else [day]
 
