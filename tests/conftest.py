@@ -23,6 +23,24 @@ def memory_kib(process: int | str = "self") -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[..., Job]]:
+    """Starts jobs through run_train.sh; those that still run at the end of a test are killed."""
+    jobs: list[Job] = []
+
+    def start(*arguments: Any, **settings: Any) -> Job:
+        jobs.append(Job(*arguments, **settings))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill_all()
+
+
 @pytest.fixture
 def one_rank() -> Iterator[torch.device]:
     """A process group of this process alone, as train.py makes it."""
