@@ -90,7 +90,7 @@ def test_statistics_are_those_of_a_loop(shape: tuple, missing: bool, members: in
         forecast[..., 0, 1, 2] = np.nan  # where there is no truth nobody asks
     mean = RegionMeans(grid, REGION_NAMES)
     names = statistic_names(with_climatology=True, num_members=members)
-    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)
+    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)  # type: ignore[reportCallIssue]
     values = complete(values, names)
     assert values.dtype == torch.float64 and present.all()
     for v in range(3):
@@ -117,7 +117,7 @@ def test_a_broken_forecast_shows_where_it_is_broken_and_nowhere_else(value: floa
     forecast, truth, climatology = fields(grid)
     forecast[1, 0, 0] = value  # at 85 N
     mean = RegionMeans(grid, ["global", "tropics", "arctic", "antarctic"])
-    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)
+    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)  # type: ignore[reportCallIssue]
     broken = torch.isnan(values).any(0)
     assert present.all() and broken[1].tolist() == [True, False, True, False]
     assert not broken[[0, 2]].any()
