@@ -23,10 +23,14 @@ class Regridder:
 
     def __call__(self, fields: Tensor) -> Tensor:
         assert fields.shape[-2:] == self.source.shape
-        total, area = self.rows @ (fields.double() @ self.columns), self.area
+        total, area = self._overlaid(fields.double()), self.area
         if not torch.isfinite(total).all():
-            area = self.rows @ (torch.isfinite(fields).double() @ self.columns)
-            total = self.rows @ (torch.nan_to_num(fields.double(), 0, 0, 0) @ self.columns)
-            burst = self.rows @ (torch.isinf(fields).double() @ self.columns) > 0
+            area = self._overlaid(torch.isfinite(fields).double())
+            total = self._overlaid(torch.nan_to_num(fields.double(), 0, 0, 0))
+            burst = self._overlaid(torch.isinf(fields).double()) > 0
             total, area = torch.where(burst, torch.inf, total), torch.where(burst, 1.0, area)
         return torch.where(area > 0, total / area, torch.nan).float()
+
+    def _overlaid(self, fields: Tensor) -> Tensor:
+        """Sums over overlaps, rows first: to a coarser grid that is half the work of columns first."""
+        return self.rows @ fields @ self.columns
