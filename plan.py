@@ -1,47 +1,180 @@
-"""What a run needs, before the cluster is booked.
+"""Memory, time, communication and cost of a run, before the cluster is booked; no GPU is needed.
 
-.venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --dry_run --world_size 64
+    .venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --cluster a100x64
+    .venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --cluster a100x64 --layout auto
+    .venv/bin/python plan.py --job.config_file F --cluster h100x8 --sweep gpus=8,16,...,4096
+
+--cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
+--clusters FILE       your own machines, in the same form; as often as you like
+--layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
+--sweep gpus=LIST     weak and strong scaling as PNG and CSV into plan/ in the run's folder
+--scenario NAME|all   the figures of the mission beside computed ones: case_study, tutorial, textbook
+--calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
+--dry_run --world_size N   build the layout on N fake ranks and run one step without memory
+--restart_minutes M   from a preemption to the next step (default 30)
+--slowest F           stragglers: the slowest rank computes F times longer than the others (default 1)
+--rollout_steps K     steps of the model that one backward pass goes through (default 1)
+--json                print one JSON object instead of tables
+
+Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
 """
 
 import argparse
+import json
 import os
+import sys
 import time
 
 from config import Config, ConfigError, one_line_errors, start
+from planning.clusters import CALIBRATION, Cluster, load_cluster
+from planning.compute import Rates
+from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
+from planning.run_cost import cost_table, costs_json, costs_of
+from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
+from planning.workload import Workload, workload_of
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--dry_run", action="store_true")
-    own.add_argument("--world_size", type=int, default=1)
-    options, rest = own.parse_known_args()
+    options, rest = parse_options(sys.argv[1:])
     if {"--help", "-h"} & set(rest):
         print(__doc__)
+    if options.scenario:
+        print_scenarios(options.scenario)
+        return
     with one_line_errors():
         if not 1 <= options.world_size <= 4096:
             raise ConfigError(f"--world_size {options.world_size}: give 1 to 4096 ranks")
-    os.environ["WORLD_SIZE"] = str(options.world_size)  # what the degrees are checked against
+        cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
+    world = cluster.devices if cluster else options.world_size
+    os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
     config = start(rest)
-    if not options.dry_run:
-        with one_line_errors():
-            raise ConfigError(
-                "plan.py: say what to do: --dry_run builds the layout and runs one step without memory"
-            )
-    dry_run_table(config, options.world_size)
+    with one_line_errors():
+        if options.dry_run:
+            dry_run_table(config, options.world_size)
+        elif options.calibrate:
+            calibrate_machine(config)
+        elif not cluster:
+            raise ConfigError("plan.py: say where: --cluster a100x64 (or --scenario, --calibrate, --dry_run)")
+        else:
+            sys.exit(make_plan(config, cluster, options))
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This verb's own options, and the rest, which is the configuration's."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("cluster", "sweep", "scenario"):
+        own.add_argument(f"--{name}", default="")
+    own.add_argument("--clusters", action="append", default=[])
+    own.add_argument("--layout", default="configured", choices=["configured", "auto"])
+    for name in ("dry_run", "calibrate", "json"):
+        own.add_argument(f"--{name}", action="store_true")
+    own.add_argument("--world_size", type=int, default=1)
+    own.add_argument("--rollout_steps", type=int, default=1)
+    own.add_argument("--restart_minutes", type=float, default=30.0)
+    own.add_argument("--slowest", type=float, default=1.0)
+    return own.parse_known_args(argv)
+
+
+def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
+    """Prints what was asked for; 1 where the job does not fit."""
+    work = job(config, cluster, options.rollout_steps)
+    rates, slowest = measured_rates(cluster), options.slowest
+    if options.sweep:
+        from planning.sweep import sweep  # here, because plots take a second
+
+        print(sweep(work, cluster, options.sweep, config.job_folder / "plan", rates))
+        return 0
+    plans = best_layouts(work, cluster, rates) if options.layout == "auto" else []
+    made = plans[0] if plans else plan(work, cluster, rates, slowest)
+    cost = costs_of(config, made, cluster, options.restart_minutes)
+    fits = made.memory.peak <= capacity(cluster)
+    if options.json:
+        print(json.dumps(as_json(made, cluster, costs_json(cost)), indent=1))
+        return 0 if fits else 1
+    print("\n\n".join(tables(plans, made, cluster, cost_table(cost))))
+    if not fits:
+        print(f"\n{advice(made, cluster, rates)}")
+    return 0 if fits else 1
+
+
+def job(config: Config, cluster: Cluster, rollout_steps: int) -> Workload:
+    from datasets.variables import expand_levels
+
+    grid_shape, _ = grid_of(config)
+    variables = expand_levels(config.data.variables, config.data.levels)
+    work = workload_of(config, cluster.devices, grid_shape, len(variables))
+    return work.replace(rollout_steps=rollout_steps)
+
+
+def measured_rates(cluster: Cluster) -> Rates | None:
+    """Of this machine, where it is the one that is planned for and was calibrated."""
+    from planning.calibration import load_calibration
+
+    this = cluster.name.startswith("this") or (cluster.shared and CALIBRATION.exists())
+    return load_calibration(CALIBRATION) if this else None
+
+
+def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[str]:
+    found = [describe(made.work, cluster)]
+    if plans:
+        why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
+        found.append("\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work)}"]))
+    return [*found, memory_table(made.memory, cluster), time_table(made.work, made.time, cluster), cost]
+
+
+def advice(made: Plan, cluster: Cluster, rates: Rates | None) -> str:
+    """What is missing, and the three cheapest changes with which it fits."""
+    missing = (made.memory.peak - capacity(cluster)) / 2**30
+    rows = [
+        f"it does not fit: {missing:.2f} GiB a device are missing; the cheapest changes with which it does:"
+    ]
+    for name, changed in changes_that_fit(made.work, cluster, rates):
+        cost = changed.device_seconds / made.device_seconds - 1
+        peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
+        rows.append(f"  {name}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")
+    return "\n".join(rows if len(rows) > 1 else [*rows, "  none of one or two settings; try --layout auto"])
+
+
+def print_scenarios(name: str) -> None:
+    from planning.scenarios import scenario_tables
+
+    with one_line_errors():
+        print(scenario_tables(name))
+
+
+def calibrate_machine(config: Config) -> None:
+    """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
+    import torch
+
+    from planning.calibrate import calibrate, vit_shapes
+    from planning.calibration import save_calibration
+
+    ranks = int(os.environ.get("NGPU", "1"))
+    model = workload_of(config, 1, grid_of(config)[0], len(config.data.variables)).model
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backends = (config.model.attention_backend,)
+    shapes = vit_shapes(
+        config.training.local_batch_size, model.tokens, model.dim, model.heads, model.mlp_dim, backends
+    )
+    threads = max(torch.get_num_threads() // ranks, 1)
+    started = time.perf_counter()
+    measured = calibrate(shapes, device, threads, ranks)
+    save_calibration(measured, CALIBRATION)
+    print(measured.table())
+    print(f"\n{CALIBRATION}: measured in {time.perf_counter() - started:.0f} s; use it with --cluster this")
 
 
 def dry_run_table(config: Config, world_size: int) -> None:
     from datasets.variables import expand_levels
     from planning.dry_run import dry_run  # here: it takes torch's seconds
 
-    with one_line_errors():
-        grid_shape, periodic = grid_of(config)
-        variables = expand_levels(config.data.variables, config.data.levels)
-        if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
-            schedule = config.parallelism.pipeline_parallel_schedule
-            raise ConfigError(
-                f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
-            )
+    grid_shape, periodic = grid_of(config)
+    variables = expand_levels(config.data.variables, config.data.levels)
+    if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
+        schedule = config.parallelism.pipeline_parallel_schedule
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
+        )
     started = time.perf_counter()
     result = dry_run(config, world_size, grid_shape, len(variables), periodic)
     print(f"{result.table()}\n\nno rank was started; {time.perf_counter() - started:.0f} s")

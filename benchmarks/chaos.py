@@ -10,8 +10,6 @@ interval and the save in flight behind. Needs no GPU. Ends with 1 when anything 
 """
 
 import argparse
-import json
-import platform
 import random
 import sys
 import tempfile
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from benchmarks.results_file import record
 from tests.jobs import Job, last_step, losses, write_config
 from training.checkpoint_files import (
     DELETING,
@@ -37,7 +36,6 @@ from training.checkpoint_files import (
     step_folder,
 )
 
-RESULTS = Path(__file__).parent / "results" / "chaos.jsonl"
 STEPS, INTERVAL = 80, 4
 AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")
 TOLERANCE = 1e-5
@@ -221,10 +219,7 @@ def report(tally: Tally, seconds: float) -> int:
     of_saves = sum(tally.killed_while[what] for what in saves)
     fixed = [run for run in tally.runs if run["layout"] != "changing"]
     changing = [run["error"] for run in tally.runs if run["layout"] == "changing"]
-    record = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
+    row = {
         "trials": trials,
         "killed_while": tally.killed_while,
         "lost": tally.lost,
@@ -232,9 +227,7 @@ def report(tally: Tally, seconds: float) -> int:
         "problems": tally.problems,
         "seconds": seconds,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    record("chaos", [row])
     print(f"\n{'trials':44}{trials:>8}")
     print(f"{'kills that hit a save':44}{of_saves:>8}")
     for what, count in sorted(tally.killed_while.items()):

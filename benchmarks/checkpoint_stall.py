@@ -10,9 +10,7 @@ Rossby's excess is above 0.25 x plain's or 1.5 x the floor.
 """
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -30,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from benchmarks.results_file import record
 from models.vit import VisionTransformer, init_weights
 from parallelisms.mesh import start_ranks
 from training.checkpoint import Checkpointer, State
@@ -37,7 +36,6 @@ from training.gradients import LossScaler
 from training.optimizers import build_optimizer, set_lr
 from training.run_state import Progress, RunState
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.jsonl"
 STEPS = 10
 MODES = ("disabled", "plain dcp.async_save", "async", "async_with_pinned_mem")
 
@@ -155,17 +153,8 @@ def main() -> int:
 
 def report(excess: dict[str, float], step: float, copy: float, size: int, options: argparse.Namespace) -> int:
     plain, ours = excess[MODES[1]], excess[MODES[3]]
-    about = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "bytes": size,
-        "step_seconds": step,
-        "floor_seconds": copy,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps({**about, "excess_seconds": excess, "rounds": options.rounds}) + "\n")
+    row = {"bytes": size, "step_seconds": step, "floor_seconds": copy, "excess_seconds": excess}
+    record("checkpoint_stall", [row | {"rounds": options.rounds}])
     print(f"state {size / 2**20:.0f} MiB, step {step:.3f} s, medians of {options.rounds} rounds\n")
     print(f"{'':24}{'excess over 10 steps':>22}{'x plain':>10}{'x floor':>10}")
     for mode in MODES:

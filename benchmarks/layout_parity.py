@@ -6,28 +6,24 @@ Needs no GPU: ranks are gloo processes, at most 8 at once. Ends with 1 when a ro
 a count or size is not what the formula says.
 """
 
-import json
-import platform
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import cast
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
 
+from benchmarks.results_file import record
 from config import Parallelism
 from config_checks import degrees_asked
-from models.vit import VisionTransformer
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
-from planning.communication import Step, step_collectives
+from planning.architecture import Architecture, vit_architecture
+from planning.communication import step_collectives
+from planning.workload import Workload
 from tests.distributed import Ranks
-from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, build, reference_of, three_steps
-
-RESULTS = Path(__file__).parent / "results" / "layout_parity.jsonl"
+from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, reference_of, three_steps
 
 
 def main() -> int:
@@ -44,7 +40,7 @@ def main() -> int:
         print(line(rows[-1]), flush=True)
     for group in groups.values():
         group.stop()
-    record(rows)
+    record("layout_parity", rows)
     bad = [row["layout"] for row in rows if not row["good"]]
     counted = sum(row["collectives"] == "equal" for row in rows)
     formulas = sum(row["collectives"] != "no formula" for row in rows)
@@ -86,18 +82,36 @@ def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
     degrees = resolve_degrees(layout.ranks, **degrees_asked(parallelism))
     if not has_formula(layout, degrees, parallelism.pipeline_parallel_schedule):
         return "no formula"
-    samples = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
-    size = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else samples
-    step = Step(
-        degrees,
-        size,
-        layout.accumulation * samples // size,
-        parallelism.fsdp_reshard_after_forward,
-        parallelism.context_parallel_method,
-        layout.loss,
-    )
-    expected = step_collectives(cast(VisionTransformer, build(layout)), step, rank)
+    expected = step_collectives(layout_workload(layout), rank)
     return difference(Counter(outcome.collectives), expected)
+
+
+def layout_workload(layout: Layout) -> Workload:
+    """What the planner is told of a row of tests/parity.py."""
+    parallelism = Parallelism(**layout.parallelism)
+    degrees = resolve_degrees(layout.ranks, **degrees_asked(parallelism))
+    return Workload(
+        model=architecture(layout),
+        degrees=degrees,
+        local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
+        global_batch=GLOBAL_BATCH,
+        dtype=layout.dtype,
+        reshard=parallelism.fsdp_reshard_after_forward,
+        method=parallelism.context_parallel_method,
+        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
+        loss=layout.loss,
+    )
+
+
+def architecture(layout: Layout) -> Architecture:
+    """Of the model that tests/parity.py builds."""
+    options = dict(layout.model)
+    learned = options.get("position", "learned") == "learned"
+    bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
+    shape = (5, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
+    return vit_architecture(
+        layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned
+    )
 
 
 def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
@@ -134,21 +148,6 @@ def line(row: dict) -> str:
     sizes = f"{row['calls']:>7}{row['bytes'] / 1024:>9.0f}{row['parameter_bytes'] / 1024:>11.1f}"
     verdict = "" if row["good"] else "   <-- OUT OF TOLERANCE"
     return f"{row['layout']:<38}{row['ranks']:>6}{errors}{sizes}  {row['collectives']}{verdict}"
-
-
-def record(rows: list[dict]) -> None:
-    """Appends the rows with versions and hardware."""
-    where = {"torch": torch.__version__, "python": platform.python_version(), "processor": processor()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps({**where, **row}) + "\n" for row in rows)
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next(
-        (text.split(":")[1].strip() for text in lines if text.startswith("model name")), platform.machine()
-    )
 
 
 if __name__ == "__main__":

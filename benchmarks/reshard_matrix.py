@@ -7,8 +7,6 @@ the bits of the run that saved, and its next two losses are those of the run tha
 GPU: ranks are gloo processes, at most 4 at once. Ends with 1 when a cell is wrong.
 """
 
-import json
-import platform
 import sys
 import tempfile
 import time
@@ -16,12 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
 
+from benchmarks.results_file import record
 from tests.distributed import Ranks
 from tests.resharding import KINDS, differences, load, save, tolerance
-
-RESULTS = Path(__file__).parent / "results" / "reshard_matrix.jsonl"
 
 
 def main() -> int:
@@ -52,7 +48,7 @@ def main() -> int:
                 print(f"{source} -> {target}: {'good' if rows[-1]['good'] else rows[-1]}", flush=True)
     for group in groups.values():
         group.stop()
-    record(rows)
+    record("reshard_matrix", rows)
     print(table(rows))
     bad, seconds = sum(not row["good"] for row in rows), time.perf_counter() - started
     unequal, tensors = (sum(row[key] for row in rows) for key in ("unequal", "tensors"))
@@ -73,17 +69,6 @@ def table(rows: list[dict]) -> str:
         marked = (f"{row['loss']:.1e}" + ("" if row["good"] else "!") for row in values)
         lines.append(f"{i + 1} {saved:<30}" + "".join(f"{text:>10}" for text in marked))
     return "\n".join(lines)
-
-
-def record(rows: list[dict]) -> None:
-    about = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

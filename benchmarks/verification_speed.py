@@ -9,10 +9,8 @@ own. Ends with 1 when the scores differ, ours come less than 5 times as fast, or
 of dates.
 """
 
-import json
 import multiprocessing as mp
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -24,17 +22,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-import torch
 import xarray as xr
 import zarr
 
+from benchmarks.results_file import record
 from datasets.era5 import open_archive
 from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast
 from verification.regions import REGIONS
 
-RESULTS = Path(__file__).parent / "results" / "verification_speed.jsonl"
 NAMES = ("geopotential", "temperature", "u_component_of_wind", "v_component_of_wind", "specific_humidity")
 LEVELS = (50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000)
 LATITUDE, LONGITUDE = np.linspace(90, -90, 121), np.arange(240) * 1.5
@@ -53,7 +50,7 @@ def main() -> int:
         for more in (dates // 2, dates):
             rows.append(measure(with_rossby, folder, more, list(REGIONS))[1])
             print(line(rows[-1]), flush=True)
-    record(rows)
+    record("verification_speed", rows, ("xarray", "zarr"))
     growth = rows[-1]["peak_mib"] / rows[2]["peak_mib"]
     print(f"\n{HEAD}\n" + "\n".join(map(line, rows)))
     print(f"\nmemory from {dates // 4} to {dates} dates: x {growth:.2f}")
@@ -234,25 +231,6 @@ def line(row: dict) -> str:
     if "speedup" in row:
         text += f"{row['speedup']:>9.1f}{row['cpu_speedup']:>8.1f}{row['difference']:>12.1e}"
     return text
-
-
-def record(rows: list[dict]) -> None:
-    where = {"torch": torch.__version__, "xarray": xr.__version__, "zarr": zarr.__version__}
-    where |= {
-        "python": platform.python_version(),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps({**where, **row}) + "\n" for row in rows)
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next(
-        (text.split(":")[1].strip() for text in lines if text.startswith("model name")), platform.machine()
-    )
 
 
 if __name__ == "__main__":

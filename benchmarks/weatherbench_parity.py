@@ -7,9 +7,7 @@ Neither is a requirement of Rossby. Random fields, on a grid with poles and on o
 tool with the largest relative difference. Ends with 1 when one is above 1e-6.
 """
 
-import json
 import os
-import platform
 import sys
 import tempfile
 from importlib import import_module
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 import xarray as xr
 
+from benchmarks.results_file import record
 from datasets.era5 import open_archive
 from datasets.grid import Grid
 from tests.forecasts import analyses, climatology, forecasts, grid, write
@@ -32,7 +31,6 @@ from verification.regions import REGIONS
 from verification.regrid import Regridder
 from verification.spectra import mean_over_latitudes
 
-RESULTS = Path(__file__).parent / "results" / "weatherbench_parity.jsonl"
 TOLERANCE = 1e-6
 os.environ["JAX_ENABLE_X64"] = "1"  # WeatherBench2 regrids with jax, else in float32
 GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))
@@ -59,7 +57,8 @@ def main() -> int:
         key = each["tool"], each["score"]
         worst[key] = max(worst.get(key, 0.0), each["difference"])
     record(
-        [{"tool": tool, "score": score, "difference": worst[tool, score]} for tool, score in sorted(worst)]
+        "weatherbench_parity",
+        [{"tool": tool, "score": score, "difference": worst[tool, score]} for tool, score in sorted(worst)],
     )
     print(f"{'tool':<16}{'score':<32}{'largest relative difference':>28}")
     for (tool, score), difference in sorted(worst.items()):
@@ -231,14 +230,6 @@ def others(coords: dict[str, np.ndarray]) -> list[dict]:
     mine = Regridder(north[0], north[1])(torch.from_numpy(fields[:, ::-1].copy())).numpy()[:, ::-1]
     error = float(np.abs(mine / wanted - 1).max())
     return [*rows, {"tool": "WeatherBench2", "score": "conservative regridding", "difference": error}]
-
-
-def record(rows: list[dict]) -> None:
-    where = {"torch": torch.__version__, "numpy": np.__version__, "xarray": xr.__version__}
-    where |= {"python": platform.python_version(), "machine": platform.machine()}
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.writelines(json.dumps({**where, **each}) + "\n" for each in rows)
 
 
 if __name__ == "__main__":

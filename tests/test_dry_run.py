@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from config import load_config
 from models.build import build_model
 from parallelisms.degrees import resolve_degrees
-from planning.communication import Step, step_collectives
+from planning.communication import step_collectives
 from planning.dry_run import DryRun, dry_run
+from planning.workload import Workload, architecture_of
 
 ROOT = Path(__file__).parent.parent
 GRID = (16, 32)
@@ -53,10 +53,14 @@ def test_checkpointing_lowers_the_peak(monkeypatch):
 def test_collectives_are_those_of_the_formula(monkeypatch):
     options = ["--training.local_batch_size=2", "--training.global_batch_size=48"]
     result = run(monkeypatch, *options)
-    with torch.device("meta"):
-        model = build_model(load_config(["--model.dim=64"]).model, 7, 0, GRID, True)
-    step = Step(resolve_degrees(8, 1, 1, 8, 1, 1), local_batch=2, micro_batches=3)
-    expected = step_collectives(model, step)  # type: ignore[arg-type]
+    work = Workload(
+        model=architecture_of(load_config(["--model.dim=64"]).model, GRID, 7, 7),
+        degrees=resolve_degrees(8, 1, 1, 8, 1, 1),
+        local_batch=2,
+        global_batch=48,
+        dtype="float32",
+    )
+    expected = step_collectives(work)
     for call, number in expected.items():
         assert result.calls[call] == number
 

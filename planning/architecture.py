@@ -1,0 +1,157 @@
+"""A transformer as the planner sees it: shapes, and no modules.
+
+Shapes: T tokens of a sample, D width, M hidden width of the MLP.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Shapes = dict[str, tuple[int, ...]]
+
+COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are dealt out over tp
+ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # columns are; biases are whole
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The ViT of models/vit.py, or one of its relatives whose published runs the planner is held against."""
+
+    tokens: int  # T
+    dim: int  # D
+    layers: int
+    heads: int
+    mlp_dim: int  # M
+    in_features: int  # values of a token that the patch embedding takes; 0: tokens are looked up
+    out_features: int  # values of a token that the head gives
+    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
+    biases: bool = True
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    learned_position: bool = True
+    gated: bool = False  # an MLP of three matrices (SwiGLU)
+    causal: bool = False
+    vocabulary: int = 0  # rows of the table that tokens are looked up in
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def qkv_features(self) -> int:
+        return self.dim + 2 * self.head_dim * (self.kv_heads or self.heads)
+
+    def block(self) -> Shapes:
+        """Parameters of one block, by the names of models/vit.py."""
+        d, m = self.dim, self.mlp_dim
+        shapes: Shapes = {"attention_norm.weight": (d,), "attention_norm.bias": (d,)}
+        shapes |= self._linear("attention.qkv", d, self.qkv_features, self.qkv_bias)
+        if self.qk_norm:
+            norms = ("attention.q_norm", "attention.k_norm")
+            shapes |= {f"{n}.{part}": (self.head_dim,) for n in norms for part in ("weight", "bias")}
+        shapes |= self._linear("attention.projection", d, d, self.biases)
+        shapes |= {"mlp_norm.weight": (d,), "mlp_norm.bias": (d,)}
+        shapes |= self._linear("mlp.up", d, m, self.biases)
+        if self.gated:
+            shapes |= self._linear("mlp.gate", d, m, self.biases)
+        return shapes | self._linear("mlp.down", m, d, self.biases)
+
+    def first(self) -> Shapes:
+        """Parameters before the first block."""
+        if self.vocabulary:
+            return {"embedding.weight": (self.vocabulary, self.dim)}
+        shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
+        return shapes | ({"position.embedding": (self.tokens, self.dim)} if self.learned_position else {})
+
+    def last(self) -> Shapes:
+        """Parameters after the last block."""
+        norm: Shapes = {"norm.weight": (self.dim,), "norm.bias": (self.dim,)}
+        return norm | self._linear("head", self.dim, self.out_features, self.biases)
+
+    @staticmethod
+    def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
+        shapes: Shapes = {f"{name}.weight": (outputs, inputs)}
+        return shapes | ({f"{name}.bias": (outputs,)} if bias else {})
+
+    @property
+    def block_parameters(self) -> int:
+        return count(self.block())
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + count(self.first()) + count(self.last())
+
+    def matmuls(self) -> Iterator[tuple[str, int, int]]:
+        """(name, features in, features out) of a block's matrices; every token passes through each."""
+        for name, shape in self.block().items():
+            if len(shape) == 2:
+                yield name.removesuffix(".weight"), shape[1], shape[0]
+
+    def attention_flops(self) -> float:
+        """Of one sample and block, forward: two products of T x T x D; causal attention needs half."""
+        return 4 * self.tokens**2 * self.dim / (2 if self.causal else 1)
+
+    def block_flops(self) -> float:
+        """Of one sample and block, forward."""
+        return sum(2 * self.tokens * i * o for _, i, o in self.matmuls()) + self.attention_flops()
+
+    def end_flops(self) -> float:
+        """Patch embedding and head, one sample, forward."""
+        return 2 * self.tokens * self.dim * (self.in_features + self.out_features)
+
+    def flops(self) -> float:
+        """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
+        return self.layers * self.block_flops() + self.end_flops()
+
+
+def count(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def cut(shapes: Shapes, tp: int) -> Shapes:
+    """What tensor parallelism leaves of parameters on one of `tp` ranks."""
+    result = {}
+    for name, shape in shapes.items():
+        part = list(shape)
+        if any(layer in name for layer in COLUMN):
+            part[0] = -(-part[0] // tp)
+        elif any(layer in name for layer in ROW):
+            part[1] = -(-part[1] // tp)
+        result[name] = tuple(part)
+    return result
+
+
+def padded(shapes: Shapes, ranks: int) -> int:
+    """Values that FSDP gathers: the first dim of each parameter is padded to a multiple of the ranks."""
+    return sum(math.ceil(s[0] / ranks) * ranks * math.prod(s[1:]) for s in shapes.values())
+
+
+def vit_architecture(
+    grid_shape: tuple[int, int],
+    patch_size: tuple[int, int],
+    in_channels: int,
+    out_channels: int,
+    dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int = 0,
+    *,
+    qkv_bias: bool = True,
+    qk_norm: bool = False,
+    learned_position: bool = True,
+) -> Architecture:
+    """The ViT of models/vit.py for a grid, which is padded to whole patches."""
+    patch = patch_size[0] * patch_size[1]
+    tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, patch_size, strict=True))
+    return Architecture(
+        tokens,
+        dim,
+        layers,
+        heads,
+        mlp_dim or 4 * dim,
+        in_channels * patch,
+        out_channels * patch,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        learned_position=learned_position,
+    )

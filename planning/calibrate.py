@@ -1,0 +1,351 @@
+"""Measures this machine at the shapes of a model: in under a minute, on a CPU or a GPU.
+
+All operations take turns, so that what else the machine does meets all alike and no operation finds its
+operands in the cache because it has just used them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from models.attention import attention, check_backend
+from planning.calibration import Calibration, Timing, processor_name, timing_of, torch_version
+from planning.clusters import Link
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Larger products and tensors have the rates of these, and would take minutes.
+MAX_FLOPS = {"cpu": 2e10, "cuda": 4e12}  # of one product, or of one attention
+MAX_VALUES = {"cpu": 2**24, "cuda": 2**29}  # of a tensor that elementwise operations work on
+SECONDS = 30.0  # of repetitions
+REPETITIONS = (3, 25)  # at least, whatever they take; at most
+# A repetition that takes so many times the fastest was disturbed: on a busy machine operations on two threads
+# wait for the scheduler's 8 ms, and a median of all is up to 30 x too long.
+DISTURBED = 1.25
+TIMED_SECONDS = 2e-4  # an operation that takes less is timed several times over
+PAYLOADS = (2**10, 2**16, 2**20, 2**22, 2**24)  # bytes that are all-reduced
+LINK_REPETITIONS, LINK_CALLS = 9, 3
+JOIN_SECONDS = 120  # that a rank waits for the others
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What to measure."""
+
+    linears: tuple[tuple[int, int, int], ...]  # (rows, inputs, outputs) of linear layers
+    attentions: tuple[tuple[int, int, int, int], ...]  # (batch, heads, tokens, head size)
+    activations: tuple[tuple[int, int], ...]  # (rows, width) that elementwise operations work on
+    backends: tuple[str, ...] = ("sdpa",)  # of models/attention.py
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+def vit_shapes(
+    batch: int, tokens: int, dim: int, heads: int, mlp_dim: int, backends: tuple[str, ...] = ("sdpa",)
+) -> Shapes:
+    """Of a block of the ViT: (rows) samples x tokens of width `dim`."""
+    rows = batch * tokens
+    return Shapes(
+        linears=tuple((rows, k, n) for k, n in ((dim, 3 * dim), (dim, dim), (dim, mlp_dim), (mlp_dim, dim))),
+        attentions=((batch, heads, tokens, dim // heads),),
+        activations=((rows, dim), (rows, mlp_dim)),
+        backends=backends,
+    )
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something to time, with what it is filed under."""
+
+    kind: str
+    dtype: str
+    sizes: tuple[int, ...]
+    run: Callable[[], Any]
+
+
+def calibrate(
+    shapes: Shapes, device: torch.device, threads: int, ranks: int = 1, seconds: float = SECONDS
+) -> Calibration:
+    """Times of a rank of `threads` threads on `device` while `ranks` such ranks do the same on this host.
+
+    Ranks on a CPU share its caches and its memory: let as many measure as will train at once. TF32 is on or
+    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. ValueError where
+    the device has no kernel for a backend that is asked for.
+    """
+    check(shapes, device.type)
+    jobs = ranks if device.type == "cpu" else 1
+    if jobs == 1:
+        timings, launch = measure(shapes, device, threads, seconds)
+    else:
+        rows, launch = together(_measure_rank, jobs, "gloo", shapes, threads, seconds)
+        timings = tuple(timing_of(row) for row in rows)
+    on_gpu = device.type == "cuda"
+    world = torch.cuda.device_count() if on_gpu else 2
+    link = None
+    if world > 1:
+        backend, link_threads = "nccl" if on_gpu else "gloo", max(threads * jobs // world, 1)
+        link = Link(*together(_measure_link, world, backend, device.type, link_threads))
+    return Calibration(
+        torch_version=torch_version(),
+        device_type=device.type,
+        device_name=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        processor=processor_name(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        ranks=jobs,
+        memory=memory_of(device),
+        launch=launch,
+        allreduce=link,
+        timings=timings,
+    )
+
+
+def check(shapes: Shapes, device_type: str) -> None:
+    """Each backend needs a kernel for one of the precisions; others are left out where it has none."""
+    for backend in shapes.backends:
+        if not any(has_kernel(backend, device_type, dtype) for dtype in shapes.dtypes):
+            check_backend(backend, device_type, DTYPES[shapes.dtypes[0]])
+
+
+def has_kernel(backend: str, device_type: str, dtype: str) -> bool:
+    try:
+        check_backend(backend, device_type, DTYPES[dtype])
+    except ValueError:
+        return False
+    return True
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- what is timed
+
+
+def operations(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
+    for dtype in shapes.dtypes:
+        for shape in shapes.linears:
+            yield from linear_operations(*shape, dtype, device)
+        for shape in shapes.attentions:
+            for backend in shapes.backends:
+                if has_kernel(backend, device.type, dtype):
+                    yield from attention_operations(*shape, dtype, backend, device)
+        for rows, width in shapes.activations:
+            yield from elementwise_operations(rows, width, dtype, device)
+    yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in shapes.linears), device)
+
+
+def linear_operations(
+    rows: int, inputs: int, outputs: int, dtype: str, device: torch.device
+) -> Iterator[Operation]:
+    """x w^T + b, and the two products of its backward, as torch.autograd has them."""
+    rows = max(min(rows, int(MAX_FLOPS[device.type] / (2 * inputs * outputs))), 1)
+    x, w, b, dy = tensors([(rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)], dtype, device)
+    yield Operation("matmul/forward", dtype, (rows, inputs, outputs), lambda: F.linear(x, w, b))
+    yield Operation("matmul/input_gradient", dtype, (rows, outputs, inputs), lambda: dy @ w)
+    yield Operation("matmul/weight_gradient", dtype, (outputs, rows, inputs), lambda: dy.t() @ x)
+
+
+def attention_operations(
+    batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backend: str, device: torch.device
+) -> Iterator[Operation]:
+    """q, k and v lie in one tensor as in models/vit.py: kernels that want them otherwise copy them."""
+    whole = int(MAX_FLOPS[device.type] / (8 * tokens**2 * head_dim))  # heads whose backward may be timed
+    heads = min(heads, max(whole, 1))
+    batch = min(batch, max(whole // heads, 1))
+    (qkv,) = tensors([(batch, tokens, heads, 3, head_dim)], dtype, device)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0))
+    out = attention(q, k, v, backend)
+    gradient, sizes = torch.randn_like(out), (batch, heads, tokens, head_dim)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    yield Operation(f"attention/{backend}/forward", dtype, sizes, lambda: attention(q, k, v, backend))
+    yield Operation(f"attention/{backend}/backward", dtype, sizes, backward)
+
+
+def elementwise_operations(rows: int, width: int, dtype: str, device: torch.device) -> Iterator[Operation]:
+    """What stands between the products of a block; sizes are bytes read and written, parameters left out."""
+    rows = max(min(rows, MAX_VALUES[device.type] // width), 1)
+    x, y, weight, bias = tensors([(rows, width)] * 2 + [(width,)] * 2, dtype, device)
+    other = torch.bfloat16 if dtype == "float32" else torch.float32
+    unit = x.numel() * x.element_size()
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (x, weight, bias))
+    norm, gelu = F.layer_norm(leaves[0], (width,), leaves[1], leaves[2]), F.gelu(leaves[0])
+
+    def backward(out: Tensor, of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, of, y, retain_graph=True)
+
+    runs: dict[str, tuple[int, Callable[[], Any]]] = {
+        "copy": (2 * unit, lambda: x.clone()),
+        "cast": (x.numel() * 6, lambda: x.to(other)),
+        "add": (3 * unit, lambda: x + y),
+        "sum": (unit, lambda: x.sum(0)),  # gradients of biases
+        "gelu": (2 * unit, lambda: F.gelu(x)),
+        "gelu_backward": (3 * unit, lambda: backward(gelu, leaves[:1])),
+        "layer_norm": (2 * unit, lambda: F.layer_norm(x, (width,), weight, bias)),
+        "layer_norm_backward": (3 * unit, lambda: backward(norm, leaves)),
+    }
+    for name, (size, run) in runs.items():
+        yield Operation(f"elementwise/{name}", dtype, (size,), run)
+
+
+def adamw_operation(number: int, device: torch.device) -> Operation:
+    """Fused, on `number` float32 parameters: four tensors are read and three written."""
+    (parameter,) = tensors([(min(number, MAX_VALUES[device.type]),)], "float32", device)
+    parameter.requires_grad_()
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
+    return Operation("elementwise/adamw", "float32", (28 * parameter.numel(),), optimizer.step)
+
+
+def tensors(shapes: list[tuple[int, ...]], dtype: str, device: torch.device) -> list[Tensor]:
+    return [torch.randn(shape, dtype=DTYPES[dtype], device=device) for shape in shapes]
+
+
+# -- timing
+
+
+def measure(
+    shapes: Shapes, device: torch.device, threads: int, seconds: float
+) -> tuple[tuple[Timing, ...], float]:
+    """Timings of all operations, and the time of an operator on next to nothing."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        (small,) = tensors([(16,)], "float32", device)
+        *timings, launch = repeat(
+            [*operations(shapes, device), Operation("launch", "float32", (1,), lambda: small + small)],
+            device,
+            seconds,
+        )
+    finally:
+        torch.set_num_threads(usual)
+    return tuple(timings), launch.seconds
+
+
+def repeat(todo: list[Operation], device: torch.device, seconds: float) -> list[Timing]:
+    """Each in turn, round after round, after a first round that is not counted."""
+    end = time.perf_counter() + seconds
+    calls = [calls_for(operation, device) for operation in todo]
+    times: list[list[float]] = [[] for _ in todo]
+    least, most = REPETITIONS
+    for repetition in range(most):
+        if repetition >= least and time.perf_counter() > end:
+            break
+        for operation, number, found in zip(todo, calls, times, strict=True):
+            found.append(seconds_of(operation, number, device))
+    return [
+        Timing(operation.kind, operation.dtype, operation.sizes, undisturbed(found), statistics.median(found))
+        for operation, found in zip(todo, times, strict=True)
+    ]
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """Median of the times near the fastest: of all, on a machine that does nothing else."""
+    limit = DISTURBED * min(times)
+    return statistics.median([seconds for seconds in times if seconds <= limit])
+
+
+def calls_for(operation: Operation, device: torch.device) -> int:
+    """How often an operation is called in one timing, from its second call."""
+    seconds_of(operation, 1, device)
+    return math.ceil(TIMED_SECONDS / max(seconds_of(operation, 1, device), 1e-7))
+
+
+def seconds_of(operation: Operation, calls: int, device: torch.device) -> float:
+    """Of one call, the mean of `calls`."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        operation.run()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- several ranks on this host
+
+
+def together(job: Callable[..., Any], world: int, backend: str, *arguments: Any) -> Any:
+    """What job(*arguments) returns on rank 0 of `world` ranks of this host: numbers, text and lists."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (job, world, backend, folder, arguments), nprocs=world)  # raises what a rank raises
+        return json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
+
+
+def _rank(
+    rank: int, job: Callable[..., Any], world: int, backend: str, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    dist.init_process_group(backend, f"file://{folder}/store", timeout, world_size=world, rank=rank)
+    try:
+        dist.barrier()
+        answer = job(*arguments)
+        if rank == 0:
+            Path(folder, "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+        dist.barrier()  # a rank that leaves early would free the machine for those that still measure
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_rank(shapes: Shapes, threads: int, seconds: float) -> Any:
+    timings, launch = measure(shapes, torch.device("cpu"), threads, seconds)
+    return [dataclasses.asdict(timing) for timing in timings], launch
+
+
+def _measure_link(device_type: str, threads: int) -> list[float]:
+    """Latency and bandwidth of this group."""
+    torch.set_num_threads(threads)
+    device = torch.device(device_type)
+    payloads = [torch.ones(size // 4, device=device) for size in PAYLOADS]
+    todo = [
+        Operation("allreduce", "float32", (4 * p.numel(),), lambda p=p: dist.all_reduce(p)) for p in payloads
+    ]
+    times: list[list[float]] = [[] for _ in todo]
+    for repetition in range(LINK_REPETITIONS + 1):  # the same number on all ranks
+        for operation, found in zip(todo, times, strict=True):
+            seconds = seconds_of(operation, LINK_CALLS, device)
+            if repetition:
+                found.append(seconds)
+    link = fit_link(dist.get_world_size(), PAYLOADS, [undisturbed(found) for found in times])
+    return [link.latency, link.bandwidth]
+
+
+def fit_link(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The ring T = 2 (n-1) a + 2 (n-1)/n S/B through measured all-reduces, by least squares of relative
+    errors; the latency is that of the smallest where the line would go below zero.
+    """
+    weights = [second**-2 for second in seconds]
+    mean = sum(weights)
+    mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / mean
+    mean_time = sum(w * t for w, t in zip(weights, seconds, strict=True)) / mean
+    rows = list(zip(weights, sizes, seconds, strict=True))
+    slope = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
+    slope /= sum(w * (s - mean_size) ** 2 for w, s, _ in rows)
+    base = mean_time - slope * mean_size
+    steps = 2 * (ranks - 1)
+    return Link((base if base > 0 else seconds[0]) / steps, steps / ranks / slope)

@@ -1,0 +1,227 @@
+"""Seconds that one rank computes: matrix products, attention, elementwise passes, the update.
+
+FLOPs are exact (tests hold them against torch's counter). Seconds are a roofline by class of kernel: work
+over the rate that the class reaches on a device, or that was measured on this machine for the very shape.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from planning.architecture import count
+from planning.clusters import Device
+from planning.memory import shard_parameters, stage_shapes, unit_bytes
+from planning.workload import Workload
+
+PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+
+# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them; the gradient's
+# norm 4 and its clipping 8; averaged weights 12.
+ADAMW_BYTES, CLIP_BYTES, AVERAGE_BYTES = 28, 12, 12
+FIELD_PASSES = 12  # reads and writes of the float32 fields of a sample: normalisation, change, weights, loss
+
+
+class Times(defaultdict[str, float]):
+    """Class of kernel -> seconds."""
+
+    def __init__(self, values: Mapping[str, float] | None = None) -> None:
+        super().__init__(float, values or {})
+
+    def add(self, other: Mapping[str, float], number: float = 1.0) -> None:
+        for name, value in other.items():
+            self[name] += number * value
+
+
+class Rates(Protocol):
+    """What planning/calibration.py measured, or what a device of clusters.toml reaches."""
+
+    @property
+    def launch(self) -> float: ...
+
+    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float: ...
+
+    def attention_seconds(
+        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
+    ) -> float: ...
+
+    def elementwise_seconds(self, size: float, dtype: str = ..., operation: str = ...) -> float: ...
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Rates of a device of clusters.toml; `float8` products run in float8."""
+
+    device: Device
+    float8: bool = False
+
+    @property
+    def launch(self) -> float:
+        return self.device.launch
+
+    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
+        """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
+        products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
+        rate = self.device.matmul["fp8" if self.float8 and "fp8" in self.device.matmul else PRECISION[dtype]]
+        moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
+        return products * max(2 * rows * inputs * outputs / rate, moved / self.device.bandwidth, self.launch)
+
+    def attention_seconds(
+        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
+    ) -> float:
+        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
+        rates = self.device.attention_backward if backward else self.device.attention_forward
+        rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
+        rate *= self.device.matmul[PRECISION[dtype]] / self.device.matmul["bf16"]
+        return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
+
+    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
+        return size / self.device.bandwidth
+
+
+# -- a block
+
+
+def block_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
+    """One micro-batch through one block of this rank; of the backward, with what it computes again."""
+    times = linear_times(work, rates, backward)
+    times["attention"] += attention_time(work, rates, backward)
+    times["elementwise"] += elementwise_time(work, rates, backward)
+    if backward:
+        times.add({f"recomputed {name}": value for name, value in recomputed_times(work, rates).items()})
+    return times
+
+
+def linear_times(work: Workload, rates: Rates, backward: bool) -> Times:
+    """Tensor parallelism deals out rows of qkv and up, columns of projection and down."""
+    rows, times = work.micro_batch * work.rank_tokens * work.degrees.tp, Times()
+    for name, inputs, outputs in work.model.matmuls():
+        times["matmul"] += linear_time(work, rates, rows, name, inputs, outputs, backward)
+    return times
+
+
+def linear_time(
+    work: Workload, rates: Rates, rows: int, name: str, inputs: int, outputs: int, backward: bool
+) -> float:
+    tp = work.degrees.tp
+    if name in ("attention.projection", "mlp.down", "head"):
+        inputs //= tp
+    else:
+        outputs //= tp
+    return rates.linear_seconds(rows, inputs, outputs, work.dtype, backward)
+
+
+def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
+    """Over all tokens of a sample; context parallelism deals out heads, or queries: the same work."""
+    model, tp, cp = work.model, work.degrees.tp, work.degrees.cp
+    shape = (work.micro_batch, max(model.heads // tp, 1), model.tokens, model.head_dim)
+    seconds = rates.attention_seconds(*shape, work.dtype, backward, work.attention) / cp
+    return seconds / 2 if model.causal else seconds
+
+
+def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]]:
+    """(operation, units of s that it reads and writes) of a block; compiled, neighbours are fused.
+
+    Forward: two norms, two sums of the residual stream, GELU. Backward: the same, the gradients of biases,
+    which are sums over tokens, and the gradients of q, k and v put together.
+    """
+    hidden = work.model.mlp_dim / work.model.dim
+    gates = 1.5 if work.model.gated else 1.0
+    if work.compiled and not backward:  # a sum and the norm after it in one pass
+        return [("layer_norm", 8.0), ("gelu", 2 * hidden * gates)]
+    if not backward:
+        return [("layer_norm", 4.0), ("add", 6.0), ("gelu", 2 * hidden * gates)]
+    biases = (5 + hidden) * work.model.biases
+    if work.compiled:
+        return [("layer_norm_backward", 8.0), ("gelu_backward", 3 * hidden * gates), ("sum", biases)]
+    adds = [("layer_norm_backward", 6.0), ("add", 6.0), ("gelu_backward", 3 * hidden * gates)]
+    return [*adds, ("sum", biases), ("copy", 12.0)]
+
+
+def elementwise_time(work: Workload, rates: Rates, backward: bool) -> float:
+    """Never less than a launch each: small tensors are bound by the host."""
+    s = unit_bytes(work)
+    copies = weight_cast_bytes(work) / work.rank_layers
+    passes = [(operation, s * units) for operation, units in elementwise_passes(work, backward)]
+    passes += [("cast", copies)] if copies else []
+    return sum(
+        max(rates.elementwise_seconds(size, work.dtype, operation), rates.launch)
+        for operation, size in passes
+    )
+
+
+def weight_cast_bytes(work: Workload) -> float:
+    """Each pass: float32 weights read and half-precision copies written, or gradients the other way round.
+
+    FSDP moves about as much: it casts shards, and copies what it gathered into place.
+    """
+    if work.itemsize == 4 and not work.uses_fsdp:
+        return 0.0
+    (block, number), _ = stage_shapes(work, first=False, last=False)
+    return (4 + work.itemsize) * number * count(block)
+
+
+def recomputed_times(work: Workload, rates: Rates) -> Times:
+    """Of the forward pass: what the mode of activation checkpointing runs again in the backward pass."""
+    if work.ac_mode == "none":
+        return Times()
+    again = Times({"elementwise": elementwise_time(work, rates, backward=False)})
+    share = 1.0
+    if work.ac_mode == "selective":
+        return again
+    if work.ac_mode == "memory_budget":
+        share = 1 - work.memory_budget
+    again.add(linear_times(work, rates, backward=False))
+    again["attention"] += attention_time(work, rates, backward=False)
+    # Recomputation stops before the last product of a segment.
+    rows = work.micro_batch * work.rank_tokens * work.degrees.tp
+    down = linear_time(work, rates, rows, "mlp.down", work.model.mlp_dim, work.model.dim, backward=False)
+    segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
+    again["matmul"] -= 0 if work.compiled else down / segment
+    return Times({name: share * value for name, value in again.items()})
+
+
+# -- the ends, the fields and the update
+
+
+def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
+    """Patch embedding, last norm and head of one micro-batch; no gradient goes into the patches."""
+    rows, model = work.micro_batch * work.rank_tokens * work.degrees.tp, work.model
+    head = linear_time(work, rates, rows, "head", model.dim, model.out_features, backward)
+    first = 0.0
+    if model.in_features:
+        first = linear_time(work, rates, rows, "patch_embedding", model.in_features, model.dim, False)
+    norm = rates.elementwise_seconds(unit_bytes(work) * (3 if backward else 2), work.dtype)
+    return Times({"matmul": head + first, "elementwise": norm})
+
+
+def field_seconds(work: Workload, rates: Rates) -> float:
+    """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
+    return rates.elementwise_seconds(4 * FIELD_PASSES * work.local_batch * work.field_values)
+
+
+def update_seconds(work: Workload, rates: Rates) -> float:
+    owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
+    adamw = rates.elementwise_seconds(ADAMW_BYTES * number / owners, "float32", "adamw")
+    return adamw + rates.elementwise_seconds((CLIP_BYTES + AVERAGE_BYTES * work.ema) * number)
+
+
+# -- FLOPs
+
+
+def hardware_flops(work: Workload) -> float:
+    """Of one sample, forward and backward, as the kernels run them: torch.utils.flop_counter's number.
+
+    Attention's fused backward computes the scores again: 10 T^2 D, not 8. Patches have no gradient.
+    """
+    model = work.model
+    products = model.block_flops() - model.attention_flops()
+    ends = 2 * model.tokens * model.dim * (2 * model.in_features + 3 * model.out_features)
+    fused = 2.5 if work.attention != "math" else 2
+    attention = (1 + fused) * model.attention_flops()
+    again = {"none": 0.0, "selective": 0.0}.get(work.ac_mode)
+    if again is None:
+        segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
+        down = 2 * model.tokens * model.dim * model.mlp_dim
+        again = model.block_flops() * model.layers - down * -(-model.layers // segment)
+    return model.layers * (3 * products + attention) + ends + again

@@ -1,0 +1,206 @@
+"""What a run costs: hours, energy and money, on machines that may be taken away, and how often to save.
+
+Preemptions are a Poisson process of `rate` a second for the whole job. One stops every device: the job starts
+again in `restart` seconds, which may be preempted too, and repeats what no checkpoint holds. Times are in
+seconds unless a name says hours; money is in dollars.
+"""
+
+import math
+from dataclasses import dataclass
+
+from planning.clusters import Cluster
+
+HOUR = 3600.0
+JOULES_PER_KWH = 3.6e6
+HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A cluster of which some nodes are on demand and the others spot."""
+
+    cluster: Cluster
+    on_demand_nodes: int
+
+    def __post_init__(self) -> None:
+        nodes = self.cluster.nodes
+        if not 0 <= self.on_demand_nodes <= nodes:
+            raise ValueError(f"{self.on_demand_nodes} nodes on demand: {self.cluster.name} has {nodes}")
+
+    @property
+    def spot_nodes(self) -> int:
+        return self.cluster.nodes - self.on_demand_nodes
+
+    @property
+    def on_demand_devices(self) -> int:
+        return min(self.on_demand_nodes * self.cluster.devices_per_node, self.cluster.devices)
+
+    @property
+    def spot_devices(self) -> int:
+        return self.cluster.devices - self.on_demand_devices
+
+    @property
+    def dollars_an_hour(self) -> float:
+        """Of all devices, whether they compute or wait."""
+        of_spot = dollars(1.0, self.spot_devices, self.cluster.spot)
+        return dollars(1.0, self.on_demand_devices, self.cluster.on_demand) + of_spot
+
+    @property
+    def rate(self) -> float:
+        """Preemptions of the job a second: any spot node takes the others with it."""
+        return self.spot_nodes * self.cluster.spot_interruptions / HOUR
+
+    @property
+    def watts(self) -> float:
+        """Of all devices with their share of their nodes and of the centre."""
+        return self.cluster.devices * self.cluster.device.watts * self.cluster.pue
+
+
+def fleets(cluster: Cluster) -> dict[str, Fleet]:
+    """All on demand; one node on demand (rank 0 and the checkpoints) and spot; all spot."""
+    nodes = cluster.nodes
+    mixed = {f"1 on demand, {nodes - 1} spot": Fleet(cluster, 1)} if nodes > 1 else {}
+    return {"on demand": Fleet(cluster, nodes)} | mixed | {"spot": Fleet(cluster, 0)}
+
+
+def dollars(hours: float, devices: int, price: float) -> float:
+    """`price` is of a device-hour."""
+    return hours * devices * price
+
+
+# -- time
+
+
+@dataclass(frozen=True)
+class Saves:
+    """How a job saves, and what it takes to go on after a preemption."""
+
+    interval: float  # work between two saves
+    stall: float = 0.0  # that a save costs training
+    write: float = 0.0  # from then until it can be resumed from; training goes on (an asynchronous save)
+    restart: float = 0.0  # from a preemption to the next step
+
+    def __post_init__(self) -> None:
+        if not self.interval > 0 or min(self.stall, self.write, self.restart) < 0:
+            raise ValueError(f"{self}: give an interval above 0, and other times of at least 0")
+
+
+def interval_of(steps: int, step_seconds: float, minutes: float = 0.0) -> float:
+    """Work between saves of checkpoint.interval and checkpoint.interval_minutes (0: by steps alone)."""
+    by_steps = steps * step_seconds
+    return min(by_steps, minutes * 60) if minutes else by_steps
+
+
+@dataclass(frozen=True)
+class Time:
+    """Expected, in seconds; wall = work + stalls + restarts + redone."""
+
+    work: float
+    stalls: float  # of saves, the first time each is reached
+    restarts: float
+    redone: float  # work and stalls that preemptions lost
+    preemptions: float
+
+    @property
+    def wall(self) -> float:
+        return self.work + self.stalls + self.restarts + self.redone
+
+
+def expected_time(work: float, saves: Saves, rate: float) -> Time:
+    """Of `work` seconds of steps, saved every `saves.interval` and at the end; `rate` preemptions a second.
+
+    Getting through s seconds undisturbed is tried again e^(rate s) - 1 times on average, which takes
+    (e^(rate s) - 1)/rate; the same holds for a restart (Daly 2006). Each preemption finds, with probability
+    write/interval, the newest save unfinished and repeats another interval: `write` seconds on average. That
+    last term is of first order in rate x interval, the others are exact.
+    """
+    whole, rest = divmod(work, saves.interval)
+    last = 1 if rest > 1e-9 * work else 0
+    segments = [(n, length) for n, length in ((int(whole), saves.interval), (last, rest)) if n]
+    stalls = sum(number for number, _ in segments) * saves.stall
+    if rate == 0.0 or not segments:
+        return Time(work, stalls, 0.0, 0.0, 0.0)
+    first = segments[0][1] + saves.stall
+    if rate * max(first, saves.restart) > HOPELESS:
+        return Time(work, stalls, math.inf, math.inf, math.inf)
+    losses = sum(number * math.expm1(rate * (length + saves.stall)) for number, length in segments)
+    unwritten = losses - math.expm1(rate * first)  # before the first save none can be unfinished
+    redone = losses / rate - work - stalls + unwritten * saves.write
+    restarts = losses * math.expm1(rate * saves.restart) / rate
+    wall = work + stalls + restarts + redone
+    return Time(work, stalls, restarts, redone, rate * wall)
+
+
+def young_interval(stall: float, rate: float) -> float:
+    """Work between saves that costs least, to first order: sqrt(2 C M), M = 1/rate (Young 1974)."""
+    return math.sqrt(2 * stall / rate) if rate else math.inf
+
+
+def daly_interval(stall: float, rate: float) -> float:
+    """The same to higher order (Daly 2006, eq. 37): sqrt(2 C M) (1 + sqrt(x)/3 + x/9) - C, x = C/(2 M)."""
+    if not rate:
+        return math.inf
+    x = stall * rate / 2
+    if x >= 1:  # a save takes longer than two preemptions are apart
+        return 1 / rate
+    return young_interval(stall, rate) * (1 + math.sqrt(x) / 3 + x / 9) - stall
+
+
+def best_interval(saves: Saves, rate: float) -> float:
+    """Daly's, but no shorter than a save takes to write: one is written at a time."""
+    return max(daly_interval(saves.stall, rate), saves.write)
+
+
+# -- cost
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run on one fleet, expected."""
+
+    fleet: Fleet
+    samples: float
+    time: Time
+
+    @property
+    def hours(self) -> float:
+        return self.time.wall / HOUR
+
+    @property
+    def device_hours(self) -> float:
+        return self.hours * self.fleet.cluster.devices
+
+    @property
+    def kwh(self) -> float:
+        """Devices draw while they wait, too: an upper bound by the share that they wait."""
+        return self.time.wall * self.fleet.watts / JOULES_PER_KWH
+
+    @property
+    def dollars(self) -> float:
+        return self.hours * self.fleet.dollars_an_hour
+
+    @property
+    def dollars_lost(self) -> float:
+        """Of `dollars`, for everything but steps that count."""
+        return (self.time.wall - self.time.work) / HOUR * self.fleet.dollars_an_hour
+
+
+def run_cost(samples: float, samples_per_second: float, fleet: Fleet, saves: Saves) -> Cost:
+    """Of training on `samples` (epochs x samples of an epoch) at a steady rate over all devices."""
+    if not samples_per_second > 0:
+        raise ValueError(f"{samples_per_second} samples/s: give a rate above 0")
+    return Cost(fleet, samples, expected_time(samples / samples_per_second, saves, fleet.rate))
+
+
+# -- storage
+
+
+def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, interval: int) -> int:
+    """Bytes of a run's checkpoints at their most: those kept, and the one being written (keep 0: all)."""
+    saved = math.ceil(steps / interval)
+    return checkpoint_bytes * (min(keep_latest_k + 1, saved) if keep_latest_k else saved)
+
+
+def data_storage(time_steps: int, variables: int, grid_shape: tuple[int, int], itemsize: int) -> int:
+    """Bytes of an archive before compression."""
+    return time_steps * variables * math.prod(grid_shape) * itemsize

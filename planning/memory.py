@@ -1,0 +1,279 @@
+"""What a rank holds in a training step, in bytes, by component and by moment of the step.
+
+Every formula is beside its component; docs/planning.md derives them. s below is a unit: the tokens of a
+micro-batch that a rank holds between blocks, x width, in the precision of matrices.
+"""
+
+import math
+from dataclasses import dataclass
+
+from planning.architecture import Shapes, count, cut, padded
+from planning.workload import Workload
+
+GIB = 2**30
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank; `moments` name what a step goes through, each with the components alive in it."""
+
+    moments: dict[str, dict[str, float]]
+    host: dict[str, float]  # in the memory of the host, a rank
+
+    @property
+    def peak_moment(self) -> str:
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def components(self) -> dict[str, float]:
+        """At the peak."""
+        return self.moments[self.peak_moment]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.components.values())
+
+
+def memory(work: Workload) -> Memory:
+    """Of the rank that needs most: with a pipeline the first stage or the last."""
+    if work.degrees.pp == 1:
+        return stage_memory(work, first=True, last=True)
+    ends = [stage_memory(work, first=True, last=False), stage_memory(work, first=False, last=True)]
+    return max(ends, key=lambda stage: stage.peak)
+
+
+def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
+    """The moments at which a step can be at its peak, going through the backward pass block by block."""
+    states, fields = state_bytes(work, first, last), field_bytes(work)
+    copies = in_flight_copies(work, first)
+    stored, prediction, norms = (x * copies for x in (stored_bytes(work), *end_activations(work, last)))
+    embedded = embedding_bytes(work, first) * copies
+    number, share = work.rank_layers, 1 / work.rank_layers
+    always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
+    step = {
+        **always,
+        "gradients being accumulated": accumulated_bytes(work, first, last),
+        "copies of weights": weight_copies(work, first, last),
+        "fields": fields,
+        "prediction": prediction,
+    }
+    whole, reducing = reduction_bytes(work)
+    down = whole * work.model.mlp_dim * work.model.dim / max(work.model.block_parameters, 1)
+
+    def backward(done: int, gathered: int, working: bool, reduction: float) -> dict[str, float]:
+        """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
+        return {
+            **step,
+            "gradients": states["gradients"] * (done * share if fresh_gradients(work) else 1),
+            "gathered parameters": gathered_bytes(work, first, last, gathered),
+            "activations": stored * (1 - done * share) + embedded,
+            "recomputed": recomputed(work) * working,
+            "gradients of activations": backward_bytes(work) * working,
+            "gradients being reduced": reduction,
+        }
+
+    loss = {**step, "gathered parameters": gathered_bytes(work, first, last, 1)}
+    loss |= {"activations": stored + embedded + norms, "loss": loss_bytes(work) * last}
+    loss |= {} if fresh_gradients(work) else {"gradients": states["gradients"]}
+    moments = {
+        "loss": loss,
+        "backward of the first block": backward(0, 2, True, down),
+        "backward of the second block": backward(min(1, number - 1), 2, True, down + reducing),
+        "reduction of the first block": backward(min(1, number), 2, False, whole + reducing),
+        "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
+        "backward of the last block": backward(number - 1, 1, True, down + reducing),
+        "update": {**always, "gradients": states["gradients"], "fields": fields},
+    }
+    used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
+    return Memory(used, host_bytes(work, states))
+
+
+# -- what stays from step to step
+
+
+def stage_shapes(work: Workload, first: bool, last: bool) -> list[tuple[Shapes, int]]:
+    """(parameters, how many such units) of a stage after tensor parallelism, as FSDP wraps them."""
+    rest: Shapes = {}
+    rest |= work.model.first() if first else {}
+    rest |= work.model.last() if last else {}
+    tp = work.degrees.tp
+    return [(cut(work.model.block(), tp), work.rank_layers), (cut(rest, tp), 1)]
+
+
+def shard_parameters(work: Workload, first: bool = True, last: bool = True) -> int:
+    """Parameters of this rank: FSDP pads the first dim of each to a multiple of its ranks."""
+    units = stage_shapes(work, first, last)
+    ranks = work.fsdp_ranks if work.uses_fsdp else 1
+    return sum(number * padded(unit, ranks) // ranks for unit, number in units)
+
+
+def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[str, float]:
+    """float32 master parameters, gradients, two moments; ZeRO-1 deals the moments out over replicas."""
+    number = shard_parameters(work, first, last)
+    on_device = 0 if work.offload else 1
+    owners = work.degrees.dp_replicate if work.zero1 else 1
+    return {
+        "parameters": on_device * FLOAT32 * number,
+        "gradients": on_device * FLOAT32 * number,
+        "optimiser states": on_device * work.state_itemsize * number / owners,
+        "averaged weights": FLOAT32 * number * work.ema,
+    }
+
+
+def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
+    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages."""
+    number = shard_parameters(work)
+    saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
+    offloaded = (2 * FLOAT32 + work.state_itemsize) * number if work.offload else 0
+    return {"checkpoint being written": saved * work.asynchronous, "offloaded states": offloaded}
+
+
+# -- parameters in use
+
+
+def weight_copies(work: Workload, first: bool, last: bool) -> float:
+    """Autocast's copy of each matrix; FSDP gathers in that precision instead."""
+    if work.uses_fsdp or work.itemsize == FLOAT32 or not work.autocast_copies:
+        return 0
+    units = stage_shapes(work, first, last)
+    matrices = sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)
+    return work.itemsize * matrices
+
+
+def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> float:
+    """FSDP: `blocks` blocks, and all the time what is in no block; "never" keeps all blocks.
+
+    In the backward pass two: one computes while the next is gathered.
+    """
+    if not work.uses_fsdp:
+        return 0
+    (block, number), (rest, _) = stage_shapes(work, first, last)
+    alive = number if work.reshard == "never" else min(blocks, number)
+    return work.itemsize * (alive * padded(block, work.fsdp_ranks) + padded(rest, work.fsdp_ranks))
+
+
+def reduction_bytes(work: Workload) -> tuple[float, float]:
+    """FSDP: a block's gradients whole in the precision of matrices, and the copy that is being reduced."""
+    if not work.uses_fsdp:
+        return 0, 0
+    block = padded(cut(work.model.block(), work.degrees.tp), work.fsdp_ranks)
+    return work.itemsize * block, work.reduce_itemsize * block
+
+
+def fresh_gradients(work: Workload) -> bool:
+    """Whether gradients appear in the backward pass; where they accumulate without FSDP they are there."""
+    return work.uses_fsdp or work.accumulation == 1 and work.micro_batches == 1
+
+
+def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:
+    """FSDP holds whole gradients of all blocks while micro-batches accumulate and exchange nothing."""
+    if not work.uses_fsdp or work.accumulation == 1:
+        return 0
+    units = stage_shapes(work, first, last)
+    itemsize = max(work.reduce_itemsize, work.itemsize)
+    return itemsize * sum(number * count(unit) for unit, number in units)
+
+
+# -- activations
+
+
+def unit_bytes(work: Workload) -> float:
+    """s: tokens of this rank x width x bytes."""
+    return work.micro_batch * work.rank_tokens * work.model.dim * work.itemsize
+
+
+def block_activations(work: Workload, mode: str) -> float:
+    """What a block keeps between its forward and backward pass (docs/activation_checkpointing.md).
+
+    Tensor parallelism keeps what it gathered: the inputs of qkv and up in mode "none", and the partial sums
+    of projection in mode "selective", are of the tokens of all its ranks.
+    """
+    model, s, tp = work.model, unit_bytes(work), work.degrees.tp
+    hidden = model.mlp_dim / model.dim * (3 if model.gated else 2) / 2  # before GELU; again after it
+    qkv = model.qkv_features / model.dim
+    sums = 4 * work.micro_batch * model.heads / tp * work.rank_tokens * tp  # log-sum-exp of attention
+    if mode == "full":
+        return s
+    if mode == "every_n_blocks":
+        return s / work.every_n
+    if mode == "selective":
+        return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
+    if mode == "memory_budget":
+        least, most = block_activations(work, "full"), block_activations(work, "none")
+        return least + work.memory_budget * (most - least)
+    normed = 3 if model.qk_norm else 0
+    exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
+    statistics = 16 * work.micro_batch * work.rank_tokens
+    kept = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
+    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics
+
+
+def scores_bytes(work: Workload) -> float:
+    """The "math" kernel keeps T x T numbers a head."""
+    if work.attention != "math":
+        return 0
+    queries = work.rank_tokens * work.degrees.tp
+    heads = work.model.heads / work.degrees.tp
+    return work.micro_batch * heads * queries * work.model.tokens * work.itemsize
+
+
+def stored_bytes(work: Workload) -> float:
+    """Of all blocks, from their forward pass to their backward pass."""
+    return work.rank_layers * block_activations(work, work.ac_mode) * work.rollout_steps
+
+
+def in_flight_copies(work: Workload, first: bool) -> int:
+    """Micro-batches on their way through a pipeline whose activations this stage holds."""
+    return work.in_flight if first else 1
+
+
+def recomputed(work: Workload) -> float:
+    """What a block's backward pass makes again, beside what was kept.
+
+    "selective": norms, the middle of the residual stream, GELU, while the output of projection is no longer
+    needed. "full" and "every_n_blocks": all that mode "none" keeps of the blocks that are recomputed as one.
+    """
+    s, tp = unit_bytes(work), work.degrees.tp
+    if work.ac_mode == "selective":
+        return s * (1 + tp + work.model.mlp_dim / work.model.dim)
+    if work.ac_mode in ("full", "every_n_blocks"):
+        number = min(work.every_n if work.ac_mode == "every_n_blocks" else 1, work.rank_layers)
+        return number * block_activations(work, "none") - s
+    return 0.0
+
+
+def backward_bytes(work: Workload) -> float:
+    """Gradients of activations in the backward pass of an MLP: of its output, and of GELU's."""
+    return unit_bytes(work) * (work.degrees.tp + work.model.mlp_dim / work.model.dim)
+
+
+def embedding_bytes(work: Workload, first: bool) -> float:
+    """The patches that the embedding took, where they are not the float32 ones."""
+    tokens = work.micro_batch * work.rank_tokens * work.degrees.tp * work.itemsize
+    return tokens * work.model.in_features if first and work.itemsize < FLOAT32 else 0.0
+
+
+def end_activations(work: Workload, last: bool) -> tuple[float, float]:
+    """(the prediction, input and output of the last norm)."""
+    tokens = work.micro_batch * work.rank_tokens * work.itemsize * last
+    return tokens * work.model.out_features, tokens * 2 * work.model.dim
+
+
+def field_bytes(work: Workload) -> float:
+    """float32: the state and the truth as read, and the pieces of input, truth and weights made of them."""
+    shared = work.degrees.cp * work.degrees.tp
+    read = 2 * work.field_values
+    pieces = work.input_values / work.degrees.cp + 2 * work.field_values / shared
+    return FLOAT32 * work.local_batch * (read + pieces)
+
+
+def loss_bytes(work: Workload) -> float:
+    """float32: the error, and four more of its size while its square is differentiated."""
+    values = work.micro_batch * work.rank_tokens * work.model.out_features
+    return 5 * FLOAT32 * values
+
+
+def fits(memory: Memory, capacity: float, reserved: float) -> bool:
+    """Whether a device of `capacity` bytes, `reserved` of them not torch's, holds the peak."""
+    return math.ceil(memory.peak) + reserved <= capacity

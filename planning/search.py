@@ -1,0 +1,194 @@
+"""All layouts of a job on a cluster, the fastest that fit, and what to change where the job does not fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallelisms.degrees import Degrees
+from planning.clusters import Cluster
+from planning.compute import Rates
+from planning.memory import Memory, memory
+from planning.step_time import StepTime, step_time
+from planning.workload import Workload
+
+MAX_PIPELINE, MAX_CONTEXT = 16, 16
+MAX_MICRO_BATCH = 64
+# A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
+# difference has to be larger than the model's error.
+SIMPLICITY = 0.02
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A workload, what it needs and how long a step takes on `devices` devices."""
+
+    work: Workload
+    memory: Memory
+    time: StepTime
+
+    @property
+    def device_seconds(self) -> float:
+        """Of a step, of all devices: what is paid for."""
+        return self.time.total * self.work.degrees.world
+
+    @property
+    def techniques(self) -> int:
+        """How many things beside DDP, or FSDP over all ranks, are switched on."""
+        d, w = self.work.degrees, self.work
+        axes = (
+            (d.pp > 1)
+            + (d.cp > 1)
+            + (d.tp > 1)
+            + (d.dp_shard * d.cp > 1)
+            + (d.dp_replicate > 1 and d.dp_shard > 1)
+        )
+        return axes + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
+
+    @property
+    def score(self) -> float:
+        return self.time.total * (1 + SIMPLICITY * self.techniques)
+
+
+def plan(work: Workload, cluster: Cluster, rates: Rates | None = None, slowest: float = 1.0) -> Plan:
+    return Plan(work, memory(work), step_time(work, cluster, rates, slowest))
+
+
+def capacity(cluster: Cluster) -> float:
+    """Bytes of a device that a step may use."""
+    return cluster.device.memory - cluster.device.reserved
+
+
+def best_layouts(
+    work: Workload, cluster: Cluster, rates: Rates | None = None, number: int = 10
+) -> list[Plan]:
+    """The fastest that fit, best first: one entry a layout, with its best micro-batch and checkpointing."""
+    best: dict[tuple[Degrees, str], Plan] = {}
+    for candidate in candidates(work, cluster):
+        need = memory(candidate)
+        if need.peak > capacity(cluster):
+            continue
+        found = Plan(candidate, need, step_time(candidate, cluster, rates))
+        key = (candidate.degrees, candidate.schedule)
+        if key not in best or found.score < best[key].score:
+            best[key] = found
+    return sorted(best.values(), key=lambda p: p.score)[:number]
+
+
+def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
+    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept."""
+    modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
+    for degrees in layouts(work, cluster):
+        share = work.global_batch // degrees.dp
+        for mode, every_n in modes.items():
+            for batch in micro_batches(share, degrees):
+                changed = work.replace(
+                    degrees=degrees, ac_mode=mode, every_n=every_n, offload=False, zero1=False
+                )
+                if degrees.pp > 1:
+                    yield changed.replace(local_batch=share, pipeline_micro_batch=batch, schedule="1F1B")
+                else:
+                    yield from resharding(changed.replace(local_batch=batch))
+
+
+def resharding(work: Workload) -> Iterator[Workload]:
+    """ZeRO-2 beside ZeRO-3 only where gathers are repeated for accumulated micro-batches."""
+    yield work.replace(reshard="default")
+    if work.uses_fsdp and work.degrees.world > 1:
+        yield work.replace(reshard="never")
+
+
+def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
+    """Tensor parallelism stays inside a node; shards over all ranks, or over a node or less and replicas."""
+    world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
+    heads = work.model.heads
+    for pp in powers_of_two(MAX_PIPELINE):
+        if world % pp or pp > work.model.layers:
+            continue
+        for tp in (n for n in divisors(node) if heads % n == 0 and world % (pp * n) == 0):
+            for cp in powers_of_two(MAX_CONTEXT):
+                rest = world // (pp * tp * cp) if world % (pp * tp * cp) == 0 else 0
+                if not rest or (heads // tp) % cp or (pp > 1 and cp > 1):
+                    continue
+                inside = max(node // (tp * cp), 1)
+                for shard in sorted({1, inside, rest}):
+                    if rest % shard == 0 and work.global_batch % rest == 0:
+                        yield Degrees(pp, rest // shard, shard, cp, tp)
+
+
+def micro_batches(share: int, degrees: Degrees) -> list[int]:
+    """Samples a rank takes at once: divisors of its share, the larger ones; of a pipeline the smaller."""
+    found = [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
+    if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
+        return [n for n in found if share // n >= degrees.pp][:3] or found[:1]
+    return found[-8:]
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, min(n, 4096) + 1) if n % k == 0]
+
+
+def powers_of_two(largest: int) -> list[int]:
+    return [2**i for i in range(largest.bit_length())]
+
+
+# -- where it does not fit
+
+
+def changes_that_fit(work: Workload, cluster: Cluster, rates: Rates | None = None) -> list[tuple[str, Plan]]:
+    """(keys to set, what that gives) of the three cheapest changes after which the job fits.
+
+    Single changes, and where these do not do, two at once. Cost is device-seconds of a step.
+    """
+    found: list[tuple[str, Plan]] = []
+    singles = list(changes(work, cluster))
+    for name, changed, on in singles:
+        found += fitting(name, changed, on, rates)
+    if len(found) < 3:
+        for name, changed, on in singles:
+            for other, both, last in changes(changed, on):
+                if other != name and other.split(" = ")[0] != name.split(" = ")[0]:
+                    found += fitting(f"{name}, {other}", both, last, rates)
+    cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
+    for name, made in sorted(found, key=lambda item: (item[1].device_seconds, item[0].count(","))):
+        cheapest.setdefault(frozenset(part.split(" = ")[0] for part in name.split(", ")), (name, made))
+    return list(cheapest.values())[:3]
+
+
+def fitting(name: str, work: Workload, cluster: Cluster, rates: Rates | None) -> list[tuple[str, Plan]]:
+    made = plan(work, cluster, rates)
+    return [(name, made)] if made.memory.peak <= capacity(cluster) else []
+
+
+def changes(work: Workload, cluster: Cluster) -> Iterator[tuple[str, Workload, Cluster]]:
+    """(keys to set, the workload then, its cluster) of every single change that saves memory."""
+    d = work.degrees
+    for mode in ("selective", "full"):
+        if mode != work.ac_mode:
+            yield f'activation_checkpoint.mode = "{mode}"', work.replace(ac_mode=mode), cluster
+    for batch in (n for n in divisors(work.local_batch) if n < work.local_batch):
+        yield f"training.local_batch_size = {batch}", work.replace(local_batch=batch), cluster
+    if work.dtype == "float32":
+        yield 'training.mixed_precision_param = "bfloat16"', work.replace(dtype="bfloat16"), cluster
+    if d.dp_replicate > 1:
+        whole = Degrees(d.pp, 1, d.dp * 1, d.cp, d.tp)
+        yield "parallelism.data_parallel_replicate_degree = 1", work.replace(degrees=whole), cluster
+    for axis, key in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
+        for n in (2, 4, 8):
+            changed = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
+            heads = work.model.heads % (changed.tp * changed.cp) == 0
+            if (
+                n > getattr(d, axis)
+                and changed.world == d.world
+                and heads
+                and work.global_batch % changed.dp == 0
+            ):
+                yield f"parallelism.{key} = {n}", work.replace(degrees=changed), cluster
+    if work.uses_fsdp and not work.offload:
+        yield "parallelism.cpu_offload = true", work.replace(offload=True), cluster
+    for factor in (2, 4, 8):
+        more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
+        if work.global_batch % (more.dp * work.local_batch) == 0:
+            yield (
+                f"{d.world * factor} devices",
+                work.replace(degrees=more),
+                cluster.with_devices(d.world * factor),
+            )

@@ -1,0 +1,204 @@
+"""Seconds of a training step by class: what computes, what is sent in the open, what waits.
+
+A block computes while the next one's parameters are gathered and the last one's gradients are reduced; only
+what takes longer than the computation is exposed. Tensor parallelism's collectives, and those of attention,
+stand between operations and are exposed whole, but for the ring's.
+"""
+
+from dataclasses import dataclass
+
+from parallelisms.degrees import num_stages
+from planning.architecture import count, cut, padded
+from planning.clusters import Cluster
+from planning.communication import context_collectives, tensor_collectives
+from planning.compute import (
+    DeviceRates,
+    Rates,
+    Times,
+    attention_time,
+    block_seconds,
+    end_seconds,
+    field_seconds,
+    update_seconds,
+)
+from planning.memory import stage_shapes, unit_bytes
+from planning.network import Route, route, seconds
+from planning.workload import Workload
+
+OPERATORS = (22, 48)  # of a block, forward and backward, uncompiled
+OPERATORS_COMPILED = (8, 20)
+BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimiser step on the slowest rank; classes add up to `total`."""
+
+    classes: dict[str, float]
+    samples: int  # of the global batch
+    communication: float  # seconds of all collectives of a rank, hidden or not
+
+    @property
+    def total(self) -> float:
+        return sum(self.classes.values())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(value for name, value in self.classes.items() if name.startswith("exposed"))
+
+    @property
+    def computation(self) -> float:
+        waits = ("exposed", "bubble", "host", "stragglers")
+        return sum(value for name, value in self.classes.items() if not name.startswith(waits))
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.total
+
+    def mfu(self, work: Workload, peak: float) -> float:
+        """Model FLOP/s over the dense bf16 peak of all devices."""
+        return 3 * work.model.flops() * self.samples_per_second / (peak * work.degrees.world)
+
+
+def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slowest: float = 1.0) -> StepTime:
+    """`rates`: measured ones, else those of the cluster's device. `slowest`: how many times longer than the
+    others the slowest rank computes, for which all wait.
+    """
+    rates = rates or DeviceRates(cluster.device, work.float8)
+    routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
+    forward, backward = (block_seconds(work, rates, backward) for backward in (False, True))
+    ends = (end_seconds(work, rates, backward) for backward in (False, True))
+    passes, layers = work.accumulation * work.micro_batches, work.rank_layers
+    total = Times()
+    for times, number in ((forward, layers), (backward, layers), *((end, 1) for end in ends)):
+        total.add(times, number * passes)
+    total["fields"] += (field_seconds(work, rates) + copy_seconds(work, cluster)) * work.accumulation
+    inside, everything = inner_communication(work, cluster, rates, routes)
+    total.add(inside, passes)
+    in_block = [sum(forward.values()), sum(backward.values())]
+    exposed, hidden = sharding_communication(work, routes, in_block[0], in_block[1])
+    total.add(exposed)
+    total["bubble"] += bubble(work, (in_block[0] + in_block[1]) * layers + sum(inside.values()))
+    total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
+    total["host"] += host_seconds(work, rates, in_block) * passes * layers
+    total["update"] += update_seconds(work, rates) + norm_seconds(routes)
+    if slowest > 1:
+        busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
+        total["stragglers"] += (slowest - 1) * busy
+    classes = {name: value for name, value in total.items() if value > 0}
+    return StepTime(classes, work.global_batch, everything * passes + hidden)
+
+
+def copy_seconds(work: Workload, cluster: Cluster) -> float:
+    """Two states of each sample from the host to a device, on the stream that computes."""
+    return 0.0 if cluster.shared else 8 * work.local_batch * work.field_values / cluster.host_link
+
+
+def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
+    """A block takes at least as long as handing its operators to the device, one after the other."""
+    operators = OPERATORS_COMPILED if work.compiled else OPERATORS
+    return sum(max(n * rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
+
+
+def norm_seconds(routes: dict[str, Route]) -> float:
+    """The gradient norm is summed over every axis that shards."""
+    return sum(seconds("all-reduce", 8, on) for name, on in routes.items() if name != "dp_replicate")
+
+
+# -- within a sample
+
+
+def inner_communication(
+    work: Workload, cluster: Cluster, rates: Rates, routes: dict[str, Route]
+) -> tuple[Times, float]:
+    """Of one micro-batch: exposed seconds by class, and seconds in all."""
+    once = work.replace(global_batch=work.local_batch * work.degrees.dp)
+    share = work.rank_layers / work.model.layers / work.micro_batches
+    again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
+    found = Times()
+    if work.degrees.tp > 1:
+        calls = tensor_collectives(once)
+        found["exposed tensor parallel"] = (
+            again
+            * share
+            * sum(number * seconds(call.kind, call.size, routes["tp"]) for call, number in calls.items())
+        )
+    if work.degrees.cp > 1:
+        calls = context_collectives(once)
+        found["exposed context parallel"] = (
+            again
+            * share
+            * sum(number * seconds(call.kind, call.size, routes["cp"]) for call, number in calls.items())
+        )
+    everything = sum(found.values())
+    if work.method == "ring" and work.degrees.cp > 1:
+        attending = (
+            sum(attention_time(work, rates, backward) for backward in (False, True)) * work.rank_layers
+        )
+        rest = found["exposed context parallel"] - attending * (1 - 1 / work.degrees.cp)
+        found["exposed context parallel"] = max(rest, 0.0)
+    return found, everything
+
+
+# -- parameters and gradients
+
+
+def sharding_communication(
+    work: Workload, routes: dict[str, Route], forward: float, backward: float
+) -> tuple[Times, float]:
+    """Of a step: exposed seconds of data parallelism, and seconds in all."""
+    if not work.uses_fsdp:
+        return replica_communication(work, routes["dp_replicate"], backward)
+    fsdp, replicas, tp = routes["fsdp"], routes["dp_replicate"], work.degrees.tp
+    block = padded(cut(work.model.block(), tp), work.fsdp_ranks)
+    gather = seconds("all-gather", work.itemsize * block, fsdp)
+    reduce = seconds("reduce-scatter", work.reduce_itemsize * block, fsdp)
+    reduce += seconds("all-reduce", work.reduce_itemsize * block / work.fsdp_ranks, replicas)
+    layers, passes = work.rank_layers, work.accumulation * work.micro_batches
+    gathers = {"default": layers - 1, "always": layers, "never": 0}[work.reshard]
+    in_forward = gather + (layers - 1) * max(gather - forward, 0.0)  # nothing hides the first
+    again = gathers * max(gather - backward, 0.0)
+    # The last micro-batch gathers and reduces on the same network; nothing hides the last reduction.
+    both = (gather if gathers else 0.0) + reduce
+    reducing = layers * max(both - backward, 0.0) + reduce
+    exposed = passes * in_forward + (passes - 1) * again + reducing
+    everything = passes * (layers + gathers) * gather + layers * reduce
+    return Times({"exposed data parallel": exposed}), everything
+
+
+def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:
+    """DDP: buckets of gradients are reduced while backward goes on; nothing hides the last one.
+
+    ZeRO-1 does the same and then shares the updated weights, in the open.
+    """
+    if on.ranks == 1:
+        return Times(), 0.0
+    total = 4 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
+    buckets = max(round(total / BUCKET), 1)
+    bucket = seconds("all-reduce", total / buckets, on)
+    exposed = bucket + max((buckets - 1) * bucket - backward * work.rank_layers, 0.0)
+    shared = seconds("all-gather", total, on) if work.zero1 else 0.0
+    return Times({"exposed data parallel": exposed + shared}), buckets * bucket + shared
+
+
+# -- pipelines
+
+
+def bubble(work: Workload, batch_seconds: float) -> float:
+    """Seconds of an idle stage, of a step; `batch_seconds`: a micro-batch through a stage, and back.
+
+    Idle for p - 1 micro-batches; interleaved stages are half as long; zero-bubble schedules fill all but the
+    gradients of inputs, a third.
+    """
+    pp = work.degrees.pp
+    if pp == 1:
+        return 0.0
+    share = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
+    return work.accumulation * (pp - 1) * batch_seconds * share
+
+
+def pipeline_sends(work: Workload, on: Route) -> float:
+    """A micro-batch's way through all stages and back; the sends of others go beside computation."""
+    hops = 2 * (num_stages(work.schedule, work.degrees.pp) - 1) if work.degrees.pp > 1 else 0
+    return work.accumulation * hops * seconds("send", unit_bytes(work), on)

@@ -1,0 +1,154 @@
+"""A job as the planner sees it: an architecture, a layout, and what is kept in which precision."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from config import Config, Model
+from config_checks import degrees_asked
+from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
+from planning.architecture import Architecture, vit_architecture
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What memory, time and communication of a step depend on."""
+
+    model: Architecture
+    degrees: Degrees
+    local_batch: int  # samples of a micro-batch; of a batch, where a pipeline cuts it further
+    global_batch: int
+    dtype: str = "bfloat16"  # of matrices: training.mixed_precision_param
+    reduce_itemsize: int = 4  # bytes of a gradient between ranks
+    field_values: int = 0  # of the predicted fields of a sample: V H W
+    input_values: int = 0  # the same of the input
+    ac_mode: str = "none"
+    every_n: int = 1
+    memory_budget: float = 0.5
+    compiled: bool = False
+    float8: bool = False
+    attention: str = "sdpa"
+    autocast_copies: bool = True  # where nothing is sharded, autocast keeps a copy of each matrix
+    reshard: str = "default"
+    zero1: bool = False
+    offload: bool = False
+    method: str = "ulysses"
+    schedule: str = "1F1B"
+    pipeline_micro_batch: int = 1
+    axis_order: tuple[str, ...] = AXES
+    ema: bool = False
+    state_itemsize: int = 8  # bytes of optimiser states a parameter: two moments
+    loss: str = "mse"
+    rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
+    keep_latest_k: int = 5
+    asynchronous: bool = True  # checkpoints
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def accumulation(self) -> int:
+        return max(self.global_batch // (self.local_batch * self.degrees.dp), 1)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one batch that passes through the pipeline; 1 without a pipeline."""
+        return max(self.local_batch // self.pipeline_micro_batch, 1) if self.degrees.pp > 1 else 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples that the model sees at once."""
+        return self.local_batch // self.micro_batches
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a sample that a rank holds between blocks: padded, then dealt out over cp x tp."""
+        return math.ceil(self.model.tokens / (self.degrees.cp * self.degrees.tp))
+
+    @property
+    def rank_layers(self) -> int:
+        """Blocks of the rank that has most."""
+        return math.ceil(self.model.layers / self.degrees.pp)
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations the first stage of a pipeline holds at once."""
+        if self.degrees.pp == 1:
+            return 1
+        if self.schedule == "GPipe":
+            return self.micro_batches
+        stages = num_stages(self.schedule, self.degrees.pp) // self.degrees.pp
+        return min(self.micro_batches, math.ceil(self.degrees.pp * (1 + (stages > 1) * 0.5)))
+
+    @property
+    def fsdp_ranks(self) -> int:
+        return self.degrees.dp_shard * self.degrees.cp
+
+    @property
+    def uses_fsdp(self) -> bool:
+        d = self.degrees
+        return self.fsdp_ranks > 1 or (d.dp_replicate > 1 and d.splits_model)
+
+    def replace(self, **changes: object) -> "Workload":
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_variables: int) -> Workload:
+    """The workload of `config` on `world` ranks. ValueError for a U-Net, whose closed forms are not here."""
+    if config.model.name != "vit":
+        raise ValueError(
+            f'model.name = "{config.model.name}": plan.py knows the vit; for others use --dry_run'
+        )
+    training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
+    degrees = resolve_degrees(world, **degrees_asked(parallelism))
+    conditions = len(config.data.static_variables) + len(config.data.forcings)
+    smallest = training.local_batch_size * degrees.dp
+    cells = math.prod(grid_shape)
+    return Workload(
+        model=architecture_of(config.model, grid_shape, num_variables + conditions, num_variables),
+        degrees=degrees,
+        local_batch=training.local_batch_size,
+        global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
+        dtype=training.mixed_precision_param,
+        reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
+        field_values=num_variables * cells,
+        input_values=(num_variables + conditions) * cells,
+        ac_mode=ac.mode,
+        every_n=ac.every_n_blocks,
+        memory_budget=ac.memory_budget,
+        compiled=config.compile.enable,
+        float8=config.float8.enable,
+        attention=config.model.attention_backend,
+        reshard=parallelism.fsdp_reshard_after_forward,
+        zero1=parallelism.data_parallel == "zero1",
+        offload=parallelism.cpu_offload,
+        method=parallelism.context_parallel_method,
+        schedule=parallelism.pipeline_parallel_schedule,
+        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
+        axis_order=parallelism.axis_order,
+        loss=training.loss,
+        ema=config.training.ema_decay > 0,
+        keep_latest_k=config.checkpoint.keep_latest_k,
+        asynchronous=config.checkpoint.async_mode != "disabled",
+    )
+
+
+def architecture_of(
+    model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
+) -> Architecture:
+    return vit_architecture(
+        grid_shape,
+        model.patch_size,
+        in_channels,
+        out_channels,
+        model.dim,
+        model.num_layers,
+        model.num_heads,
+        model.mlp_dim,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        learned_position=model.position == "learned",
+    )

@@ -1,0 +1,285 @@
+"""Calibration: what is measured, how it is read between shapes, and the file it lies in."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from planning import calibrate as module
+from planning.calibrate import Shapes, calibrate, fit_link, measure, repeat, undisturbed, vit_shapes
+from planning.calibration import (
+    Calibration,
+    Timing,
+    attention_flops,
+    calibrated,
+    load_calibration,
+    matmul_flops,
+    processor_name,
+    save_calibration,
+    torch_version,
+)
+from planning.clusters import Link, load_cluster
+
+CPU = torch.device("cpu")
+TINY = vit_shapes(batch=2, tokens=32, dim=64, heads=4, mlp_dim=128, backends=("sdpa", "math"))
+ELEMENTWISE = {"copy", "cast", "add", "sum", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward"}
+
+
+def product(orientation: str, sizes: tuple[int, int, int], rate: float, dtype: str = "float32") -> Timing:
+    seconds = matmul_flops(*sizes) / rate
+    return Timing(f"matmul/{orientation}", dtype, sizes, seconds, seconds)
+
+
+def attention(direction: str, sizes: tuple[int, int, int, int], rate: float) -> Timing:
+    seconds = attention_flops(*sizes, backward=direction == "backward") / rate
+    return Timing(f"attention/sdpa/{direction}", "bfloat16", sizes, seconds, seconds)
+
+
+MADE = Calibration(
+    torch_version=torch_version(),
+    device_type="cpu",
+    device_name="cpu",
+    processor=processor_name(),
+    cores=4,
+    threads=2,
+    ranks=1,
+    memory=8_000_000_000,
+    launch=1e-6,
+    allreduce=Link(1e-4, 1e9),
+    timings=(
+        product("forward", (128, 64, 64), 100e9),
+        product("forward", (128, 64, 256), 400e9),
+        product("input_gradient", (128, 256, 64), 200e9),
+        product("weight_gradient", (256, 128, 64), 50e9),
+        product("forward", (128, 64, 64), 1e12, "bfloat16"),
+        attention("forward", (2, 4, 64, 32), 300e9),
+        attention("backward", (2, 4, 64, 32), 150e9),
+        Timing("elementwise/copy", "float32", (2**20,), 2**20 / 10e9, 2**20 / 5e9),
+    ),
+)
+
+
+# -- between shapes
+
+
+def test_measured_shapes_take_what_they_took() -> None:
+    for row in MADE.timings[:2]:
+        assert MADE.matmul_seconds(*row.sizes, "float32") == pytest.approx(row.seconds)  # type: ignore[call-arg]
+    assert MADE.attention_seconds(2, 4, 64, 32, "bfloat16", True, "sdpa") == MADE.timings[6].seconds
+
+
+def test_between_two_shapes_the_rate_is_their_geometric_mean() -> None:
+    middle = MADE.matmul_seconds(128, 64, 128, "float32")
+    assert matmul_flops(128, 64, 128) / middle == pytest.approx(200e9)
+
+
+def test_far_shapes_stay_between_the_rates_measured() -> None:
+    rate = matmul_flops(4096, 4096, 4096) / MADE.matmul_seconds(4096, 4096, 4096, "float32")
+    assert 100e9 < rate < 400e9
+
+
+def test_a_linear_layer_backward_is_two_products() -> None:
+    assert MADE.linear_seconds(128, 64, 256, "float32", backward=False) == MADE.timings[1].seconds
+    both = MADE.timings[2].seconds + MADE.timings[3].seconds
+    assert MADE.linear_seconds(128, 64, 256, "float32", backward=True) == pytest.approx(both)
+
+
+def test_nothing_is_faster_than_a_launch() -> None:
+    assert MADE.matmul_seconds(1, 1, 1, "float32") == MADE.launch
+    assert MADE.elementwise_seconds(0) == MADE.launch
+
+
+def test_attention_grows_with_the_square_of_tokens() -> None:
+    once, twice = (MADE.attention_seconds(2, 4, t, 32, "bfloat16", False, "sdpa") for t in (64, 128))
+    assert twice == pytest.approx(4 * once)
+
+
+def test_what_was_not_measured_is_named() -> None:
+    with pytest.raises(
+        ValueError, match="no attention/math/forward in bfloat16, only attention/sdpa/backward"
+    ):
+        MADE.attention_seconds(2, 4, 64, 32, "bfloat16", False, "math")
+
+
+def test_noise() -> None:
+    busy = dataclasses.replace(MADE, timings=MADE.timings[-1:])
+    assert (MADE.noise, busy.noise) == (0.0, pytest.approx(1.0))
+
+
+def test_the_table_has_every_operation() -> None:
+    lines = MADE.table().splitlines()
+    assert lines[0] == f"{processor_name()}: 1 x 2 threads, torch {torch_version()}"
+    assert lines[1].startswith("an operator takes 1.0 us; all-reduce 100 us a step and 1.00 GB/s")
+    assert len(lines) == 3 + len(MADE.timings)
+    assert lines[3].split() == "matmul/forward float32 128 x 64 x 64 0.010 100 GFLOP/s".split()
+    assert "no link" in dataclasses.replace(MADE, allreduce=None).table()
+
+
+# -- the file
+
+
+def test_the_file_holds_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "calibration.json"
+    save_calibration(MADE, path)
+    assert load_calibration(path) == MADE
+    alone = dataclasses.replace(MADE, allreduce=None)
+    save_calibration(alone, path)
+    assert load_calibration(path) == alone
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch_version": "1.0"}, f"measured with torch 1.0, this is {torch_version()}"),
+        ({"processor": "Z80, 1 cores"}, "measured on Z80, 1 cores, this is"),
+        ({"format": 0}, "cannot be read (format is not 1)"),
+        ({"surprise": 0}, "cannot be read"),
+        ({"timings": [{"kind": "matmul"}]}, "cannot be read"),
+    ],
+)
+def test_stale_and_broken_files_end_in_one_line(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(MADE, path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError) as error:
+        load_calibration(path)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("measure with plan.py --calibrate again")
+
+
+def test_a_file_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(MADE, path)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_calibration(path)
+
+
+def test_a_gpu_s_calibration_can_be_read_elsewhere(tmp_path: Path) -> None:
+    there = dataclasses.replace(MADE, device_type="cuda", device_name="NVIDIA H200", processor="another")
+    save_calibration(there, tmp_path / "calibration.json")
+    cluster = load_cluster("thisx16", calibration=tmp_path / "calibration.json")
+    assert (cluster.name, cluster.device.name, cluster.devices) == ("this", "h200, calibrated", 16)
+    assert cluster.device.peak["bf16"] == 989e12
+    assert cluster.device.matmul == {"bf16": pytest.approx(1e12), "fp32": pytest.approx(13 / 0.12 * 1e9)} | {
+        "fp8": 1402e12
+    }
+
+
+# -- on the cluster
+
+
+def test_a_calibrated_cpu() -> None:
+    """Four cores and two threads a rank: two ranks have the measured rates, one has twice them."""
+    cluster = calibrated(load_cluster("cpu", calibration=Path("none")), MADE)
+    device = cluster.device
+    assert (cluster.devices, cluster.devices_per_node, device.memory) == (2, 4, 4_000_000_000)
+    assert device.peak == {"fp32": pytest.approx(400e9), "bf16": pytest.approx(1e12)}
+    assert (device.launch, device.bandwidth, cluster.inside) == (1e-6, pytest.approx(10e9), Link(1e-4, 1e9))
+    one = calibrated(load_cluster("cpu", calibration=Path("none")), MADE, devices=1)
+    assert one.device.matmul["bf16"] == pytest.approx(2 * device.matmul["bf16"])
+
+
+def test_head_sizes_that_were_not_measured_follow_their_nearest() -> None:
+    before = load_cluster("cpu2", calibration=Path("none")).device.attention_forward
+    after = calibrated(load_cluster("cpu", calibration=Path("none")), MADE).device.attention_forward
+    assert after[32] == pytest.approx(300e9)
+    assert after[128] / after[64] == pytest.approx(before[128] / before[64])
+    assert after[64] == pytest.approx(300e9)
+
+
+def test_cpu_takes_a_calibration_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(MADE, path)
+    assert load_cluster("cpu2", calibration=path).device.name == "cpu, calibrated"
+    this = load_cluster("this2", calibration=path)
+    assert dataclasses.replace(this, name="cpu") == load_cluster("cpu2", calibration=path)
+    assert load_cluster("a100", calibration=path).device.name == "a100"
+
+
+def test_a_gpu_nobody_knows(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(dataclasses.replace(MADE, device_type="cuda", device_name="NVIDIA L4"), path)
+    with pytest.raises(ValueError, match='known_as = \\["NVIDIA L4"\\]'):
+        load_cluster("this", calibration=path)
+
+
+# -- measuring
+
+
+def test_links_are_fitted() -> None:
+    """2 (n-1) a + 2 (n-1)/n S/B, also where the smallest messages are slower than the line."""
+    sizes = (2**10, 2**16, 2**20, 2**24)
+    for ranks in (2, 8):
+        steps = 2 * (ranks - 1)
+        exact = [steps * 5e-6 + steps / ranks * size / 2e9 for size in sizes]
+        link = fit_link(ranks, sizes, exact)
+        assert (link.latency, link.bandwidth) == pytest.approx((5e-6, 2e9))
+    odd = fit_link(2, (2**10, 2**20, 2**24), (1e-6, 2e-4, 1e-2))
+    assert odd.latency > 0 and odd.bandwidth > 0
+
+
+def test_disturbed_repetitions_do_not_count() -> None:
+    assert undisturbed([1.0, 1.1, 1.2, 8.0, 8.0, 8.0, 9.0]) == 1.1
+    assert undisturbed([1.0, 1.02, 1.04]) == 1.02
+
+
+def test_repetitions_end_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPETITIONS", (3, 25))
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        time.sleep(0.01)
+
+    (timing,) = repeat([module.Operation("slow", "float32", (1,), run)], CPU, seconds=0.0)
+    assert len(calls) == 2 + 3  # two to find out how long it takes, and no fewer than three
+    assert 0.01 <= timing.seconds < 0.1
+
+
+def test_large_shapes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what a minute allows, in rows and heads and never in width: rates depend on that."""
+    monkeypatch.setattr(module, "MAX_FLOPS", {"cpu": 1e6})
+    monkeypatch.setattr(module, "MAX_VALUES", {"cpu": 2**12})
+    shapes = vit_shapes(64, 256, 64, 4, 128)
+    found = list(module.operations(dataclasses.replace(shapes, dtypes=("float32",)), CPU))
+    assert next(o for o in found if o.kind == "matmul/forward").sizes == (40, 64, 192)
+    assert next(o for o in found if o.kind == "attention/sdpa/forward").sizes == (1, 1, 256, 16)
+    assert max(o.sizes[0] for o in found if o.kind == "elementwise/copy") == 2 * 4 * 2**12
+
+
+def test_a_backend_without_a_kernel_here() -> None:
+    with pytest.raises(ValueError, match='model.attention_backend = "cudnn"'):
+        calibrate(dataclasses.replace(TINY, backends=("cudnn",)), CPU, threads=1)
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    shapes = Shapes(linears=((8, 8, 8),), attentions=(), activations=(), dtypes=("float32",))
+    timings, launch = measure(shapes, CPU, threads=before + 1, seconds=0.0)
+    assert torch.get_num_threads() == before
+    assert {row.kind.partition("/")[0] for row in timings} == {"matmul", "elementwise"}
+    assert 0 < launch < 1e-3
+
+
+def test_two_ranks_measure_at_once(tmp_path: Path) -> None:
+    """All operations, in both precisions, and the link between the ranks; the file and the cluster of it."""
+    found = calibrate(TINY, CPU, threads=1, ranks=2, seconds=0.5)
+    kinds = {(row.kind, row.dtype) for row in found.timings}
+    for dtype in ("float32", "bfloat16"):
+        assert {f"elementwise/{name}" for name in ELEMENTWISE} <= {k for k, d in kinds if d == dtype}
+        for way in ("forward", "backward"):
+            assert {(f"attention/{backend}/{way}", dtype) for backend in ("sdpa", "math")} <= kinds
+            assert found.attention_seconds(2, 4, 32, 16, dtype, way == "backward", "sdpa") > 0
+        assert found.linear_seconds(64, 64, 128, dtype, backward=True) > 0
+    assert ("elementwise/adamw", "float32") in kinds
+    assert all(0 < row.seconds <= row.median and math.isfinite(row.work) for row in found.timings)
+    assert found.allreduce is not None and 1e6 < found.allreduce.bandwidth < 1e12
+    save_calibration(found, tmp_path / "calibration.json")
+    assert load_calibration(tmp_path / "calibration.json") == found
+    assert load_cluster("cpu2", calibration=tmp_path / "calibration.json").inside == found.allreduce

@@ -1,0 +1,201 @@
+"""Named machines: names, users' files, shared cores, and where each figure comes from."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planning.clusters import KEYS, MACHINES, Cluster, load_cluster, read_machines, split_name
+
+NONE = Path("not-there.json")
+NAMES = list(read_machines(MACHINES))
+ONE_LINE = re.compile(r"[^\n]+")
+
+
+def load(name: str, *files: Path) -> Cluster:
+    return load_cluster(name, files, calibration=NONE)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "devices"),
+    [
+        ("a100x64", "a100", 64),
+        ("a100", "a100", None),
+        ("a100-40x16", "a100-40", 16),
+        ("a100-40", "a100-40", None),
+        ("a100-8hdrx64", "a100-8hdr", 64),
+        ("h100x512", "h100", 512),
+        ("cpu2", "cpu", 2),
+        ("cpu", "cpu", None),
+    ],
+)
+def test_names(name: str, machine: str, devices: int | None) -> None:
+    assert split_name(name, NAMES) == (machine, devices)
+
+
+def test_a_name_alone_is_a_node() -> None:
+    assert [load(name).devices for name in ("a100", "a100-40", "cpu")] == [8, 4, 2]
+    assert all(load(name).nodes == 1 for name in NAMES)
+
+
+def test_nodes() -> None:
+    cluster = load("a100x64")
+    assert (cluster.devices, cluster.nodes, cluster.with_devices(12).nodes) == (64, 8, 2)
+    assert cluster.with_devices(64) == cluster
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h10x64", "did you mean 'h100'"),
+        ("A100x64", "did you mean 'a100'"),
+        ("a100x0", "give at least 1"),
+        ("tpu", "give one of a100, a100-8hdr, a100-40, h100, h200, b200, cpu, this"),
+        ("", "no such machine"),
+    ],
+)
+def test_unknown_names_end_in_one_line(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        load(name)
+    assert ONE_LINE.fullmatch(str(error.value))
+
+
+def test_no_devices() -> None:
+    with pytest.raises(ValueError, match="give at least 1"):
+        load("a100").with_devices(0)
+
+
+def test_this_needs_a_calibration() -> None:
+    with pytest.raises(ValueError, match="plan.py --calibrate"):
+        load("this")
+
+
+# -- figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_machines_are_plausible(name: str) -> None:
+    """Nothing measured lies above its peak, and what costs less per device is not the dearer kind."""
+    cluster = load(name)
+    device = cluster.device
+    assert all(device.matmul[key] <= device.peak[key] for key in device.peak)
+    assert set(device.matmul) == set(device.peak) >= {"bf16", "fp32"}
+    assert set(device.attention_forward) == set(device.attention_backward) == {64, 128}
+    assert all(rate < device.peak["bf16"] for rate in device.attention_forward.values())
+    assert all(device.attention_backward[e] <= device.attention_forward[e] for e in (64, 128))
+    assert device.reserved < device.memory / 5
+    assert cluster.spot < cluster.on_demand
+    assert cluster.inside.latency <= cluster.between.latency
+    assert 1.0 <= cluster.pue < 2.0
+
+
+def test_figures_of_the_mission() -> None:
+    a100 = load("a100x64")
+    assert (a100.on_demand, a100.spot) == (3.50, 1.23)
+    assert (a100.between.latency, a100.between.bandwidth) == (50e-6, 25e9)
+    assert (a100.inside.latency, a100.device.peak["bf16"]) == (10e-6, 312e12)
+    # its ring all-reduce of 2.4 GB over 64 devices: 195 ms
+    steps, size = 2 * 63, 2.4e9
+    seconds = steps * a100.between.latency + steps / 64 * size / a100.between.bandwidth
+    assert seconds == pytest.approx(0.195, abs=1e-3)
+
+
+def test_figures_of_the_design() -> None:
+    h200 = load("h200").device
+    assert (h200.matmul["bf16"], h200.bandwidth, h200.peak["bf16"]) == (790e12, 4.3e12, 989e12)
+
+
+def test_every_figure_has_its_source() -> None:
+    """A comment on its line or on the line above."""
+    lines = MACHINES.read_text(encoding="utf-8").splitlines()
+    plain = ("known_as", "like", "shared", "devices_per_node")
+    for above, line in zip(lines, lines[1:], strict=False):
+        if re.match(r"\w+ =", line) and not line.startswith(plain):
+            assert "#" in line or above.startswith(("#", "attention_forward")), line
+
+
+def test_every_key_is_explained() -> None:
+    header = MACHINES.read_text(encoding="utf-8").partition("\n[a100]")[0]
+    obvious = {"known_as", "devices_per_node", "host_memory", "host_link", "on_demand", "spot", "pue"}
+    assert [key for key in KEYS if key not in obvious and key not in header] == []
+
+
+# -- shared cores
+
+
+def test_ranks_divide_a_cpu() -> None:
+    one, two = load("cpu1"), load("cpu2")
+    assert one.device.matmul["fp32"] == 2 * two.device.matmul["fp32"]
+    assert one.device.memory == 2 * two.device.memory
+    assert one.on_demand == 2 * two.on_demand
+    assert one.device.reserved == two.device.reserved  # a process costs what it costs
+    assert load("cpu4").device == two.device  # on a second node
+    assert one.with_devices(2) == two
+
+
+# -- users' files
+
+
+def test_a_file_changes_a_machine(write: Callable[[str], Path]) -> None:
+    cluster = load("a100x64", write("[a100]\non_demand = 2\npeak = { bf16 = 300e12, fp32 = 150e12 }\n"))
+    assert (cluster.on_demand, cluster.device.peak["bf16"]) == (2, 300e12)
+    assert dataclasses.replace(cluster, on_demand=3.5, device=load("a100x64").device) == load("a100x64")
+
+
+def test_a_file_adds_a_machine(write: Callable[[str], Path]) -> None:
+    path = write('[juwels]\nlike = "a100-40"\nbetween = { latency = 1e-5, bandwidth = 80e9 }\n')
+    cluster = load("juwelsx32", path)
+    assert (cluster.nodes, cluster.between.bandwidth) == (8, 80e9)
+    assert cluster.device.memory == load("a100-40").device.memory
+
+
+def test_later_files_win(tmp_path: Path) -> None:
+    for number, name in enumerate(("a.toml", "b.toml")):
+        (tmp_path / name).write_text(f"[a100]\nspot = {number}\n", encoding="utf-8")
+    assert load("a100", tmp_path / "a.toml", tmp_path / "b.toml").spot == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a100]\nprice = 3\n", "a100.price = 3: no such key"),
+        ("[a100]\non_demnd = 3\n", "did you mean on_demand?"),
+        ("[a100]\nmemory = -1\n", "a100.memory = -1: give a positive number"),
+        ('[a100]\nmemory = "80 GB"\n', "give a positive number"),
+        ("[a100]\nmemory = true\n", "give a positive number"),
+        ("[a100]\nmemory = inf\n", "give a positive number"),
+        ("[a100]\nspot = -1\n", "give a positive number"),
+        ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32, fp8"),
+        ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
+        ("[a100]\nknown_as = 3\n", "a list of names"),
+        ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),
+        ("[mine]\nmemory = 8e9\n", "[mine] is not complete; add reserved, bandwidth"),
+        ("spot = 3\n", "stands outside a machine"),
+        ("[a100\n", "give a TOML file"),
+    ],
+)
+def test_wrong_files_end_in_one_line(write: Callable[[str], Path], text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        load("a100", write(text))
+    assert ONE_LINE.fullmatch(str(error.value))
+    assert str(error.value).startswith("--clusters ")
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="--clusters nowhere.toml"):
+        load("a100", Path("nowhere.toml"))

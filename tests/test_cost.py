@@ -1,0 +1,236 @@
+"""Cost against closed forms, the mission's own sums, and a simulation of the preemptions."""
+
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from planning.clusters import load_cluster
+from planning.cost import (
+    HOUR,
+    Fleet,
+    Saves,
+    best_interval,
+    checkpoint_storage,
+    daly_interval,
+    data_storage,
+    dollars,
+    expected_time,
+    fleets,
+    interval_of,
+    run_cost,
+    young_interval,
+)
+
+A100 = load_cluster("a100x64", calibration=Path("none"))
+MIXED = Fleet(A100, on_demand_nodes=1)
+
+
+# -- the mission's sums
+
+
+def test_mission_on_demand() -> None:
+    assert dollars(110, 64, 3.50) == pytest.approx(24_640)
+    samples = 44 * 110 * HOUR
+    cost = run_cost(samples, 44, Fleet(A100, 8), Saves(interval=HOUR))
+    assert (cost.hours, cost.device_hours, cost.dollars) == pytest.approx((110, 7_040, 24_640))
+
+
+def test_mission_mixed_fleet() -> None:
+    """$3,080 and $7,577, and two preemptions of 45 minutes of 64 devices at the spot price."""
+    assert (MIXED.on_demand_devices, MIXED.spot_devices) == (8, 56)
+    steps = dollars(110, 8, 3.50), dollars(110, 56, 1.23)
+    lost = dollars(2 * 0.75, 64, 1.23)
+    assert (*steps, lost) == pytest.approx((3_080, 7_577, 118), abs=0.5)
+    assert sum(steps) + lost == pytest.approx(10_775, abs=0.5)
+    assert 110 * MIXED.dollars_an_hour == pytest.approx(sum(steps))
+
+
+def test_mission_expects_two_preemptions() -> None:
+    """Its on-demand node waits too, at its own price: the two preemptions cost $145, not $118."""
+    assert 110 * HOUR * MIXED.rate == pytest.approx(2, rel=0.01)
+    assert 2 * 0.75 * MIXED.dollars_an_hour == pytest.approx(145.3, abs=0.1)
+    time = expected_time(110 * HOUR, Saves(HOUR, restart=0.25 * HOUR), MIXED.rate)
+    assert time.preemptions == pytest.approx(2, rel=0.02)
+    # 15 minutes to start again and half an hour of work each: the mission's 45
+    assert time.wall - time.work == pytest.approx(2 * 0.75 * HOUR, rel=0.03)
+
+
+# -- expected time
+
+
+def test_without_preemptions_it_is_exact() -> None:
+    time = expected_time(1000.0, Saves(interval=300.0, stall=2.0, write=50.0, restart=99.0), rate=0.0)
+    assert time.stalls == 4 * 2.0  # after 300, 600 and 900 seconds, and at the end
+    assert time.wall == 1008.0
+    assert time.preemptions == time.redone == time.restarts == 0.0
+
+
+def test_a_whole_number_of_intervals_has_no_last_piece() -> None:
+    assert expected_time(0.3, Saves(interval=0.1, stall=1.0), rate=0.0).stalls == 3.0
+
+
+def test_small_rates_are_first_order() -> None:
+    """N (restart + interval/2 + write), with N = rate x work."""
+    saves, rate, work = Saves(interval=600.0, stall=5.0, write=60.0, restart=900.0), 1e-9, 6e6
+    time = expected_time(work, saves, rate)
+    each = saves.restart + (saves.interval + saves.stall) / 2 + saves.write
+    lost = time.wall - work - time.stalls
+    assert lost == pytest.approx(rate * (work + time.stalls) * each, rel=1e-3)
+
+
+def test_wall_is_the_sum_of_its_parts() -> None:
+    time = expected_time(1e5, Saves(2e3, stall=30.0, write=100.0, restart=500.0), rate=1e-4)
+    assert time.wall == pytest.approx(time.work + time.stalls + time.restarts + time.redone)
+    assert min(time.stalls, time.restarts, time.redone) > 0
+
+
+def simulate(work: float, saves: Saves, rate: float, generator: random.Random) -> tuple[float, int]:
+    """Seconds and preemptions of one run, event by event: an independent account of the same process."""
+    now, done, safe, preemptions = 0.0, 0.0, 0.0, 0
+    pending: tuple[float, float] | None = None  # (work it holds, when it will be written)
+    next_preemption = generator.expovariate(rate)
+    while True:
+        target = min(done + saves.interval - done % saves.interval, work)
+        step = target - done + saves.stall
+        if now + step <= next_preemption:
+            now, done = now + step, target
+            if pending and pending[1] <= now:
+                safe = pending[0]
+            pending = (done, now + saves.write)
+            if done >= work:
+                return now, preemptions
+            continue
+        if pending and pending[1] <= next_preemption:
+            safe = pending[0]
+        now, pending, done = next_preemption, None, safe
+        while True:  # restarts, which may be preempted too
+            preemptions += 1
+            next_preemption = now + generator.expovariate(rate)
+            if now + saves.restart <= next_preemption:
+                now += saves.restart
+                break
+            now = next_preemption
+
+
+@pytest.mark.parametrize(
+    ("saves", "rate", "slack"),
+    [
+        pytest.param(Saves(64.0, stall=2.0, restart=40.0), 1e-3, 0.0, id="rare"),
+        pytest.param(Saves(256.0, stall=16.0, restart=128.0), 4e-3, 0.0, id="more often than saves"),
+        pytest.param(Saves(512.0), 2e-3, 0.0, id="free"),
+        # the term of unfinished saves is of first order: 1 % at rate x interval = 0.1
+        pytest.param(Saves(128.0, stall=1.0, write=64.0, restart=32.0), 8e-4, 0.01, id="asynchronous"),
+    ],
+)
+def test_expected_time_is_the_mean_of_simulated_runs(saves: Saves, rate: float, slack: float) -> None:
+    generator, work = random.Random(0), 2048.0
+    runs = [simulate(work, saves, rate, generator) for _ in range(4000)]
+    time = expected_time(work, saves, rate)
+    for found, expected in zip(zip(*runs, strict=True), (time.wall, time.preemptions), strict=True):
+        error = statistics.stdev(found) / math.sqrt(len(found))
+        assert abs(statistics.mean(found) - expected) < 4 * error + slack * expected
+
+
+def test_a_run_without_saves_repeats_itself_whole() -> None:
+    """A run shorter than its interval: (e^(rate s) - 1)/rate, and no unfinished save costs anything."""
+    time = expected_time(5e3, Saves(interval=1e9, write=60.0), rate=1e-4)
+    assert time.wall == pytest.approx(math.expm1(0.5) / 1e-4)
+    assert expected_time(0.0, Saves(interval=60.0), rate=1e-4).wall == 0.0
+
+
+def test_a_run_that_never_ends() -> None:
+    """Thousands of preemptions between two saves: no overflow, and no number that looks like an answer."""
+    time = expected_time(1e7, Saves(1e6, restart=60.0), rate=1e-2)
+    assert time.wall == time.preemptions == math.inf
+
+
+# -- the best interval
+
+
+def cheapest(stall: float, rate: float) -> float:
+    """By trying: what makes a second of work take least."""
+    tried = [10 ** (i / 500) for i in range(3000)]
+    return min(tried, key=lambda tau: expected_time(tau, Saves(tau, stall), rate).wall / tau)
+
+
+@pytest.mark.parametrize(("stall", "mean"), [(1.0, 1e4), (30.0, 3600.0), (300.0, 3600.0)])
+def test_intervals_against_the_exact_optimum(stall: float, mean: float) -> None:
+    best = cheapest(stall, 1 / mean)
+    assert daly_interval(stall, 1 / mean) == pytest.approx(best, rel=0.01)
+    assert young_interval(stall, 1 / mean) == pytest.approx(best, rel=1.1 * math.sqrt(stall / mean) + 0.01)
+
+
+def test_intervals_by_hand() -> None:
+    assert young_interval(30.0, 1 / 6000) == pytest.approx(600.0)
+    assert daly_interval(30.0, 1 / 6000) == pytest.approx(600 * (1 + 0.05 / 3 + 0.0025 / 9) - 30)
+    assert daly_interval(300.0, 1 / 100) == 100.0  # a save takes longer than two preemptions are apart
+
+
+def test_interval_limits() -> None:
+    assert young_interval(30.0, 0.0) == daly_interval(30.0, 0.0) == math.inf
+    assert best_interval(Saves(1.0, stall=0.0, write=20.0), rate=1e-4) == 20.0
+    assert best_interval(Saves(1.0, stall=30.0, write=20.0), 1 / 6000) == daly_interval(30.0, 1 / 6000)
+
+
+def test_the_configured_interval() -> None:
+    assert interval_of(500, 1.2) == 600.0
+    assert interval_of(500, 1.2, minutes=5.0) == 300.0
+    assert interval_of(500, 1.2, minutes=15.0) == 600.0
+
+
+# -- fleets, energy, storage
+
+
+def test_fleets_of_a_cluster() -> None:
+    found = fleets(A100)
+    assert list(found) == ["on demand", "1 on demand, 7 spot", "spot"]
+    assert found["spot"].dollars_an_hour == pytest.approx(64 * 1.23)
+    assert found["on demand"].rate == 0.0
+    assert found["spot"].rate == pytest.approx(8 / 7 * MIXED.rate)
+    assert list(fleets(A100.with_devices(8))) == ["on demand", "spot"]
+
+
+def test_a_part_of_a_node_is_paid_as_such() -> None:
+    fleet = Fleet(A100.with_devices(4), on_demand_nodes=1)
+    assert (fleet.on_demand_devices, fleet.spot_devices) == (4, 0)
+
+
+def test_more_nodes_than_there_are() -> None:
+    with pytest.raises(ValueError, match="9 nodes on demand: a100 has 8"):
+        Fleet(A100, 9)
+
+
+def test_energy() -> None:
+    """64 x 670 W x 1.2 for 110 hours."""
+    cost = run_cost(44 * 110 * HOUR, 44, Fleet(A100, 8), Saves(interval=HOUR))
+    assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110)
+    assert cost.dollars_lost == 0.0
+
+
+def test_money_lost_to_preemptions() -> None:
+    cost = run_cost(44 * 110 * HOUR, 44, MIXED, Saves(HOUR, stall=1.0, restart=900.0))
+    assert cost.dollars == pytest.approx(110 * MIXED.dollars_an_hour + cost.dollars_lost)
+    assert 100 < cost.dollars_lost < 200
+
+
+def test_storage() -> None:
+    assert checkpoint_storage(100, keep_latest_k=5, steps=10_000, interval=500) == 600
+    assert checkpoint_storage(100, keep_latest_k=5, steps=1_000, interval=500) == 200
+    assert checkpoint_storage(100, keep_latest_k=0, steps=1_001, interval=500) == 300
+    assert data_storage(350_000, 17, (1024, 2048), 4) == pytest.approx(
+        50e12, rel=0.01
+    )  # mission.md, section 6
+
+
+@pytest.mark.parametrize("values", [{"interval": 0.0}, {"interval": 1.0, "restart": -1.0}])
+def test_impossible_saves(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="give an interval above 0"):
+        Saves(**values)
+
+
+def test_no_rate() -> None:
+    with pytest.raises(ValueError, match="give a rate above 0"):
+        run_cost(1.0, 0.0, MIXED, Saves(1.0))

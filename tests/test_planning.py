@@ -1,0 +1,224 @@
+"""The planner's closed forms, against the model, torch's counters, the dry run, and sums done by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from config import load_config
+from models.build import build_model
+from models.vit import VisionTransformer
+from parallelisms.degrees import Degrees
+from planning.architecture import Architecture, count, cut, padded
+from planning.clusters import Link, load_cluster
+from planning.compute import hardware_flops
+from planning.dry_run import dry_run
+from planning.memory import shard_parameters, stage_memory, state_bytes
+from planning.network import Route, ring_all_reduce, route, seconds
+from planning.search import best_layouts, capacity, changes_that_fit, plan
+from planning.step_time import step_time
+from planning.workload import Workload, architecture_of, workload_of
+
+ROOT = Path(__file__).parent.parent
+GRID = (32, 64)
+BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_backend": "sdpa"}
+SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size": "4"}
+
+
+def workload(world: int = 1, **options: str) -> Workload:
+    os.environ["WORLD_SIZE"] = str(world)
+    try:
+        return workload_of(configuration(**options), world, GRID, 7)
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def configuration(**options: str):
+    named = {key.replace("__", "."): value for key, value in options.items()}
+    return load_config([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
+
+
+@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}])
+def test_shapes_are_those_of_the_model(options):
+    config = configuration(**{"model.position": "learned", **options})
+    model = build_model(config.model, 7, 2, GRID, True)
+    architecture = architecture_of(config.model, GRID, 9, 7)
+    assert architecture.parameters == sum(p.numel() for p in model.parameters())
+    assert architecture.flops() == model.flops()
+    block = {name: tuple(p.shape) for name, p in model.get_submodule("blocks.0").named_parameters()}
+    assert architecture.block() == block
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "every_n_blocks", "selective"])
+def test_flops_are_those_that_torch_counts(mode):
+    """With matmul attention: the counter does not know the CPU's fused kernel, only CUDA's."""
+    from parallelisms.activation_checkpoint import apply_activation_checkpoint
+
+    options = {"model.attention_backend": "math", "activation_checkpoint.mode": mode}
+    work = workload(**options, **{"activation_checkpoint.every_n_blocks": "2"})
+    config = configuration(**options)
+    with torch.device("meta"):
+        model = build_model(config.model, 7, 0, GRID, True)
+    model.to_empty(device="cpu")
+    apply_activation_checkpoint(model, mode, 2)  # type: ignore[arg-type]
+    assert isinstance(model, VisionTransformer)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(3, work.model.tokens, work.model.in_features)).sum().backward()
+    assert counter.get_total_flops() == 3 * hardware_flops(work)
+
+
+def test_flops_of_fused_attention_are_those_that_torch_states():
+    math, fused = workload(**{"model.attention_backend": "math"}), workload()
+    shape = (1, fused.model.heads, fused.model.tokens, fused.model.head_dim)
+    stated = sdpa_flop_count(*[shape] * 3) + sdpa_backward_flop_count(*[shape] * 4)
+    without = hardware_flops(math) - math.model.layers * 3 * math.model.attention_flops()
+    assert hardware_flops(fused) == without + fused.model.layers * stated
+
+
+LAYOUTS = [
+    (1, {}),
+    (1, {"activation_checkpoint.mode": "selective"}),
+    (1, {"activation_checkpoint.mode": "full", "training.local_batch_size": "16"}),
+    (1, {"training.mixed_precision_param": "bfloat16"}),
+    (8, {}),
+    (8, {"training.global_batch_size": "64"}),
+    (8, {"parallelism.fsdp_reshard_after_forward": "never", "training.mixed_precision_param": "bfloat16"}),
+    (8, {"model.dim": "512", "training.local_batch_size": "1"}),
+    (4, {"parallelism.context_parallel_degree": "4"}),
+    (2, {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}),
+]
+
+
+@pytest.mark.parametrize("world, options", LAYOUTS)
+def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
+    """Peak within 6 %, states exactly. A dry run of a first stage has no truth to hold: 12 %."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    config = configuration(**options)
+    work = workload_of(config, world, GRID, 7)
+    found = stage_memory(work, first=True, last=work.degrees.pp == 1)
+    real = dry_run(config, world, GRID, 7, True)
+    assert 4 * shard_parameters(work, last=work.degrees.pp == 1) == real.parameters
+    read = 2 * 4 * work.local_batch * work.field_values  # the dry run's fields come as pieces
+    tolerance = 0.06 if work.degrees.pp == 1 else 0.12
+    assert found.peak - read == pytest.approx(real.peak["Total"], rel=tolerance)
+
+
+def test_states_of_a_shard_by_hand():
+    """1.386 B parameters, 16 B each, over 64 ranks: 22.2 GB / 64, with what does not divide by 64 padded."""
+    work = vit1b(Degrees(dp_shard=64))
+    states = state_bytes(work)
+    assert sum(states.values()) == pytest.approx(16 * work.model.parameters / 64, rel=1e-3)
+    assert work.model.parameters == 1_385_874_176  # mission.md, section 6: "1.386 B"
+
+
+def vit1b(degrees: Degrees, **changes: object) -> Workload:
+    os.environ["WORLD_SIZE"] = str(degrees.world)
+    try:
+        config = load_config(["--job.config_file=train_configs/vit1b.toml"])
+        work = workload_of(config, degrees.world, (1024, 2048), 17)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    return work.replace(degrees=degrees, **changes)
+
+
+def test_rings_of_the_mission():
+    """T = 2 (n - 1) alpha + 2 (n - 1)/n S/B: 7.0 ms and 195 ms."""
+    assert ring_all_reduce(8, Link(10e-6, 600e9), 2.4e9) == pytest.approx(7.14e-3, rel=1e-2)
+    assert ring_all_reduce(64, Link(50e-6, 25e9), 2.4e9) == pytest.approx(195e-3, rel=5e-3)
+
+
+def test_routes_follow_the_order_of_axes():
+    cluster = load_cluster("a100x64")
+    work = vit1b(Degrees(dp_shard=8, tp=8))
+    assert route(cluster, work, "tp").per_node == 8
+    across = route(cluster, work, "fsdp")
+    assert across.per_node == 1 and across.nodes == 8
+    assert across.between.bandwidth == cluster.between.bandwidth / 8  # 8 groups share a node's network
+    turned = work.replace(axis_order=("tp", "pp", "dp_replicate", "cp", "dp_shard"))
+    assert route(cluster, turned, "fsdp").nodes == 1 and route(cluster, turned, "tp").per_node == 1
+
+
+def test_collectives_by_hand():
+    on = Route(8, 4, Link(1e-6, 100e9), Link(10e-6, 10e9))
+    assert seconds("all-gather", 8e9, on) == pytest.approx(7 * (0.25 * 10e-6 + 0.75 * 1e-6) + 7 / 8 * 0.8)
+    assert seconds("all-reduce", 8, Route(1, 1, on.inside, on.between)) == 0
+    exchange = seconds("all-to-all", 8e9, on)  # half leaves the node, four ranks share its 10 GB/s
+    assert exchange == pytest.approx(4 / 8 * 8e9 * 4 / 10e9, rel=1e-3)
+
+
+def test_a_step_adds_up_and_more_devices_are_faster():
+    cluster = load_cluster("a100x64")
+    work = vit1b(Degrees(dp_shard=64))
+    whole = step_time(work, cluster)
+    assert whole.total == pytest.approx(sum(whole.classes.values()))
+    assert 0.3 < whole.mfu(work, 312e12) < 0.6
+    half = step_time(vit1b(Degrees(dp_shard=32)), cluster.with_devices(32))
+    assert 1.9 < half.total / whole.total < 2.1
+    slow = step_time(work, cluster, slowest=1.1)
+    assert slow.total / whole.total == pytest.approx(1.1, rel=0.01)
+
+
+def test_pipelines_idle_for_their_bubble():
+    """(p - 1)/(m + p - 1) of the time of GPipe and 1F1B (Narayanan et al. 2021)."""
+    work = vit1b(Degrees(pp=4, dp_shard=16), local_batch=192, pipeline_micro_batch=6)
+    time = step_time(work, load_cluster("a100x64"))
+    share = time.classes["bubble"] / (time.total - time.classes["update"] - time.classes["fields"])
+    assert share == pytest.approx(3 / (32 + 3), rel=0.05)
+
+
+def test_the_search_prefers_what_is_simple():
+    """mission.md: a model that fits on one GPU is trained with DDP, one that nearly fits with FSDP."""
+    small = Architecture(1024, 512, 12, 8, 2048, 1280, 1280)  # 45 M parameters
+    assert 35e6 < small.parameters < 50e6
+    work = Workload(
+        small, Degrees(dp_shard=4), 16, 64, field_values=20 * 256 * 256, input_values=20 * 256 * 256
+    )
+    best = best_layouts(work, load_cluster("a100x4"))[0].work
+    assert best.degrees == Degrees(dp_replicate=4) and best.ac_mode == "none"
+    large = best_layouts(vit1b(Degrees(dp_shard=64)), load_cluster("a100x64"))
+    assert large[0].work.degrees.tp == 1 and len(large) == 10
+    assert [p.score for p in large] == sorted(p.score for p in large)
+
+
+def test_what_does_not_fit_comes_with_changes_that_do():
+    cluster = load_cluster("a100-40x4")
+    work = vit1b(Degrees(dp_shard=4))
+    assert plan(work, cluster).memory.peak > capacity(cluster)
+    changes = changes_that_fit(work, cluster)
+    assert len(changes) == 3
+    assert all(made.memory.peak <= capacity(cluster) for _, made in changes)
+    costs = [made.device_seconds for _, made in changes]
+    assert costs == sorted(costs)
+
+
+def test_padding_and_cutting_by_hand():
+    shapes = {"mlp.up.weight": (10, 4), "norm.weight": (5,)}
+    assert padded(shapes, 4) == 12 * 4 + 8
+    assert cut(shapes, 2) == {"mlp.up.weight": (5, 4), "norm.weight": (5,)}
+    assert count(shapes) == 45
+
+
+def command(*options: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "plan.py", "--job.config_file", "train_configs/vit1b.toml", *options]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_answers_in_tables_and_json(tmp_path):
+    done = command("--cluster", "a100x64", "--layout", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout and "1 before 2" in done.stdout and "on demand" in done.stdout
+    done = command("--cluster", "a100-40x4", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
+    done = command("--cluster", "a100-40x4")
+    assert done.returncode == 1 and "GiB a device are missing" in done.stdout
+    done = command("--cluster", "a100x8", "--sweep", "gpus=8,16,...,64", "--job.dump_folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan" / "scaling.csv").exists() and (tmp_path / "plan" / "scaling.png").exists()
+    for bad in (["--cluster", "a10x64"], ["--cluster", "a100x8", "--sweep", "gpus=8,x"], []):
+        done = command(*bad)
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
