@@ -70,8 +70,8 @@ class Model:
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
     stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0  # ViT: share of samples that skip last block
-    # ViT: kernel; "sdpa" lets torch choose, "math" is plain matmul (fastest on CPU at few tokens)
-    attention_backend: Literal["sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
+    # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
     width: Positive = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
     levels: Positive = 4  # U-Net: how often the grid is halved
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step

@@ -12,7 +12,7 @@
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
---slowest F           stragglers: the slowest rank computes F times longer than the others (default 1)
+--slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
 --rollout_steps K     steps of the model that one backward pass goes through (default 1)
 --json                print one JSON object instead of tables
 

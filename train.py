@@ -26,11 +26,13 @@ from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_sm
 from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
 from datasets.selection import evenly_spaced, open_selection
 from models.build import build_model
+from models.vit import VisionTransformer
 from parallelisms.degrees import resolve_degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import ReplicaLost
 from training.activity import activity
+from training.attention_choice import choose_attention
 from training.bad_steps import BadSteps, TrainingDiverged, step_unless
 from training.best import Best
 from training.checkpoint import Checkpointer
@@ -47,7 +49,7 @@ from training.metrics import Metrics, peak_tflops
 from training.objective import Objective
 from training.optimizers import build_optimizer, set_lr
 from training.preemption import EXIT_SAVED, Agreement, farewell
-from training.profiler import Profiler, span
+from training.profiler import Profiler, part_times, span
 from training.run_state import Progress, RunState, global_batch_size, go_back, resume
 from training.watchdog import Watchdog
 from verification.baselines import fit_baselines
@@ -124,6 +126,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     normalizer = Normalizer(statistics, config.model.predict).to(device)
     plan = build_model(config.model, len(variables), conditions.num_channels, grid.shape, grid.periodic)
     num_parameters = sum(p.numel() for p in plan.parameters())
+    if config.model.attention_backend == "auto" and isinstance(plan, VisionTransformer):
+        with one_line_errors():
+            choose_attention(plan, training.local_batch_size, degrees, dtype, device, folder)
     model = parallelize(
         plan,
         mesh,
@@ -244,6 +249,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
     batches = loader.iterate(progress.samples, progress.rollbacks)
     model.train()
+    part_times.start(device)
     metrics.start_interval()
     first, stop = step + 1, ""
     with profiler, agreement:
@@ -260,13 +266,14 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     continue
             step += 1
             last = step == training.steps
-            step_loss, data_seconds = torch.zeros((), device=device), 0.0
+            step_loss, data_seconds, data_bytes = torch.zeros((), device=device), 0.0, 0
             seed_step(training.seed, step, dp_rank)
             for micro_batch in range(accumulation):
                 with span("data"):
                     started = time.perf_counter()
                     fields, times = next(batches)  # (B, 2, V, H, W), (B,)
                     data_seconds += time.perf_counter() - started
+                    data_bytes += fields.nbytes
                     fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
                 pieces, exchange = objective.cut(fields, times), micro_batch == accumulation - 1
                 share = model.forward_backward(
@@ -300,13 +307,14 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 model.zero_grad()
             progress.step, progress.samples = step, progress.samples + global_batch
             present = replicas.present if replicas else 1
-            metrics.count(global_batch * present // num_replicas, data_seconds)
+            metrics.count(global_batch * present // num_replicas, data_seconds, data_bytes)
 
             # -- on a schedule, or agreed on by all ranks at the step before -----------------------
             if step == first:
                 watchdog.first_step_done(agreement.group, mesh.groups)
             between = config.validation.interval and step % config.validation.interval == 0
-            decision = agreement.at(checkpointer.last_seconds if checkpointer else 0.0)
+            with span("agree"):
+                decision = agreement.at(checkpointer.last_seconds if checkpointer else 0.0)
             stop, due = decision.stop, last or step % config.checkpoint.interval == 0
             due = due or bool(best and between)  # it may be the best: written while it is validated
             # One replica saves; one that is told to stop does not know who else is.

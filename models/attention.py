@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BACKENDS = ("sdpa", "cudnn", "flash", "flash_attn", "math")
+BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash_attn", "math")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose; `cudnn` and `flash` pin one of torch's kernels; `flash_attn` is the package;
-    `math` is two matmuls and a softmax, faster on a CPU than its flash kernel at a few hundred tokens.
+    `sdpa` lets torch choose, as `auto` does until training/attention_choice.py has measured; `cudnn` and
+    `flash` pin one of torch's kernels; `flash_attn` is the package; `math` is two matmuls and a softmax,
+    faster on a CPU than its flash kernel at a few hundred tokens.
     """
-    if backend == "sdpa":
+    if backend in ("sdpa", "auto"):
         return F.scaled_dot_product_attention(q, k, v)
     if backend == "math":
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, N, T, S)

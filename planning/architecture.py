@@ -31,6 +31,7 @@ class Architecture:
     learned_position: bool = True
     gated: bool = False  # an MLP of three matrices (SwiGLU)
     causal: bool = False
+    rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
     vocabulary: int = 0  # rows of the table that tokens are looked up in
 
     @property

@@ -14,11 +14,23 @@ from planning.clusters import Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 
-PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 
 # Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them; the gradient's
 # norm 4 and its clipping 8; averaged weights 12.
 ADAMW_BYTES, CLIP_BYTES, AVERAGE_BYTES = 28, 12, 12
+# clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
+# TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
+# 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
+# 0.95, 0.90, 0.88.
+ORDINARY = 0.91
+# float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
+# too; each is then transposed for the gradient of weights (1 + 1).
+FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
+# Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks are
+# compiled, the loss is not (TorchTitan's train.py at the end of 2024).
+CROSS_ENTROPY = 36
+CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
 FIELD_PASSES = 12  # reads and writes of the float32 fields of a sample: normalisation, change, weights, loss
 
 
@@ -50,10 +62,9 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates of a device of clusters.toml; `float8` products run in float8."""
+    """Rates of a device of clusters.toml. A device without float8 multiplies in half precision instead."""
 
     device: Device
-    float8: bool = False
 
     @property
     def launch(self) -> float:
@@ -62,7 +73,7 @@ class DeviceRates:
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
         products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
-        rate = self.device.matmul["fp8" if self.float8 and "fp8" in self.device.matmul else PRECISION[dtype]]
+        rate = ORDINARY * self.device.matmul.get(PRECISION[dtype], self.device.matmul["bf16"])
         moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
         return products * max(2 * rows * inputs * outputs / rate, moved / self.device.bandwidth, self.launch)
 
@@ -97,18 +108,35 @@ def linear_times(work: Workload, rates: Rates, backward: bool) -> Times:
     rows, times = work.micro_batch * work.rank_tokens * work.degrees.tp, Times()
     for name, inputs, outputs in work.model.matmuls():
         times["matmul"] += linear_time(work, rates, rows, name, inputs, outputs, backward)
+        if work.float8:
+            times["float8 casts"] += float8_time(work, rates, rows, name, inputs, outputs, backward)
     return times
 
 
 def linear_time(
     work: Workload, rates: Rates, rows: int, name: str, inputs: int, outputs: int, backward: bool
 ) -> float:
-    tp = work.degrees.tp
-    if name in ("attention.projection", "mlp.down", "head"):
-        inputs //= tp
-    else:
-        outputs //= tp
-    return rates.linear_seconds(rows, inputs, outputs, work.dtype, backward)
+    """The ends multiply in half precision, and a calibration knows no float8."""
+    inputs, outputs = rank_features(work, name, inputs, outputs)
+    block = name.startswith(("attention.", "mlp."))
+    dtype = "float8" if work.float8 and block and isinstance(rates, DeviceRates) else work.dtype
+    return rates.linear_seconds(rows, inputs, outputs, dtype, backward)
+
+
+def rank_features(work: Workload, name: str, inputs: int, outputs: int) -> tuple[int, int]:
+    tp, row = work.degrees.tp, name in ("attention.projection", "mlp.down", "head")
+    return (inputs // tp, outputs) if row else (inputs, outputs // tp)
+
+
+def float8_time(
+    work: Workload, rates: Rates, rows: int, name: str, inputs: int, outputs: int, backward: bool
+) -> float:
+    """Forward the input is cast; backward the gradient, and both are transposed."""
+    inputs, outputs = rank_features(work, name, inputs, outputs)
+    cast = outputs if backward else inputs
+    transposed = inputs + outputs if backward else 0
+    size = work.itemsize * rows * (FLOAT8_CAST * cast + FLOAT8_TRANSPOSE * transposed)
+    return rates.elementwise_seconds(size, work.dtype)
 
 
 def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
@@ -116,7 +144,7 @@ def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
     model, tp, cp = work.model, work.degrees.tp, work.degrees.cp
     shape = (work.micro_batch, max(model.heads // tp, 1), model.tokens, model.head_dim)
     seconds = rates.attention_seconds(*shape, work.dtype, backward, work.attention) / cp
-    return seconds / 2 if model.causal else seconds
+    return seconds * (1 + CAUSAL_BLOCK / model.tokens) / 2 if model.causal else seconds
 
 
 def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]]:
@@ -126,16 +154,36 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
     which are sums over tokens, and the gradients of q, k and v put together.
     """
     hidden = work.model.mlp_dim / work.model.dim
-    gates = 1.5 if work.model.gated else 1.0
+    gelu = hidden * gate_passes(work, backward)
+    turned = rotary_units(work) * (2 if backward and not work.compiled else 1)
     if work.compiled and not backward:  # a sum and the norm after it in one pass
-        return [("layer_norm", 8.0), ("gelu", 2 * hidden * gates)]
+        return [("layer_norm", 8.0 + turned), ("gelu", gelu)]
     if not backward:
-        return [("layer_norm", 4.0), ("add", 6.0), ("gelu", 2 * hidden * gates)]
+        return [("layer_norm", 4.0 + turned), ("add", 6.0), ("gelu", gelu)]
     biases = (5 + hidden) * work.model.biases
     if work.compiled:
-        return [("layer_norm_backward", 8.0), ("gelu_backward", 3 * hidden * gates), ("sum", biases)]
-    adds = [("layer_norm_backward", 6.0), ("add", 6.0), ("gelu_backward", 3 * hidden * gates)]
+        return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", biases)]
+    adds = [("layer_norm_backward", 6.0 + turned), ("add", 6.0), ("gelu_backward", gelu)]
     return [*adds, ("sum", biases), ("copy", 12.0)]
+
+
+def rotary_units(work: Workload) -> float:
+    """Of turning queries and keys: one pass where compiled. Uncompiled it is three in complex float32 (16
+    bytes a value), and RMSNorm is six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much.
+    """
+    model = work.model
+    turned = 1 + (model.kv_heads or model.heads) / model.heads
+    uncompiled = (16 * turned + 2 * (36 - 4)) / work.itemsize
+    return model.rotary * (2 * turned if work.compiled else uncompiled)
+
+
+def gate_passes(work: Workload, backward: bool) -> float:
+    """Reads and writes of the MLP's hidden values: GELU's, or those of SiLU times the other half."""
+    if not work.model.gated:
+        return 3 if backward else 2
+    if work.compiled:
+        return 5 if backward else 3
+    return 9 if backward else 5
 
 
 def elementwise_time(work: Workload, rates: Rates, backward: bool) -> float:
@@ -169,6 +217,9 @@ def recomputed_times(work: Workload, rates: Rates) -> Times:
     share = 1.0
     if work.ac_mode == "selective":
         return again
+    if work.ac_mode == "every_second_product":  # TorchTitan's "selective op": attention is kept
+        again.add(linear_times(work, rates, backward=False), 0.5)
+        return again
     if work.ac_mode == "memory_budget":
         share = 1 - work.memory_budget
     again.add(linear_times(work, rates, backward=False))
@@ -192,7 +243,13 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
     if model.in_features:
         first = linear_time(work, rates, rows, "patch_embedding", model.in_features, model.dim, False)
     norm = rates.elementwise_seconds(unit_bytes(work) * (3 if backward else 2), work.dtype)
-    return Times({"matmul": head + first, "elementwise": norm})
+    logits = rows * model.out_features / work.degrees.tp if model.vocabulary and backward else 0
+    return Times(
+        {
+            "matmul": head + first,
+            "elementwise": norm + rates.elementwise_seconds(CROSS_ENTROPY * logits, work.dtype),
+        }
+    )
 
 
 def field_seconds(work: Workload, rates: Rates) -> float:

@@ -115,11 +115,11 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
 
 
 def micro_batches(share: int, degrees: Degrees) -> list[int]:
-    """Samples a rank takes at once: divisors of its share, the larger ones; of a pipeline the smaller."""
+    """Samples a rank takes at once: divisors of its share; of a pipeline the smaller ones."""
     found = [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
     if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
         return [n for n in found if share // n >= degrees.pp][:3] or found[:1]
-    return found[-8:]
+    return found
 
 
 def divisors(n: int) -> list[int]:

@@ -27,6 +27,13 @@ from planning.workload import Workload
 
 OPERATORS = (22, 48)  # of a block, forward and backward, uncompiled
 OPERATORS_COMPILED = (8, 20)
+# "5 % and higher differences" between accelerators of a node (github.com/stas00/ml-engineering, "Not all
+# accelerators are created equal"): the slowest, for which all wait, over the one that rates are of.
+SPREAD = 1.05
+# Collectives take 24 of an H100's 132 multiprocessors (a profile of FSDP's all-gather in
+# forums.developer.nvidia.com/t/337991): what computes meanwhile takes longer on the rest. NCCL opens as many
+# channels as its links can use: slower ones take fewer.
+TAKEN = 24 / (132 - 24)
 BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once
 
 
@@ -65,7 +72,7 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slow
     """`rates`: measured ones, else those of the cluster's device. `slowest`: how many times longer than the
     others the slowest rank computes, for which all wait.
     """
-    rates = rates or DeviceRates(cluster.device, work.float8)
+    rates = rates or DeviceRates(cluster.device)
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
     forward, backward = (block_seconds(work, rates, backward) for backward in (False, True))
     ends = (end_seconds(work, rates, backward) for backward in (False, True))
@@ -83,11 +90,21 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slow
     total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
     total["host"] += host_seconds(work, rates, in_block) * passes * layers
     total["update"] += update_seconds(work, rates) + norm_seconds(routes)
-    if slowest > 1:
-        busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
-        total["stragglers"] += (slowest - 1) * busy
+    if not cluster.shared:
+        ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
+        concealed = max(hidden - exposed["exposed data parallel"], 0.0)
+        total["slowed by collectives"] += TAKEN * ring.bandwidth / cluster.inside.bandwidth * concealed
+        slowest *= SPREAD if work.degrees.world > 1 else 1.0
+    wait_for(slowest, total)
     classes = {name: value for name, value in total.items() if value > 0}
     return StepTime(classes, work.global_batch, everything * passes + hidden)
+
+
+def wait_for(slowest: float, total: Times) -> None:
+    """All ranks wait for the one that computes longest; idle stages of a pipeline do, too."""
+    busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
+    total["stragglers"] += (slowest - 1) * busy
+    total["bubble"] *= slowest
 
 
 def copy_seconds(work: Workload, cluster: Cluster) -> float:

@@ -121,7 +121,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         memory_budget=ac.memory_budget,
         compiled=config.compile.enable,
         float8=config.float8.enable,
-        attention=config.model.attention_backend,
+        attention=config.model.attention_backend.replace("auto", "sdpa"),
         reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
         offload=parallelism.cpu_offload,

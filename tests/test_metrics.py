@@ -8,7 +8,8 @@ import torch
 from training.metrics import Metrics, dense_line, forget_after
 
 CONTRACT = list[str](
-    "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
+    "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
+    "data_gb_per_second".split()
 )
 
 
@@ -44,7 +45,7 @@ def test_not_a_number_becomes_null(one_rank, tmp_path):
 
 
 def test_dense_line():
-    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4], strict=True))
+    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0], strict=True))
     assert "data wait 20.0%" in dense_line(record) and "mfu 40.0%" in dense_line(record)
 
 

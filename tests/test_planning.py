@@ -30,7 +30,7 @@ BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_b
 SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size": "4"}
 
 
-def workload(world: int = 1, **options: str) -> Workload:
+def workload(world: int = 1, /, **options: str) -> Workload:
     os.environ["WORLD_SIZE"] = str(world)
     try:
         return workload_of(configuration(**options), world, GRID, 7)

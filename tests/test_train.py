@@ -124,7 +124,7 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
     assert {p.name for p in (tmp_path / "run/plots").iterdir()} == {"loss.png", "rmse.png", "maps.png"}
     assert complete_steps(tmp_path / "run/checkpoints") == [150]
     steps = [r for r in records if "loss" in r]
-    assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0]) == CONTRACT
+    assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0])[: len(CONTRACT)] == CONTRACT
     validations = [r for r in records if "val/loss" in r]
     assert [r["step"] for r in validations] == [100, 150]
     for name in ("10m_u_component_of_wind", "10m_v_component_of_wind"):

@@ -67,9 +67,9 @@ class BadSteps:
         counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, mine)
         together = torch.stack(counts).cpu()  # (ranks, 2 + WINDOW)
-        total, bad = int(together[:, 0].max()), together[:, 2:].any(0)
+        total, bad = int(together[:, 0].max()), together[:, 2:].any(0).tolist()
         recent = [s for s in range(max(step - WINDOW, 0) + 1, step + 1) if bad[s % WINDOW]]
-        self.first, self.now = min(recent, default=step + 1), bool(bad[step % WINDOW])
+        self.first, self.now = min(recent, default=step + 1), bad[step % WINDOW]
         if total > self.skipped:
             ranks = together[:, 1].nonzero().flatten().tolist()
             where = f"; losses that are not finite on ranks {ranks}" if ranks else ""

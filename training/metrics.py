@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from training.profiler import part_times
+
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0, "V100": 125.0}
@@ -69,11 +71,16 @@ class Metrics:
     def start_interval(self) -> None:
         """The clock of the next logged step starts now: validation and saves before it do not count."""
         self.started, self.data_seconds, self.samples, self.num_steps = time.perf_counter(), 0.0, 0, 0
+        self.data_bytes = 0
+        part_times.read(1)
 
-    def count(self, samples: int, data_seconds: float) -> None:
-        """One step has been launched: `samples` over all ranks, `data_seconds` waited for the loader."""
+    def count(self, samples: int, data_seconds: float, data_bytes: int = 0) -> None:
+        """One step has been launched: `samples` over all ranks, `data_seconds` waited for the loader, which
+        gave this rank `data_bytes`.
+        """
         self.samples += samples
         self.data_seconds += data_seconds
+        self.data_bytes += data_bytes
         self.num_steps += 1
 
     def log_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, device: torch.device) -> None:
@@ -93,7 +100,10 @@ class Metrics:
             "memory_gib": memory_gib(device),
             "tflops": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            # What the loader gave over what it was waited for: with loader processes, at least its bandwidth.
+            "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
         }
+        record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)

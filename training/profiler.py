@@ -1,9 +1,12 @@
 """Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
 
+import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -16,10 +19,59 @@ warnings.filterwarnings("ignore", message=".*Profiler clears events at the end o
 WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
 
 
+MOST_MARKS = 1000  # parts timed between two looks: with long intervals the first of them only
+
+
+class PartTimes:
+    """How long the parts of a step take. On a GPU they are timed by events on its stream, which nobody waits
+    for: they are read on logging steps, when the host has waited anyhow.
+    """
+
+    def __init__(self) -> None:
+        self.on_gpu = False
+        self.marks: list[tuple[str, Any, Any]] = []  # part, its begin and its end
+
+    def start(self, device: torch.device) -> None:
+        """A run begins."""
+        self.on_gpu, self.marks = device.type == "cuda", []
+
+    def now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if len(self.marks) >= MOST_MARKS:
+            yield
+            return
+        begin = self.now()
+        yield
+        self.marks.append((name, begin, self.now()))
+
+    def read(self, num_steps: int) -> dict[str, float]:
+        """Part -> seconds a step since the last look. On a GPU only what it has done by now counts."""
+        seconds: dict[str, float] = defaultdict(float)
+        for name, begin, end in self.marks:
+            if not self.on_gpu:
+                seconds[name] += (end - begin) / num_steps
+            elif end.query():
+                seconds[name] += begin.elapsed_time(end) / 1000 / num_steps
+        self.marks = []
+        return dict(seconds)
+
+
+part_times = PartTimes()
+
+
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """A part of a step: by this name in traces, and in what the watchdog says of a rank that hangs."""
-    with record_function(name), activity.phase(name):
+    """A part of a step: by this name in traces, in metrics.jsonl (seconds/<name>), and in what the watchdog
+    says of a rank that hangs.
+    """
+    with record_function(name), activity.phase(name), part_times.part(name):
         yield
 
 

@@ -1,0 +1,337 @@
+"""A training step of Rossby beside the NERSC tutorial's and timm's ViT, on this machine's CPU.
+
+    .venv/bin/python benchmarks/step_time.py --tutorial DIR [--dims 384,768] [--alternations 7] [--ranks 1,2]
+
+DIR holds github.com/NERSC/sc24-dl-tutorial (networks/, utils/, distributed/); timm has to be importable, or
+it is left out. The tutorial's task: 20 channels on 64 x 128, patch 8, 12 blocks, 8 heads, batch 16, its
+relative L2 loss; a step goes from fields to updated weights. The tutorial's step is as its authors write it:
+autocast, loss, backward, for-loop Adam, loss.item(). Rossby's cuts fields into patches, clips, and uses fused
+AdamW. Sides take turns; medians; with two ranks of one thread the slower counts. With the tutorial's weights
+Rossby's first loss is the tutorial's.
+
+Asked: at most 0.90 x in float32 and 0.50 x in bf16 of either; on two ranks 0.90 x and 0.70 x of the
+tutorial's tensor- and context-parallel step. The floor: the step's matrix products, each shape timed alone.
+"""
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.results_file import record
+from config import ActivationCheckpoint, Compile, Parallelism
+from config_checks import degrees_asked
+from models.vit import VisionTransformer
+from parallelisms.degrees import resolve_degrees
+from parallelisms.mesh import build_mesh
+from parallelisms.parallelize import parallelize
+from planning.architecture import vit_architecture
+from tests.distributed import Ranks
+from training.gradients import clip, total_norm
+from training.losses import relative_l2_loss, relative_l2_weights, sum_of_squares
+from training.optimizers import build_optimizer, set_lr
+
+GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIMITS = {(1, "float32"): 0.90, (1, "bfloat16"): 0.50, (2, "float32"): 0.90, (2, "bfloat16"): 0.70}
+NAMES = {  # of a block's modules: ours -> the tutorial's
+    "attention_norm": "norm1",
+    "mlp_norm": "norm2",
+    "attention.projection": "attn.proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+STEPS: dict[str, Callable[[], float]] = {}  # of this rank: side -> a step, which gives its loss
+
+
+# -- the sides, built on a rank
+
+
+class Rossby:
+    """train.py's step without reading: fields, patches, forward, backward, norm, clipping, fused AdamW."""
+
+    def __init__(self, dim: int, dtype: str, backend: str, compiled: bool, parallelism: Parallelism) -> None:
+        degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
+        mesh = build_mesh("cpu", degrees)
+        with torch.device("meta"):
+            shape = (CHANNELS, CHANNELS, GRID, PATCH, dim, LAYERS, HEADS)
+            plan = VisionTransformer(*shape, attention_backend=backend)
+        settings = (parallelism, ActivationCheckpoint(), Compile(compiled), DTYPES[dtype], torch.float32)
+        self.plan, self.model = plan, parallelize(plan, mesh, torch.device("cpu"), 0, *settings)
+        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), 1e-8, 0.0, "fused")
+        set_lr(self.optimizer, 1e-4)
+        self.fields, self.target = batch()
+        self.mask = torch.ones_like(self.target, dtype=torch.bool)
+
+    def __call__(self) -> float:
+        model, pieces = self.model, self.plan.to_pieces
+        weights = model.shards.cut_output(pieces(relative_l2_weights(self.mask, self.target)))
+        target = model.shards.cut_output(pieces(self.target))
+        inputs = model.shards.cut_input(pieces(self.fields))
+        share = model.forward_backward(inputs, target, weights, self.loss, 1.0, True)
+        parameters = [p for _, p in model.named_parameters()]
+        clip(parameters, 1.0, total_norm(parameters))
+        self.optimizer.step()
+        model.zero_grad()
+        dist.all_reduce(share)
+        return share.item()
+
+    def loss(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        return relative_l2_loss(
+            sum_of_squares(output, target, weights), BATCH, self.model.shards.sum_over_pieces
+        )
+
+
+class Peer:
+    """A model on fields, with the tutorial's loop around it."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], dtype: str) -> None:
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+        self.fields, self.target = batch()
+
+    def __call__(self) -> float:
+        self.optimizer.zero_grad()
+        with self.autocast:
+            loss = self.loss(self.model(self.fields), self.target)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    fields, target = torch.randn(2, BATCH, CHANNELS, *GRID, generator=generator)
+    return fields, target
+
+
+def tutorial(folder: str, dim: int, dtype: str, axis: str) -> Peer:
+    """Its model and wrappers; `axis` "tp" or "cp" shards it over all ranks, as train_mp.py does."""
+    sys.path.insert(0, folder)
+    from distributed.helpers import init_params_for_shared_weights  # type: ignore[import-not-found]
+    from distributed.mappings import init_ddp_model_and_reduction_hooks  # type: ignore[import-not-found]
+    from networks import vit  # type: ignore[import-not-found]
+    from utils import comm  # type: ignore[import-not-found]
+    from utils.loss import l2_loss  # type: ignore[import-not-found]
+
+    comm._COMM_GROUPS.clear()
+    if axis:
+        degrees = {"tp": 1, "cp": 1, axis: dist.get_world_size()}
+        comm.init_model_parallel_info(**degrees, dp=1, pp=1, order="cp-tp-dp-pp")
+    settings = SimpleNamespace(
+        wrapped = {"device_ids": None, "output_device": None, "bucket_cap_mb": 25}
+        model = init_ddp_model_and_reduction_hooks(model, **wrapped)
+        depth=LAYERS, num_heads=HEADS, dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = vit.ViT(settings)
+    if axis:
+        init_params_for_shared_weights(model)
+        model = init_ddp_model_and_reduction_hooks(
+            model, device_ids=None, output_device=None, bucket_cap_mb=25
+        )
+    return Peer(model, l2_loss, dtype)
+
+
+class TimmViT(nn.Module):
+    """timm's VisionTransformer at equal size, with a head that gives fields."""
+
+    def __init__(self, dim: int) -> None:
+        from timm.models.vision_transformer import VisionTransformer as Timm  # type: ignore[import-not-found]
+
+        super().__init__()
+        shape = {"img_size": GRID, "patch_size": PATCH[0], "in_chans": CHANNELS, "embed_dim": dim}
+        self.trunk = Timm(
+            **shape, depth=LAYERS, num_heads=HEADS, num_classes=0, class_token=False, global_pool=""
+        )
+        self.head = nn.Linear(dim, CHANNELS * PATCH[0] * PATCH[1])
+
+    def forward(self, fields: Tensor) -> Tensor:
+        x = self.head(self.trunk.forward_features(fields))
+        rows, columns = GRID[0] // PATCH[0], GRID[1] // PATCH[1]
+        x = x.view(len(x), rows, columns, PATCH[0], PATCH[1], CHANNELS)
+        return torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), CHANNELS, *GRID)
+
+
+def relative_l2(output: Tensor, target: Tensor) -> Tensor:
+    return torch.mean((output - target).flatten(1).norm(dim=1) / target.flatten(1).norm(dim=1))
+
+
+# -- run by ranks
+
+
+def build(folder: str, dim: int, dtype: str, axis: str, threads: int) -> list[str]:
+    """Builds all sides of a comparison on this rank and steps each once; their names."""
+    torch.set_num_threads(threads)
+    STEPS.clear()
+    key = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}.get(axis)
+    parallelism = Parallelism(**({key: dist.get_world_size()} if key else {}))  # type: ignore[arg-type]
+    STEPS["tutorial"] = tutorial(folder, dim, dtype, axis)
+    if not axis and importlib.util.find_spec("timm"):
+        torch.manual_seed(0)
+        STEPS["timm"] = Peer(TimmViT(dim), relative_l2, dtype)
+    for backend in ("sdpa", "math"):
+        for compiled in (False, True):
+            name = f"rossby, {backend}{', compiled' if compiled else ''}"
+            STEPS[name] = Rossby(dim, dtype, backend, compiled, parallelism)
+    for step in STEPS.values():
+        step()
+    return list(STEPS)
+
+
+def time_step(name: str) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    STEPS[name]()
+    return time.perf_counter() - started
+
+
+def same_loss() -> tuple[float, float]:
+    """First losses of the tutorial and of Rossby with the tutorial's weights, in float32."""
+    theirs, ours = STEPS["tutorial"], STEPS["rossby, sdpa"]
+    assert isinstance(theirs, Peer) and isinstance(ours, Rossby)
+    named = {name: p.detach() for name, p in theirs.model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in ours.model.named_parameters():
+            parameter.copy_(from_tutorial(name, named, parameter))
+        loss = relative_l2(theirs.model(theirs.fields), theirs.target).item()
+        output = ours.plan.to_fields(ours.model.parts[0](ours.plan.to_pieces(ours.fields)))
+        return loss, relative_l2(output, ours.target).item()
+
+
+def from_tutorial(name: str, theirs: dict[str, Tensor], ours: Tensor) -> Tensor:
+    """Its q, k and v are three layers; its head gives (p, q, channel), not (channel, p, q)."""
+    if name == "position.embedding":
+        return theirs["pos_embed"][0]
+    if name.startswith("patch_embedding."):
+        return theirs[f"patch_embed.proj.{name.split('.')[1]}"].reshape(ours.shape)
+    if name == "head.weight":
+        return theirs[name].view(PATCH[0], PATCH[1], CHANNELS, -1).permute(2, 0, 1, 3).reshape(ours.shape)
+    if name == "head.bias":
+        return torch.zeros_like(ours)
+    if ".attention.qkv." in name:
+        block, part = name.split(".attention.qkv.")
+        rows = [theirs[f"{block}.attn.{x}.{part}"].unflatten(0, (HEADS, -1)) for x in "qkv"]
+        return torch.stack(rows, dim=1).reshape(ours.shape)
+    for mine, its in NAMES.items():
+        name = name.replace(mine, its)
+    return theirs[name]
+
+
+def product_seconds(dim: int, dtype: str, threads: int) -> float:
+    """Of all matrix products of a step, forward and backward, each shape timed alone: the floor."""
+    torch.set_num_threads(threads)
+    rows, kind = BATCH * (GRID[0] // PATCH[0]) * (GRID[1] // PATCH[1]), DTYPES[dtype]
+    patch = CHANNELS * PATCH[0] * PATCH[1]
+    shapes = [(dim, 3 * dim, LAYERS), (dim, dim, LAYERS), (dim, 4 * dim, LAYERS), (4 * dim, dim, LAYERS)]
+    total = 0.0
+    for inputs, outputs, number in [*shapes, (patch, dim, 1), (dim, patch, 1)]:
+        x, w, dy = (torch.randn(s, dtype=kind) for s in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+        total += number * (best(lambda: x @ w.t()) + best(lambda: dy @ w) + best(lambda: dy.t() @ x))  # noqa: B023
+    return total
+
+
+def best(product: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+# -- the table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tutorial", required=True)
+    parser.add_argument("--dims", default="384,768")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--alternations", type=int, default=7)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for ranks in map(int, options.ranks.split(",")):
+        threads = max((os.cpu_count() or 2) // ranks, 1) if ranks == 1 else 1
+        group = Ranks(ranks)
+        for dim in map(int, options.dims.split(",")):
+            for dtype in DTYPES:
+                for axis in ("tp", "cp") if ranks > 1 else ("",):
+                    rows += compare(group, options, dim, dtype, axis, threads)
+        group.stop()
+    record("step_time", rows)
+    print(table(rows))
+    missed = [row for row in rows if row["ratio"] is not None and row["ratio"] > row["limit"]]
+    print(
+        f"\n{len(missed)} of {sum(row['ratio'] is not None for row in rows)} comparisons above what was asked"
+    )
+    return 1 if missed else 0
+
+
+def compare(
+    group: Ranks, options: argparse.Namespace, dim: int, dtype: str, axis: str, threads: int
+) -> list[dict[str, Any]]:
+    """Rows of one comparison; Rossby's row is that of its fastest setting, against the fastest peer."""
+    ranks = len(group.inboxes)
+    names = group.run(build, options.tutorial, dim, dtype, axis, threads, timeout=600)[0]
+    losses = group.run(same_loss)[0] if ranks == 1 and dtype == "float32" else (0.0, 0.0)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.alternations):
+        for name in names:
+            times[name].append(max(group.run(time_step, name, timeout=600)))
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    floor = max(group.run(product_seconds, dim, dtype, threads)) / ranks
+    flops = 3 * BATCH * vit_architecture(GRID, PATCH, CHANNELS, CHANNELS, dim, LAYERS, HEADS).flops()
+    ours = min((name for name in names if name.startswith("rossby")), key=lambda name: seconds[name])
+    peers = [name for name in names if not name.startswith("rossby")]
+    limit, where = LIMITS[ranks, dtype], f"{ranks} rank{'s, ' + axis if axis else ''}"
+    about = {"dim": dim, "dtype": dtype, "where": where, "limit": limit, "floor_seconds": floor}
+    rows = []
+    for name in names:
+        ratio = max(seconds[name] / seconds[peer] for peer in peers) if name == ours else None
+        found = {
+            "side": name,
+            "seconds": seconds[name],
+            "gflops": flops / seconds[name] / 1e9,
+            "ratio": ratio,
+        }
+        rows.append(about | found | {"share_of_floor": floor / seconds[name], "first_losses": losses})
+    print(table(rows), flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'d':>4} {'':<9}{'where':<13}{'side':<24}{'s':>8}{'GFLOP/s':>9}{'floor/s':>9}"
+        f"{'x peers':>9}{'asked':>7}"
+    ]
+    for row in rows:
+        ratio = f"{row['ratio']:>9.2f}{row['limit']:>7.2f}" if row["ratio"] is not None else ""
+        lines.append(
+            f"{row['dim']:>4} {row['dtype']:<9}{row['where']:<13}{row['side']:<24}{row['seconds']:>8.3f}"
+            f"{row['gflops']:>9.0f}{row['share_of_floor']:>9.2f}{ratio}"
+        )
+    losses = next((row["first_losses"] for row in rows if row["first_losses"][0]), None)
+    same = (
+        f"\nfirst loss with one set of weights: tutorial {losses[0]:.7f}, rossby {losses[1]:.7f}"
+        if losses
+        else ""
+    )
+    return "\n".join(lines) + same
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Traces: classes that add up to the step, on a CPU and on a GPU; stalls that are found and named."""
+
+import gzip
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+from config import load_config
+from datasets.loader import FieldDataset
+from models.build import build_model
+from tests.jobs import write_config
+from tests.recordings import two_steps_of_a_gpu
+from train import train
+from training.inspect_trace import inspect, main
+from training.objective import Objective
+from training.preemption import Agreement
+from training.trace_advice import advice
+from training.trace_classes import COMPUTE
+from training.trace_events import read_trace
+from training.trace_memory import read_memory
+from training.trace_report import comparison, ranks_table, tasks
+from training.trace_timeline import Timeline, build_timeline
+from training.trace_work import rates_of, work_by_class, work_of
+
+STALL = 0.03  # seconds that are planted in each step, thrice
+
+
+@pytest.fixture
+def gpu(tmp_path) -> Timeline:
+    return two_steps_of_a_gpu(tmp_path)
+
+
+def products() -> torch.Tensor:
+    """Of every kind that a model here has, forward and backward."""
+    image = torch.randn(2, 4, 9, 12, requires_grad=True)
+    filters = torch.randn(6, 4, 3, 3, requires_grad=True)
+    upwards = torch.randn(6, 5, 2, 2, requires_grad=True)
+    found = torch.nn.functional.conv2d(image, filters, stride=2, padding=1)
+    found = torch.nn.functional.conv_transpose2d(found, upwards, stride=2)
+    query = torch.randn(2, 3, 16, 8, requires_grad=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    weights, bias = torch.randn(8, 7, requires_grad=True), torch.randn(7)
+    linear = torch.addmm(bias, attended.reshape(-1, 8), weights)
+    return found.sum() + linear.sum() + torch.bmm(query[0], query[1].mT).sum()
+
+
+def test_flops_are_those_of_torchs_counter(tmp_path):
+    with FlopCounterMode(display=False) as counter:
+        products().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        with record_function("ProfilerStep#0"):
+            products().backward()
+    recorded.export_chrome_trace(str(tmp_path / "a.json"))
+    timeline = build_timeline(read_trace(tmp_path / "a.json"))
+    found = {operator: work_of(operator) for operator in {p.operator for p in timeline.pieces if p.operator}}
+    attention = (2 + 4) * 2 * (2 * 3 * 16 * 16 * 8)  # whose kernel for CPUs the counter does not know
+    assert sum(work.flops for work in found.values() if work) == counter.get_total_flops() + attention
+
+
+# -- a run as it is, with stalls planted in it
+
+
+class SlowDataset(FieldDataset):
+    def __getitems__(self, indices):
+        time.sleep(STALL)
+        return super().__getitems__(indices)
+
+
+def run_with_stalls(folder: Path, *options: str) -> Path:
+    """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
+    cut, at = Objective.cut, Agreement.at
+
+    def cut_and_read(self, fields, times):
+        float(fields.nansum())
+        return cut(self, fields, times)
+
+    def wait_and_agree(self, save_seconds=0.0):
+        time.sleep(STALL)
+        return at(self, save_seconds)
+
+    files = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
+    settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
+    traced = "--profiling.enable_profiling true --profiling.profile_freq 6 --profiling.profile_steps 3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.FieldDataset", SlowDataset)
+        patch.setattr(Objective, "cut", cut_and_read)
+        patch.setattr(Agreement, "at", wait_and_agree)
+        train(load_config([*files, *settings.split(), *traced.split(), *options]))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def stalled(tmp_path_factory) -> Path:
+    return run_with_stalls(tmp_path_factory.mktemp("stalled"))
+
+
+def test_classes_of_a_run_add_up_to_its_steps(stalled):
+    (timeline,) = inspect(stalled)
+    assert len(timeline.windows) == 3
+    steps = sum(step.end - step.start for step in timeline.trace.steps) / 3000
+    assert sum(timeline.by_class.values()) == pytest.approx(steps, rel=1e-6)
+    assert all(timeline.by_class[name] > 0 for name in COMPUTE)
+
+
+def test_planted_stalls_are_found_and_named(stalled, capsys):
+    (timeline,) = inspect(stalled)
+    assert timeline.by_class["data wait"] > STALL * 1e3
+    assert timeline.idle_by_cause["gap after optimizer"] > STALL * 1e3
+    assert ("aten::item", "after data", 3) in [(w.what, w.where, w.count) for w in timeline.waits]
+    main([str(stalled)])
+    told = capsys.readouterr().out
+    assert "for data (span data): the training process reads them itself (data.num_workers = 0)" in told
+    assert "ms a step in a gap after optimizer" in told
+    assert "aten::item 1 x a step after data" in told
+    assert (stalled / "plots/trace-step-00000006-rank0.png").stat().st_size > 10_000
+
+
+def test_a_slow_loader_with_processes_is_named(tmp_path):
+    """It sleeps 30 ms a batch and the loop 30 ms a step: with four batches a step it is late."""
+    folder = run_with_stalls(tmp_path, "--data.num_workers", "1", "--training.global_batch_size", "8")
+    (timeline,) = inspect(folder)
+    assert timeline.by_class["data wait"] > STALL * 1e3
+    assert "the loader's processes are slower" in advice(timeline, rates_of(timeline))
+
+
+def test_flops_of_a_trace_are_those_of_the_model(stalled):
+    """Forward and backward, but for the gradient of the first layer's input, which nobody needs."""
+    (timeline,) = inspect(stalled)
+    config = load_config(["--job.config_file", str(stalled / "config.toml")])
+    plan = build_model(config.model, 1, 0, (6, 8), periodic=True)
+    batch, tokens, patch, dim = 2, 4, 12, config.model.dim
+    work = work_by_class(timeline, rates_of(timeline))
+    counted = sum(work[name].work.flops for name in ("GEMM", "attention"))
+    assert counted == 3 * plan.flops() * batch - 2 * batch * tokens * patch * dim
+
+
+def test_two_traces_side_by_side(stalled, gpu, capsys):
+    main([str(stalled), str(gpu.trace.path)])
+    told = capsys.readouterr().out
+    assert "B - A" in told and "what differs most" in told and "\nB: The GPU idles" in told
+    same = comparison(gpu, gpu)
+    assert "GEMM" in same and "+0.00    1.00" in same
+    slow = build_timeline(read_trace(gpu.trace.path))
+    slow.by_class["communication"], slow.trace.rank = 0.0, 1
+    gpu.by_class["communication"] = 0.2
+    assert "rank 1" in ranks_table([gpu, slow])
+    assert "Rank 1 is 0.2 ms a step behind rank 0" in advice(gpu, rates_of(gpu), [gpu, slow])
+
+
+def test_kernels_are_listed_with_their_calls(gpu):
+    found = {task.name: task for task in tasks(gpu)}
+    assert found["nvjet_hsh"].calls == 2 and found["nvjet_hsh"].milliseconds == pytest.approx(0.3)
+    assert next(iter(found)) == "nvjet_hsh"
+
+
+# -- bad input
+
+
+def complain(argv: list[str], capsys: pytest.CaptureFixture) -> str:
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rossby: ") and told.count("\n") == 1
+    return told
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    assert "--profiling.enable_profiling true" in complain([str(tmp_path)], capsys)
+    assert "no such folder or file" in complain([str(tmp_path / "absent")], capsys)
+    assert "two to compare" in complain([], capsys)
+    assert "--color" in complain(["--color", "x"], capsys)
+    (tmp_path / "a.json").write_text('{"traceEvents": [')
+    assert "cannot be read as a trace" in complain([str(tmp_path / "a.json")], capsys)
+    (tmp_path / "a.json").write_text('{"traceEvents": []}')
+    assert "no step was recorded" in complain([str(tmp_path / "a.json")], capsys)
+    (tmp_path / "a.json").write_text('{"loss": 1}')
+    assert "no trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
+    whole = gzip.compress(b'{"traceEvents": []}' * 100)
+    (tmp_path / "a.json.gz").write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read as a trace" in complain([str(tmp_path / "a.json.gz")], capsys)
+
+
+# -- memory
+
+
+def test_memory_over_time(tmp_path, monkeypatch):
+    """torch's own writer, given what its allocator says: 1 GiB is there before; 2 more come, 1 goes."""
+    gib, frames = 2**30, [{"filename": "models/vit.py", "line": 7, "name": "forward"}]
+    events = [
+        {"action": "segment_alloc", "addr": 1, "size": 8 * gib, "time_us": 0},
+        {"action": "alloc", "addr": 1, "size": gib, "time_us": 1_000_000, "frames": []},
+        {"action": "alloc", "addr": 2, "size": gib, "time_us": 2_000_000, "frames": frames},
+        {"action": "free_requested", "addr": 1, "size": gib, "time_us": 2_500_000},
+        {"action": "free_completed", "addr": 1, "size": gib, "time_us": 3_000_000},
+    ]
+    blocks = [{"state": "active_allocated", "size": 2 * gib}, {"state": "inactive", "size": gib}]
+    snapshot = {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [events, []]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **settings: snapshot)
+    path = tmp_path / "step-00000002-rank0-memory.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    (memory,) = read_memory(path)
+    assert memory.gib.tolist() == [2, 3, 2] and memory.seconds.tolist() == [0, 1, 2]
+    assert [holder.gib for holder in memory.holders] == [1, 1]
+    assert "models/vit.py:7 forward" in [holder.where for holder in memory.holders]
+
+
+def test_memory_is_drawn_beside_the_trace(gpu, tmp_path, monkeypatch, capsys):
+    events = [{"action": "alloc", "addr": 1, "size": 2**29, "time_us": 5, "frames": []}]
+    snapshot = {"segments": [], "device_traces": [events]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **settings: snapshot)
+    path = gpu.trace.path.rename(tmp_path / "step-00000002-rank0.json.gz")
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    torch.cuda.memory._dump_snapshot(str(tmp_path / "step-00000002-rank0-memory.pickle"))
+    main([str(path)])
+    assert "held at the peak" in capsys.readouterr().out
+    assert (tmp_path / "memory-step-00000002-rank0.png").is_file()
+
+
+def test_a_snapshot_that_carries_code_is_refused(tmp_path):
+    path = tmp_path / "step-00000002-rank0-memory.pickle"
+    path.write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    with pytest.raises(ValueError, match=r"posix\.system, which no snapshot needs"):
+        read_memory(path)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,138 @@
+"""The mission's figures, computed; the decision table of docs/planning.md; published runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_published import judged, published_runs
+from parallelisms.degrees import Degrees
+from planning.case_study import case_study_rows
+from planning.clusters import load_cluster
+from planning.compute import DeviceRates, block_seconds
+from planning.scenario_table import Row, table
+from planning.scenarios import (
+    TEXTBOOK_LAYOUT,
+    Decision,
+    decisions,
+    kind,
+    llama,
+    scenario_tables,
+    textbook_rows,
+    tutorial_rows,
+)
+from planning.search import best_layouts
+from planning.step_time import SPREAD, step_time
+
+ROOT = Path(__file__).parent.parent
+
+
+def named(rows: list[Row]) -> dict[str, Row]:
+    """By source figure, too, where a name stands several times."""
+    return {f"{row.what.strip()}: {row.source}": row for row in rows}
+
+
+def computed(rows: list[Row], name: str) -> float:
+    found = re.search(r"[\d,.]+", named(rows)[name].computed)
+    assert found, name
+    return float(found[0].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    "name, value, within",
+    [
+        ("ring, n = 8, 10 us, 600 GB/s, 2.4 GB: 7.0 ms", 7.0, 0.15),
+        ("n = 64, 50 us, 25 GB/s: 195 ms", 195, 1),
+        ("efficiency if nothing is hidden: 83 %", 83, 1),
+        ("50 epochs at 44/s: 110 hours", 110, 1),
+        ("50 epochs at 0.85/s: 238 days", 238, 1),
+        ("on demand, 110 h x 64 x $3.50: $24,640", 24_640, 0),
+        ("in all: $10,775", 10_775, 1),
+        ("scores of a layer, batch 4: 3.2 GB", 3.2, 0.05),
+        ("50 epochs at 6.4/s: 3.7 days", 31.6, 0.1),  # a contradiction: what is true
+        ("500 steps between checkpoints: 35 min", 9.7, 0.1),
+        ("fp32 weights and Adam: 12 GB", 16.6, 0.1),
+        ("data in float32: 200 TB", 50, 0.5),
+    ],
+)
+def test_figures_of_the_case_study(name, value, within):
+    assert computed(case_study_rows(), name) == pytest.approx(value, abs=within)
+
+
+def test_figures_of_the_tutorial_and_the_textbook():
+    tutorial, textbook = tutorial_rows(), textbook_rows()
+    assert computed(tutorial, "large model on one GPU: 54 GB") > 40.8
+    assert named(tutorial)["on 40 GB: out of memory"].computed == "does not fit"
+    assert computed(tutorial, "tensor parallel 4: 38 GB") < 40
+    assert computed(textbook, "together: 84 GB") == 84
+    assert computed(textbook, "Llama-3-70B on 64 A100: states: 840 GB") == pytest.approx(840, rel=0.01)
+
+
+def test_every_figure_of_the_mission_has_a_row():
+    """The sources' figures that sections 2 to 4 of the mission print, one by one."""
+    text = scenario_tables("all")
+    for figure in """4.8 GB|9.6 GB|52 GB|71 GB|2.4 GB|26 GB|45 GB|3.8 GB|15 GB|34 GB|3.2 GB|0.85/s|6.4/s|44/s
+        238 days|3,072|80 %|110 hours|7.0 ms|195 ms|1.18 s|0.9 s|83 %|3e-4|2.4e-3|0.1152|0.01|5-10 %|$24,640
+        $3,080|$7,577|$118|$10,775|3.21|3.45|3.12|256, 4,096|8.8|12|37.5|42|54 GB|38 GB|72|51|0.13|16 x|35 %
+        84 GB|14 GB|56 GB|840 GB|2^16|2,000|x 0.5|90 %|30 min|sqrt(L)|1,000 steps""".replace("\n", "|").split(
+        "|"
+    ):
+        assert figure.strip() in text, figure
+    for contradiction in range(1, 10):
+        assert f"({contradiction})" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("decision", decisions(), ids=lambda d: d.job)
+def test_the_decision_table_is_what_the_search_finds(decision: Decision):
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {decision.job} |")]
+    best = best_layouts(decision.work, load_cluster(decision.cluster), number=1)[0].work
+    assert kind(best.degrees) == decision.kind and f"| {decision.kind} |" in row
+
+
+def test_the_layout_of_the_textbook_is_among_the_best():
+    """Within a tenth of the best where each GPU has its own link between nodes."""
+    found = best_layouts(llama(1), load_cluster("a100-8hdrx64"))
+    (made,) = [p for p in found if p.work.degrees == TEXTBOOK_LAYOUT]
+    assert made.time.total < 1.1 * found[0].time.total
+
+
+def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share():
+    work, cluster = llama(1), load_cluster("a100-8hdrx64")
+    time = step_time(work, cluster)
+    waits = ("exposed", "bubble", "host", "stragglers")
+    busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
+    assert time.classes["stragglers"] == pytest.approx((SPREAD - 1) * busy)
+    assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication
+    assert "stragglers" not in step_time(work.replace(degrees=Degrees()), cluster.with_devices(1)).classes
+
+
+def test_float8_is_faster_and_pays_for_its_casts():
+    rates = DeviceRates(load_cluster("h100x8").device)
+    work = llama(1)
+    half, eighth = (block_seconds(work.replace(float8=on), rates, False) for on in (False, True))
+    assert eighth["matmul"] < 0.6 * half["matmul"] and "float8 casts" not in half
+    assert sum(eighth.values()) < sum(half.values())
+
+
+def test_published_runs_are_planned_within_a_tenth():
+    """Two of three of the runs that were held out; every row says where it comes from."""
+    rows = [judged(run, model) for run, model in published_runs()]
+    held = [abs(row["error"]) for row in rows if row["group"] == "held out"]
+    assert len(held) >= 12 and sum(error <= 0.10 for error in held) >= 2 * len(held) / 3
+    assert all(row["source"].startswith(("https://", "mission.md")) for row in rows)
+
+
+def test_a_scenario_that_does_not_exist():
+    line = [sys.executable, "plan.py", "--scenario", "casestudy"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "case_study" in done.stderr
+    with pytest.raises(ValueError, match="no such scenario"):
+        scenario_tables("none")
+
+
+def test_long_remarks_wrap():
+    assert len(table("t", [Row("a", "1", "2", "word " * 20)]).splitlines()) > 3

@@ -1,0 +1,93 @@
+"""Where the time of a step goes, from the traces that a run has written: a table, a picture, and advice.
+
+    .venv/bin/python -m training.inspect_trace outputs/demo           a run's newest traces, all its ranks
+    .venv/bin/python -m training.inspect_trace outputs/a outputs/b    two runs (or files) side by side
+    .venv/bin/python -m training.inspect_trace some/trace.json.gz     a file of torch.profiler, anyone's
+
+A run writes them with --profiling.enable_profiling true --profiling.profile_freq 20. The picture goes into
+the run's plots/, or beside the file. docs/profiling.md says how to read it. Exit codes: 0, 2 bad input.
+"""
+
+import sys
+from pathlib import Path
+
+from config import one_line_errors
+from training.trace_advice import advice
+from training.trace_events import find_traces, read_trace
+from training.trace_memory import MemoryTimeline, read_memory, snapshot_beside
+from training.trace_plots import plot_breakdown, plot_memory
+from training.trace_report import MAX_RANKS, comparison, ranks_table, report
+from training.trace_timeline import Timeline, build_timeline
+from training.trace_work import rates_of
+
+
+def inspect(where: Path) -> list[Timeline]:
+    """The timelines of a run's newest traces, by rank. Raises ValueError."""
+    return [build_timeline(read_trace(path)) for path in find_traces(where)]
+
+
+def tell(timelines: list[Timeline]) -> None:
+    """One run: its first rank at length, the others beside it, what to do."""
+    first = timelines[0]
+    rates = rates_of(first)
+    print(report(first, rates))
+    if len(timelines) > 1:
+        print("\n" + ranks_table(timelines))
+    print("\n" + advice(first, rates, timelines))
+
+
+def tell_both(first: list[Timeline], second: list[Timeline]) -> None:
+    """Two runs: what differs, and what to do about the second."""
+    print(comparison(first[0], second[0]))
+    for letter, timelines in (("A", first), ("B", second)):
+        print(f"\n{letter}: {advice(timelines[0], rates_of(timelines[0]), timelines)}")
+
+
+def draw(timelines: list[Timeline], name: str) -> list[Path]:
+    """The pictures of the timelines, in the folder of the first."""
+    trace = timelines[0].trace.path
+    run = timelines[0].trace.run
+    folder = run / "plots" if run else trace.parent
+    pictures = [folder / f"trace-{name}.png"]
+    plot_breakdown(timelines, [rates_of(timeline) for timeline in timelines], pictures[0])
+    if (snapshot := snapshot_beside(trace)) and (memory := read_memory(snapshot)):
+        pictures.append(folder / f"memory-{name}.png")
+        plot_memory(memory, f"Memory of {name}", pictures[-1])
+        tell_memory(memory)
+    return pictures
+
+
+def tell_memory(memory: list[MemoryTimeline]) -> None:
+    for gpu in memory:
+        print(f"\nmemory: {gpu.gib.min():.2f} to {gpu.gib.max():.2f} GiB; held at the peak, by code:")
+        for holder in gpu.holders[:8]:
+            print(f"  {holder.gib:8.2f} GiB  {holder.where}")
+
+
+def parse(argv: list[str]) -> list[Path]:
+    """One place or two. Raises ValueError."""
+    unknown = [word for word in argv if word.startswith("-")]
+    if unknown or len(argv) not in (1, 2):
+        what = f"{unknown[0]}: no such option" if unknown else f"{len(argv)} places given"
+        raise ValueError(f"inspect_trace: {what}; name a run's folder or a trace, or two to compare")
+    return [Path(word) for word in argv]
+
+
+def main(argv: list[str]) -> None:
+    if {"--help", "-h"} & set(argv):
+        print(__doc__)
+        return
+    with one_line_errors():
+        runs = [inspect(where) for where in parse(argv)]
+        if len(runs) == 1:
+            tell(runs[0])
+        else:
+            tell_both(*runs)
+        both = [run[0] for run in runs]
+        name = "-against-".join(timeline.trace.run_name for timeline in both)
+        for picture in draw(both, name) if len(both) == 2 else draw(runs[0][:MAX_RANKS], both[0].trace.name):
+            print(f"\nwritten: {picture}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,270 @@
+"""A trace of torch.profiler, read into events that nest: what ran when, on which thread, inside what.
+
+Times are microseconds, as in the file. Chrome's format: one JSON object, `traceEvents` a list of
+{"ph": "X", "cat": "cpu_op", "name", "pid", "tid", "ts", "dur", "args"}.
+"""
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STEP = "ProfilerStep#"
+DATA = "data"  # the part of the loop that waits for a batch; in other people's loops, torch's own span
+# Chrome's categories -> what they are here; others ("python_function", "gpu_user_annotation") are left out.
+KINDS = {
+    "cpu_op": "op",
+    "user_annotation": "span",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "gpu_memset": "copy",
+}
+FILE_NAME = re.compile(r"step-(\d+)-rank(\d+)\.json\.gz")
+HOW_TO = (
+    "write one with --profiling.enable_profiling true --profiling.profile_freq 20 (a trace every 20 steps)"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """An operator or span on a thread of the host, a call of the CUDA runtime, or a kernel or copy on a
+    stream.
+    """
+
+    name: str
+    kind: str
+    thread: Hashable
+    start: float  # microseconds
+    end: float
+    args: dict[str, Any]
+    parent: "Event | None" = None  # the innermost event on the same thread that it lies in
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start) / 1e6
+
+    def chain(self) -> Iterator["Event"]:
+        """The event itself, what it lies in, and so on outwards."""
+        event: Event | None = self
+        while event is not None:
+            yield event
+            event = event.parent
+
+
+class Part(NamedTuple):
+    """A span of the loop (data, forward, ...), or what lies between two."""
+
+    start: float
+    end: float
+    name: str
+
+
+class Interval(NamedTuple):
+    start: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """One rank's recording of a few steps."""
+
+    path: Path
+    rank: int
+    world_size: int
+    device: str  # name of the GPU, or "CPU"
+    steps: list[Event]
+    threads: dict[Hashable, list[Event]]  # operators, spans and calls of the host by thread, in order
+    kernels: list[Event]  # kernels and copies of the GPU, in order; empty on a CPU
+    calls: dict[int, Event] = field(default_factory=dict)  # correlation -> the call that launched it
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.kernels)
+
+    @property
+    def main(self) -> Hashable:
+        """The thread that runs the loop."""
+        return self.steps[0].thread
+
+    @property
+    def title(self) -> str:
+        first, last = (step.name.removeprefix(STEP) for step in (self.steps[0], self.steps[-1]))
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f"{self.path}: rank {self.rank} of {self.world_size}, {self.device}, {which}"
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that wrote it."""
+        return self.path.parent.parent if self.path.parent.name == "traces" else None
+
+    @property
+    def name(self) -> str:
+        """Of the file, without its ending."""
+        return self.path.name.partition(".")[0]
+
+    @property
+    def run_name(self) -> str:
+        return self.run.name if self.run else self.name
+
+    def launched_by(self, kernel: Event) -> Event | None:
+        """The call of the host that a kernel or copy was launched by, where it was recorded."""
+        return self.calls.get(kernel.args.get("correlation", -1))
+
+    def host_events(self) -> Iterator[Event]:
+        for events in self.threads.values():
+            yield from events
+
+
+def find_traces(where: Path) -> list[Path]:
+    """The newest traces of a run (its folder, or its traces/), one a rank; or the one file that is named.
+
+    Raises ValueError where there is none.
+    """
+    if where.is_file():
+        return [where]
+    folder = where / "traces" if (where / "traces").is_dir() else where
+    found = {path: FILE_NAME.fullmatch(path.name) for path in folder.glob("*.json.gz")}
+    numbers = {path: (int(match[1]), int(match[2])) for path, match in found.items() if match}
+    if not numbers:
+        raise ValueError(f"{where}: {'no trace' if where.is_dir() else 'no such folder or file'}; {HOW_TO}")
+    newest = max(step for step, _ in numbers.values())
+    return sorted((path for path in numbers if numbers[path][0] == newest), key=lambda path: numbers[path][1])
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises ValueError for what is no trace, or one without a whole step."""
+    record = _read_json(path)
+    events = list(_events(record["traceEvents"]))
+    threads: dict[Hashable, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind in ("op", "span", "call"):
+            threads[event.thread].append(event)
+    for thread in threads.values():
+        nest(thread)
+    steps = [e for e in events if e.kind == "span" and e.name.startswith(STEP)]
+    if not steps:
+        raise ValueError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
+    kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
+    distributed = record.get("distributedInfo", {})
+    match = FILE_NAME.fullmatch(path.name)
+    return Trace(
+        path,
+        int(match[2]) if match else distributed.get("rank", 0),
+        distributed.get("world_size", 1),
+        _device_name(record, kernels),
+        sorted(steps, key=lambda e: e.start),
+        dict(threads),
+        kernels,
+        {e.args["correlation"]: e for e in events if e.kind == "call" and "correlation" in e.args},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            record = json.load(file)
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a trace ({error})") from error
+    if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
+        raise ValueError(f"{path}: no trace of torch.profiler (it has no list traceEvents)")
+    return record
+
+
+def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
+    for record in records:
+        kind = KINDS.get(record.get("cat", ""))
+        if kind and record.get("ph") == "X":
+            thread, start = (record["pid"], record["tid"]), float(record["ts"])
+            yield Event(
+                record["name"], kind, thread, start, start + float(record["dur"]), record.get("args", {})
+            )
+
+
+def _device_name(record: dict[str, Any], kernels: list[Event]) -> str:
+    if not kernels:
+        return "CPU"
+    number = kernels[0].args.get("device", 0)
+    names = {gpu.get("id"): gpu.get("name") for gpu in record.get("deviceProperties", [])}
+    return names.get(number) or "GPU"
+
+
+def nest(events: list[Event]) -> None:
+    """Sorts the events of one thread and gives each its parent; what outlives its parent is cut."""
+    events.sort(key=lambda e: (e.start, -e.end))
+    open_events: list[Event] = []
+    for event in events:
+        while open_events and open_events[-1].end <= event.start:
+            open_events.pop()
+        if open_events:
+            event.parent = open_events[-1]
+            event.end = min(event.end, open_events[-1].end)
+        open_events.append(event)
+
+
+def stretches(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
+    """What a thread was in, moment by moment: (start, end, innermost event), in order, without the time in
+    none. `events` have been nested.
+    """
+    open_events: list[Event] = []
+    now = 0.0
+    for event in [*events, None]:
+        until = event.start if event else float("inf")
+        while open_events and open_events[-1].end <= until:
+            innermost = open_events.pop()
+            if innermost.end > now:
+                yield now, innermost.end, innermost
+                now = innermost.end
+        if event:
+            if open_events and event.start > now:
+                yield now, event.start, open_events[-1]
+            now = event.start
+            open_events.append(event)
+
+
+class Loop:
+    """Which part of the loop the main thread is in at a given time."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.parts: list[Part] = []
+        for step in trace.steps:
+            inside = [e for e in trace.threads[trace.main] if e.kind == "span" and e.parent is step]
+            self.parts += parts_of(step, inside)
+        self.starts = [part.start for part in self.parts]
+        self.spans = {
+            part.name for part in self.parts if not part.name.startswith(("after ", "at the start"))
+        }
+
+    def at(self, time: float) -> Part:
+        """The last part that began before `time`."""
+        return self.parts[max(bisect_right(self.starts, time) - 1, 0)]
+
+    def cut(self, start: float, end: float) -> Iterator[Part]:
+        """An interval cut where one part ends and another begins."""
+        place = max(bisect_right(self.starts, start) - 1, 0)
+        while place < len(self.parts) and self.starts[place] < end:
+            # What comes before the first part, or after the last one (the GPU is late), belongs to it.
+            last = place == len(self.parts) - 1
+            stop = end if last else min(self.starts[place + 1], end)
+            yield Part(max(start, self.starts[place]) if place else start, stop, self.parts[place].name)
+            place += 1
+
+
+def parts_of(step: Event, spans: list[Event]) -> list[Part]:
+    """A step as spans and what lies between them: "forward", "after forward", "backward", ..."""
+    parts, now, before = [], step.start, "at the start of the step"
+    for span in spans:
+        if span.start > now:
+            parts.append(Part(now, span.start, before))
+        name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
+        parts.append(Part(span.start, span.end, name))
+        now, before = span.end, f"after {name}"
+    if step.end > now:
+        parts.append(Part(now, step.end, before))
+    return parts

@@ -1,0 +1,319 @@
+"""Every moment of the traced steps given to one class, so that the classes add up to the steps.
+
+On a CPU: what the main thread computes; where it computes nothing, what another thread does (autograd, a
+gloo collective); what is left is idle: Python, dispatch, waiting. On a GPU: a kernel that computes; where
+there is none, a collective (exposed communication), then a copy; where nothing runs, what the host did
+instead of launching.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from training.trace_classes import (
+    CLASSES,
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    IDLE,
+    READS,
+    SYNCHRONISE,
+    WHOLE_PARTS,
+    classify_kernel,
+    is_inside_operator,
+    kernel_class,
+    working_operator,
+)
+from training.trace_events import Event, Interval, Loop, Trace, stretches
+
+LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
+AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
+
+
+class Piece(NamedTuple):
+    """A stretch of the timeline. Of idle ones `what` is the cause, of others the operator or kernel."""
+
+    start: float  # microseconds
+    end: float
+    name: str  # its class
+    what: str = ""
+    operator: Event | None = None  # that computes it, whose arguments say how much work it is
+    kernel: Event | None = None  # of a GPU; of a collective on a CPU, the collective
+
+    @property
+    def milliseconds(self) -> float:
+        return (self.end - self.start) / 1000
+
+
+class Wait(NamedTuple):
+    """A place where the host waited for the device, or on a CPU would have: it read a value."""
+
+    what: str  # the operator, or the call of the runtime
+    where: str  # the part of the loop
+    count: int  # in all steps
+    waited: float  # milliseconds of the host, in all steps
+    idle: float  # milliseconds for which the GPU then had nothing to do, in all steps
+
+
+@dataclass(eq=False)
+class Timeline:
+    """One rank's steps: windows that follow each other, and pieces that fill them."""
+
+    trace: Trace
+    windows: list[Interval]
+    pieces: list[Piece]
+    waits: list[Wait]
+
+    @cached_property
+    def step_milliseconds(self) -> float:
+        """Mean over the steps."""
+        return sum(end - start for start, end in self.windows) / 1000 / len(self.windows)
+
+    @cached_property
+    def by_class(self) -> dict[str, float]:
+        """Milliseconds a step; they add up to `step_milliseconds`."""
+        total = dict.fromkeys(CLASSES, 0.0)
+        for piece in self.pieces:
+            total[piece.name] += piece.milliseconds / len(self.windows)
+        return total
+
+    @cached_property
+    def idle_by_cause(self) -> dict[str, float]:
+        """Milliseconds a step, the largest first."""
+        total: dict[str, float] = defaultdict(float)
+        for piece in self.pieces:
+            if piece.name == IDLE:
+                total[piece.what] += piece.milliseconds / len(self.windows)
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def hidden_communication(self) -> float:
+        """Milliseconds a step in which a collective ran beside computation."""
+        computing = [Interval(p.start, p.end) for p in self.pieces if p.name in COMPUTE]
+        hidden, _ = fill(computing, collectives(self.trace))
+        return sum(piece.milliseconds for piece in hidden) / len(self.windows)
+
+    def pieces_of(self, window: Interval) -> list[Piece]:
+        first = bisect_left(self.pieces, window.start, key=lambda p: p.start)
+        return self.pieces[first : bisect_left(self.pieces, window.end, key=lambda p: p.start)]
+
+
+def build_timeline(trace: Trace) -> Timeline:
+    windows = step_windows(trace)
+    loop = Loop(trace)
+    layers = gpu_layers(trace) if trace.on_gpu else cpu_layers(trace, loop)
+    free, pieces = list(windows), []
+    for layer in layers:
+        taken, free = fill(free, layer)
+        pieces += taken
+    waits = Waits(trace, loop)
+    idle = gpu_idle(trace, loop, free, waits) if trace.on_gpu else cpu_idle(trace, loop, free)
+    pieces = sorted([*pieces, *idle], key=lambda piece: piece.start)
+    return Timeline(trace, windows, pieces, waits.found(pieces))
+
+
+def step_windows(trace: Trace) -> list[Interval]:
+    """From the end of one step to the end of the next, on the host and on the GPU: a step has ended when the
+    host has left it and the kernels that it launched so far are done.
+    """
+    ends = [trace.steps[0].start, *(step.end for step in trace.steps)]
+    computing = [k for k in trace.kernels if k.kind == "kernel"]
+    launches = [(trace.launched_by(kernel) or kernel).start for kernel in computing]
+    late = [
+        max((k.end for k, at in zip(computing, launches, strict=True) if at < end), default=end)
+        for end in ends
+    ]
+    ends = [max(pair) for pair in zip(ends, late, strict=True)]
+    if trace.on_gpu:
+        return [Interval(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [Interval(step.start, step.end) for step in trace.steps]
+
+
+def fill(free: list[Interval], layer: Iterable[Piece]) -> tuple[list[Piece], list[Interval]]:
+    """Gives free time to the pieces of a layer, first come, first served; what of them fitted, and the time
+    still free. `free` and `layer` are sorted by start; pieces may overlap.
+    """
+    taken, left, waiting, place = [], [], list(free), 0
+    for piece in layer:
+        while place < len(waiting) and waiting[place].end <= piece.start:
+            left.append(waiting[place])
+            place += 1
+        while place < len(waiting) and waiting[place].start < piece.end:
+            start, end = waiting[place]
+            begin, stop = max(start, piece.start), min(end, piece.end)
+            if begin > start:
+                left.append(Interval(start, begin))
+            if stop > begin:
+                taken.append(piece._replace(start=begin, end=stop))
+            if stop < end:
+                waiting[place] = Interval(stop, end)
+                break
+            place += 1
+    return taken, left + waiting[place:]
+
+
+# -- what runs
+
+
+def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Piece]]:
+    """Parts that count as a whole; operators of the main thread; of others; collectives."""
+    yield [Piece(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
+    yield list(operators(trace.threads[trace.main]))
+    others = [
+        piece
+        for thread, events in trace.threads.items()
+        if thread != trace.main and not any(is_gloo(event) for event in events)
+        for piece in operators(events)
+    ]
+    yield sorted(others, key=lambda p: p.start)
+    yield collectives(trace)
+
+
+def gpu_layers(trace: Trace) -> Iterator[list[Piece]]:
+    """Kernels that compute; collectives; copies."""
+    pieces = []
+    for kernel in trace.kernels:
+        name, operator = classify_kernel(kernel, trace.launched_by(kernel))
+        pieces.append(Piece(kernel.start, kernel.end, name, kernel.name, operator, kernel))
+    yield [p for p in pieces if p.name not in (COMMUNICATION, COPIES)]
+    yield [p for p in pieces if p.name == COMMUNICATION]
+    yield [p for p in pieces if p.name == COPIES]
+
+
+def operators(events: list[Event]) -> Iterator[Piece]:
+    """What a thread of the host computes."""
+    for start, end, event in stretches(events):
+        name, operator = working_operator(event)
+        if name and operator:
+            yield Piece(start, end, name, operator.name, operator)
+
+
+def collectives(trace: Trace) -> list[Piece]:
+    """Of the GPU, or of gloo's threads."""
+    if trace.on_gpu:
+        found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
+    else:
+        found = [event for event in trace.host_events() if is_gloo(event)]
+    pieces = (Piece(e.start, e.end, COMMUNICATION, e.name, kernel=e) for e in found)
+    return sorted(pieces, key=lambda piece: piece.start)
+
+
+def is_gloo(event: Event) -> bool:
+    return event.kind == "span" and event.name.startswith("gloo:")
+
+
+# -- what does not run, and why
+
+
+def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Piece]:
+    ended = EndedOperators(trace)
+    for start, end in free:
+        for part in loop.cut(start, end):
+            length = part.end - part.start
+            before = f", behind {ended.before(start)}" if part.name in loop.spans else ""
+            yield Piece(*part[:2], IDLE, host_cause(part.name, length, before if length >= LONG else ""))
+
+
+def host_cause(part: str, length: float, detail: str) -> str:
+    """Why nothing runs: Python between two operators, or a gap that has a place."""
+    return f"{'gap' if length >= LONG else 'Python and dispatch'} {placed(part)}{detail}"
+
+
+def placed(part: str) -> str:
+    return part if part.startswith(("after ", "at ")) else f"in {part}"
+
+
+class EndedOperators:
+    """The operator of the main thread that ended last before a time."""
+
+    def __init__(self, trace: Trace) -> None:
+        found = [e for e in trace.threads[trace.main] if e.kind == "op" and e.name.startswith("aten::")]
+        self.events = sorted(found, key=lambda e: e.end)
+
+    def before(self, time: float) -> str:
+        place = bisect_right(self.events, time, key=lambda e: e.end) - 1
+        return self.events[place].name if place >= 0 else ""
+
+
+def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> Iterator[Piece]:
+    """Until the next kernel is launched, the host is late: it waited, or it was busy. After that, the kernel
+    was late.
+    """
+    starts = [kernel.start for kernel in trace.kernels]
+    for start, end in free:
+        place = bisect_left(starts, end - 0.01)
+        launch = trace.launched_by(trace.kernels[place]) if place < len(starts) else None
+        launched = min(max(launch.end, start), end) if launch else end
+        wait = waits.before(start, launched)
+        for part in loop.cut(start, launched):
+            if part.name in WHOLE_PARTS:
+                yield Piece(*part[:2], WHOLE_PARTS[part.name], part.name)
+            elif wait:
+                yield Piece(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.place(wait)}", wait)
+            else:
+                length = part.end - part.start
+                busy = host_work(trace, launch, part.start, part.end) if length >= LONG else ""
+                yield Piece(*part[:2], IDLE, host_cause(part.name, length, busy))
+        if end > launched:
+            yield Piece(launched, end, IDLE, "launched, not yet started")
+
+
+def host_work(trace: Trace, launch: Event | None, start: float, end: float) -> str:
+    """What the thread that launches next did for most of a gap: an operator, or a call that blocks."""
+    thread = launch.thread if launch and launch.thread in trace.threads else trace.main
+    inside = [
+        e
+        for e in trace.threads[thread]
+        if e.kind != "span" and min(e.end, end) - max(e.start, start) > (end - start) / 2
+    ]
+    return f", the host in {inside[-1].name}" if inside else ""  # the innermost
+
+
+class Waits:
+    """Where the host waits for the device: on a GPU the runtime's calls, on a CPU values read by Python."""
+
+    def __init__(self, trace: Trace, loop: Loop) -> None:
+        self.loop, self.on_gpu = loop, trace.on_gpu
+        first, last = trace.steps[0].start, trace.steps[-1].end
+        inside = [e for e in trace.host_events() if first <= e.start < last]
+        self.events = sorted((e for e in inside if self.is_wait(e)), key=lambda e: e.end)
+
+    def is_wait(self, event: Event) -> bool:
+        if self.on_gpu:
+            return event.kind == "call" and bool(SYNCHRONISE.match(event.name))
+        # Reading a batch takes values out of tensors that never leave the host.
+        reads = event.name in READS and not is_inside_operator(event)
+        return reads and self.loop.at(event.start).name not in WHOLE_PARTS
+
+    def name(self, event: Event) -> str:
+        """The outermost operator that waits, or the call itself."""
+        operators = [e.name for e in event.chain() if e.name.startswith("aten::")]
+        return f"{event.name} ({operators[-1]})" if event.kind == "call" and operators else event.name
+
+    def place(self, event: Event) -> str:
+        return placed(self.loop.at(event.start).name)
+
+    def before(self, start: float, end: float) -> Event | None:
+        """The wait that ended when the GPU ran out of work, and from which the host launched too late."""
+        place = bisect_left(self.events, start - AFTER_WAIT, key=lambda e: e.end)
+        wait = self.events[place] if place < len(self.events) else None
+        return wait if wait and wait.end <= end and wait.start <= start else None
+
+    def found(self, pieces: list[Piece]) -> list[Wait]:
+        """Those that need not be, by operator and place; the most harmful first."""
+        idle: dict[int, float] = defaultdict(float)
+        for piece in pieces:
+            if piece.name == IDLE and piece.operator:
+                idle[id(piece.operator)] += piece.milliseconds
+        groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            if self.loop.at(event.start).name not in WHOLE_PARTS:
+                groups[self.name(event), self.place(event)].append(event)
+        waits = [
+            Wait(*key, len(g), sum(e.seconds for e in g) * 1e3, sum(idle[id(e)] for e in g))
+            for key, g in groups.items()
+        ]
+        return sorted(waits, key=lambda wait: (-wait.idle, -wait.waited))

@@ -1,0 +1,249 @@
+"""How much work an operator is, by the shapes that the trace has of its inputs, and how long it need take.
+
+FLOPs count a multiplication and an addition as two; recomputed ones count, for the device does them. Bytes
+are those of the inputs and of an output as large as the largest of them: what must pass through memory.
+"""
+
+import math
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from training.metrics import PEAK_TFLOPS
+from training.trace_classes import ATTENTION, COPIES, ELEMENTWISE, GEMM, OPTIMIZER
+from training.trace_events import DATA, Event, Trace
+from training.trace_timeline import Timeline
+
+ITEM_BYTES = {
+    "double": 8,
+    "long int": 8,
+    "float": 4,
+    "int": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "short": 2,
+}
+# Dense bf16 and memory in bytes a second. Measured on one H200; the others are the vendors' datasheets.
+MEASURED = {"H200": (790e12, 4.3e12)}
+BANDWIDTH = {"H100 PCIe": 2.0e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 1.56e12, "V100": 0.9e12}
+ENOUGH = 0.9  # of a class's time must be in operators of known work for the class to have a floor
+SMALL_OUTPUT = {"aten::copy_", "aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"}
+FREQUENT = 0.01  # of a class's time: what an operator must take for its rate to count as what can be reached
+
+
+class Work(NamedTuple):
+    flops: float
+    bytes: float
+
+
+class Rates(NamedTuple):
+    """What the device can do in a second, and who says so. 0: not known."""
+
+    flops: float
+    bytes: float
+    source: str
+
+
+@dataclass
+class ClassWork:
+    """Of a class, a step."""
+
+    work: Work
+    milliseconds: float  # in operators whose work is known
+    floor: float | None  # milliseconds it need take; None where too little is known
+
+
+# -- the work of one operator
+
+
+def dims(event: Event) -> list[list[int]]:
+    return event.args.get("Input Dims", [])
+
+
+def product(shape: Any) -> int:
+    """Elements of a tensor; of a list of tensors, of all together."""
+    if shape and isinstance(shape[0], list):
+        return sum(product(inner) for inner in shape)
+    return math.prod(shape) if shape else 0
+
+
+def mm(a: list[int], b: list[int]) -> float:
+    """(..., M, K) x (..., K, N)."""
+    return 2.0 * math.prod(a) * b[-1]
+
+
+def attention(query: list[int], value: list[int], matmuls: int) -> float:
+    """Every pair of a query and a key: 2 x head size FLOPs in each of the matmuls. (B, N, T, head)."""
+    tokens, head = query[-2:]
+    return 2.0 * matmuls * math.prod(query[:-2]) * tokens * value[-2] * head
+
+
+def convolution(event: Event) -> float:
+    """Every element of the output (of a transposed one: input) meets a filter."""
+    image, filters = dims(event)[:2]
+    concrete = event.args.get("Concrete Inputs", [])
+    if len(concrete) > 6 and concrete[6] == "True":
+        return 2.0 * math.prod(image) * math.prod(filters[1:])
+    stride, padding, dilation = (_numbers(text) for text in concrete[3:6])
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(image[2:], filters[2:], stride, padding, dilation, strict=False)
+    ]
+    return 2.0 * image[0] * filters[0] * math.prod(size) * math.prod(filters[1:])
+
+
+def convolution_backward(event: Event) -> float:
+    """Of input and filters, as far as they are asked for; each costs what the forward pass does."""
+    concrete = event.args.get("Concrete Inputs", [])
+    gradient, image, filters = dims(event)[:3]
+    side = image if concrete[7] == "True" else gradient  # transposed
+    asked = concrete[10].strip("[]").split(",")[:2]
+    return 2.0 * math.prod(side) * math.prod(filters[1:]) * sum(word.strip() == "True" for word in asked)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.strip("[]").split(",") if word.strip()]
+
+
+# Operator -> FLOPs; what it decomposes into is inside it and not counted again.
+FLOPS: dict[str, Callable[[Event], float]] = {
+    "aten::mm": lambda e: mm(dims(e)[0], dims(e)[1]),
+    "aten::_scaled_mm": lambda e: mm(dims(e)[0], dims(e)[1]),
+    "aten::addmm": lambda e: mm(dims(e)[1], dims(e)[2]),
+    "aten::_addmm_activation": lambda e: mm(dims(e)[1], dims(e)[2]),
+    "aten::bmm": lambda e: mm(dims(e)[0], dims(e)[1]),
+    "aten::baddbmm": lambda e: mm(dims(e)[1], dims(e)[2]),
+    "aten::scaled_dot_product_attention": lambda e: attention(dims(e)[0], dims(e)[2], 2),
+    "aten::convolution": convolution,
+    "aten::convolution_backward": convolution_backward,
+}
+
+
+def flops_of(event: Event) -> float | None:
+    """None for a product of matrices whose arguments are not known here."""
+    if event.name in FLOPS:
+        return FLOPS[event.name](event)
+    if event.name.startswith("aten::_scaled_dot_product"):
+        if not event.name.endswith("_backward"):
+            return attention(dims(event)[0], dims(event)[2], 2)
+        # Grad, query, key, value; dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
+        return attention(dims(event)[1], dims(event)[3], 4)
+    unknown = any(word in event.name for word in ("mm", "attention", "attn", "convolution"))
+    return None if unknown else 0.0
+
+
+def work_of(event: Event) -> Work | None:
+    """None where the trace does not say: a compiled graph, a list of very many tensors."""
+    shapes, types = dims(event), event.args.get("Input type", [])
+    try:
+        flops = flops_of(event) if any(shapes) else None
+    except (IndexError, ValueError):  # arguments in another order than in the versions of torch known here
+        flops = None
+    if flops is None:
+        return None
+    sizes = [product(s) * _item_bytes(kind) for s, kind in zip(shapes, types, strict=False) if s]
+    output = 0 if event.name in SMALL_OUTPUT else max(sizes, default=0)
+    return Work(flops, float(sum(sizes) + output))
+
+
+def _item_bytes(kind: str) -> int:
+    return ITEM_BYTES.get(kind, 4 if kind == "TensorList" else 1)
+
+
+# -- what a class needs
+
+
+def rates_of(timeline: Timeline) -> Rates:
+    """Of the device by its name, or `metrics.peak_tflops` of the run that the trace lies with; what neither
+    says is the best of this trace.
+    """
+    trace, reached = timeline.trace, reached_rates(timeline)
+    named = [rates for name, rates in MEASURED.items() if name in trace.device]
+    if named:
+        return Rates(*named[0], "measured on one")
+    names = [name for name in PEAK_TFLOPS if all(word in trace.device for word in name.split())]
+    peak = peak_of_run(trace) or (PEAK_TFLOPS[names[0]] if names else 0.0)
+    memory = BANDWIDTH.get(names[0], 0.0) if names else 0.0
+    if not peak:
+        return reached
+    return Rates(peak * 1e12, memory or reached.bytes, "its datasheet" if names else "metrics.peak_tflops")
+
+
+def peak_of_run(trace: Trace) -> float:
+    """`metrics.peak_tflops` of the run that wrote the trace; 0 where it is not set."""
+    config = trace.run / "config.toml" if trace.run else None
+    if not config or not config.is_file():
+        return 0.0
+    try:
+        return tomllib.loads(config.read_text()).get("metrics", {}).get("peak_tflops", 0.0)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{config}: {error}") from error
+
+
+def operator_times(timeline: Timeline) -> dict[Event, float]:
+    """Milliseconds of the timeline that each operator has, in all steps."""
+    times: dict[Event, float] = defaultdict(float)
+    for piece in timeline.pieces:
+        if piece.operator and piece.operator.kind == "op":
+            times[piece.operator] += piece.milliseconds
+    return times
+
+
+def reached_rates(timeline: Timeline) -> Rates:
+    """What the best call of this trace reaches, where the device is not known: of those shapes that take a
+    hundredth of the time at least.
+    """
+    times: dict[tuple, float] = defaultdict(float)
+    best: dict[tuple, Work] = {}
+    for event, milliseconds in operator_times(timeline).items():
+        if (work := work_of(event)) and milliseconds:
+            key = (event.name, str(dims(event)))
+            times[key] += milliseconds
+            rate = Work(work.flops / milliseconds * 1e3, work.bytes / milliseconds * 1e3)
+            best[key] = max(rate, best.get(key, rate))
+    frequent = [key for key in best if times[key] > FREQUENT * sum(times.values())]
+    flops = max((best[key].flops for key in frequent), default=0.0)
+    plain = [key for key in frequent if not best[key].flops]
+    return Rates(flops, max((best[key].bytes for key in plain), default=0.0), "its best call in this trace")
+
+
+def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
+    """Of the classes that compute; floors at `rates`."""
+    found: dict[str, list[tuple[Work, float]]] = defaultdict(list)
+    times, names = operator_times(timeline), _classes_of_operators(timeline)
+    for event, milliseconds in times.items():
+        if work := work_of(event):
+            found[names[event]].append((work, milliseconds))
+    steps, result = len(timeline.windows), {}
+    for name in (GEMM, ATTENTION, ELEMENTWISE, OPTIMIZER, COPIES):
+        total = Work(*(sum(work[i] for work, _ in found[name]) / steps for i in (0, 1)))
+        known = sum(milliseconds for _, milliseconds in found[name]) / steps
+        floor = None
+        if known >= ENOUGH * timeline.by_class[name] > 0 and (rates.flops if total.flops else rates.bytes):
+            least = sum(_least_seconds(work, rates) for work, _ in found[name]) * 1e3 / steps
+            floor = min(least, timeline.by_class[name])  # rare calls may be faster than the best frequent one
+        result[name] = ClassWork(total, known, floor)
+    return result
+
+
+def _least_seconds(work: Work, rates: Rates) -> float:
+    by_flops = work.flops / rates.flops if rates.flops else 0.0
+    by_bytes = work.bytes / rates.bytes if rates.bytes else 0.0
+    # A cache may hold what a multiplication reads: its bytes are a floor only where nothing else is done.
+    return by_flops or by_bytes
+
+
+def _classes_of_operators(timeline: Timeline) -> dict[Event, str]:
+    return {piece.operator: piece.name for piece in timeline.pieces if piece.operator}
+
+
+def loaded_bytes(trace: Trace) -> float:
+    """Bytes of fields that the loader hands over, a step."""
+    handed = [
+        product(dims(e)[0]) * _item_bytes(e.args["Input type"][0])
+        for e in trace.threads[trace.main]
+        if e.name == "aten::to" and e.parent and e.parent.name == DATA and dims(e)
+    ]
+    return sum(handed) / len(trace.steps)
