@@ -132,15 +132,21 @@ def tutorial(folder: str, dim: int, dtype: str, axis: str) -> Peer:
         degrees = {"tp": 1, "cp": 1, axis: dist.get_world_size()}
         comm.init_model_parallel_info(**degrees, dp=1, pp=1, order="cp-tp-dp-pp")
     settings = SimpleNamespace(
-        wrapped = {"device_ids": None, "output_device": None, "bucket_cap_mb": 25}
-        model = init_ddp_model_and_reduction_hooks(model, **wrapped)
-        depth=LAYERS, num_heads=HEADS, dropout=0.0,
-    )  # fmt: skip
+        img_size=list(GRID),
+        n_in_channels=CHANNELS,
+        n_out_channels=CHANNELS,
+        patch_size=PATCH[0],
+        embed_dim=dim,
+        depth=LAYERS,
+        num_heads=HEADS,
+        dropout=0.0,
+    )
     torch.manual_seed(0)
     model = vit.ViT(settings)
     if axis:
         init_params_for_shared_weights(model)
-        model = init_ddp_model_and_reduction_hooks(
+        wrapped = {"device_ids": None, "output_device": None, "bucket_cap_mb": 25}
+        model = init_ddp_model_and_reduction_hooks(model, **wrapped)
             model, device_ids=None, output_device=None, bucket_cap_mb=25
         )
     return Peer(model, l2_loss, dtype)
