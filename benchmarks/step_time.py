@@ -147,8 +147,6 @@ def tutorial(folder: str, dim: int, dtype: str, axis: str) -> Peer:
         init_params_for_shared_weights(model)
         wrapped = {"device_ids": None, "output_device": None, "bucket_cap_mb": 25}
         model = init_ddp_model_and_reduction_hooks(model, **wrapped)
-            model, device_ids=None, output_device=None, bucket_cap_mb=25
-        )
     return Peer(model, l2_loss, dtype)
 
 
