@@ -41,6 +41,7 @@ from planning.step_time import step_time
 from planning.workload import Workload
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
+from tests.test_activation_checkpoint import bytes_alive
 from training.gradients import clip, total_norm
 from training.losses import mse_loss, sum_of_squares
 from training.optimizers import build_optimizer, set_lr
@@ -220,6 +221,8 @@ def count_saved(case: Case) -> dict[str, Any]:
 def saved_bytes(case: Case) -> int:
     """Of a forward pass, without parameters and the copies that autocast makes of them."""
     step, kept = Step(case), {}
+    if case.mode == "selective":  # what its policy keeps, no hook of autograd sees
+        return bytes_alive(step.model, step.pieces[0], autocast=False)
     weights = {tuple(p.shape) for p in step.parameters} | {
         tuple(p.t().shape) for p in step.parameters if p.ndim == 2
     }

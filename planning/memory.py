@@ -269,9 +269,9 @@ def field_bytes(work: Workload) -> float:
 
 
 def loss_bytes(work: Workload) -> float:
-    """float32: the error, and four more of its size while its square is differentiated."""
-    values = work.micro_batch * work.rank_tokens * work.model.out_features
-    return 5 * FLOAT32 * values
+    """The gradient of the prediction, and in float32 the errors of one sample, twice."""
+    values = work.rank_tokens * work.model.out_features
+    return (work.micro_batch * work.itemsize + 2 * FLOAT32) * values
 
 
 def fits(memory: Memory, capacity: float, reserved: float) -> bool:

@@ -102,3 +102,21 @@ def test_weights():
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
     with pytest.raises(ValueError, match="training.variable_weights"):
         variable_weights((1.0,), 3)
+
+
+def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression():
+    """Value and gradient of sum w (p - y)^2, in float64 by autograd, beside ours from float32 and bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    output, target, weights = torch.randn(3, 4, 8, 5, generator=generator)
+    exact = output.double().requires_grad_()
+    sums = (weights.double() * (exact - target.double()).square()).flatten(1).sum(1)
+    scale = torch.arange(1.0, 5.0)
+    (sums * scale).sum().backward()
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        ours = output.to(dtype).requires_grad_()
+        found = sum_of_squares(ours, target, weights)
+        (found * scale).sum().backward()
+        assert found.dtype == torch.float32 and ours.grad is not None and ours.grad.dtype == dtype
+        assert torch.allclose(found.double(), sums.detach(), rtol=tolerance, atol=tolerance)
+        assert exact.grad is not None
+        assert torch.allclose(ours.grad.double(), exact.grad, rtol=tolerance, atol=20 * tolerance)

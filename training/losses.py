@@ -6,6 +6,7 @@ a mean.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,29 @@ def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:
 
 
 def sum_of_squares(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """(B,): the weighted sum of squared errors of a piece, all of the same shape (B, ...)."""
-    return (weights * (output.float() - target).square()).flatten(1).sum(dim=1)
+    """(B,): the weighted sum of squared errors of a piece, all of the same shape (B, ...).
+
+    In float32, a sample at a time: errors of a whole batch of fields would be five copies of it.
+    """
+    return SumOfSquares.apply(output, target, weights)  # type: ignore[return-value]
+
+
+class SumOfSquares(torch.autograd.Function):
+    """Keeps its arguments, and computes errors again for their gradient: 2 w (p - y), in p's precision."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(output, target, weights)
+        samples = zip(output, target, weights, strict=True)
+        return torch.stack([(w * (p.float() - y).square()).sum() for p, y, w in samples])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        output, target, weights = ctx.saved_tensors
+        result = torch.empty_like(output)
+        for i, gradient in enumerate(gradients[0]):
+            result[i] = (output[i].float() - target[i]).mul_(2 * gradient).mul_(weights[i])
+        return result, None, None
 
 
 def mse_loss(squares: Tensor) -> Tensor:

@@ -1,0 +1,131 @@
+"""What train.py costs over a bare loop around the same compiled model.
+
+    .venv/bin/python benchmarks/trainer_overhead.py [--rounds 5] [--steps 30]
+
+The trainer reads, normalises and cuts batches, seeds, judges each step, agrees with other ranks, counts and
+logs every tenth step; the bare loop has a batch at hand and does forward, loss, backward, clipping, AdamW and
+zero_grad. They take turns, a fresh run each, the first ten steps not counted; medians. Checkpoints,
+validation and profiling are off: they have benchmarks of their own. Asked: 1.01 x.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.results_file import record
+from config import Config, load_config
+from datasets.selection import open_selection
+from models.build import build_model
+from parallelisms.degrees import Degrees
+from parallelisms.mesh import build_mesh, start_ranks
+from parallelisms.parallelize import parallelize
+from train import train
+from training.gradients import clip, total_norm
+from training.losses import mse_loss, sum_of_squares
+from training.optimizers import build_optimizer, set_lr
+
+LOG_FREQ, LIMIT = 10, 1.01
+MODEL = {
+    "model.dim": "384",
+    "model.num_layers": "6",
+    "model.num_heads": "6",
+    "training.local_batch_size": "16",
+}
+OFF = {"checkpoint.enable": "false", "validation.enable": "false", "profiling.enable_profiling": "false"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    times: dict[str, list[float]] = {"bare loop": [], "train.py": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            config = configuration(Path(folder) / str(number), options.steps + LOG_FREQ)
+            times["train.py"] += trainer(config)
+            times["bare loop"] += bare_loop(config, options.steps)
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    ratio = seconds["train.py"] / seconds["bare loop"]
+    spread = {name: statistics.quantiles(found, n=4) for name, found in times.items()}
+    row = {"seconds": seconds, "quartiles": spread, "ratio": ratio, "rounds": options.rounds}
+    record("trainer_overhead", [row])
+    print(f"{'':<12}{'s a step':>10}{'quartiles':>20}{'x bare':>9}")
+    for name, value in seconds.items():
+        quartiles = f"{spread[name][0]:.4f} to {spread[name][2]:.4f}"
+        print(f"{name:<12}{value:>10.4f}{quartiles:>20}{value / seconds['bare loop']:>9.3f}")
+    print(f"\nasked: at most {LIMIT}")
+    return 0 if ratio <= LIMIT else 1
+
+
+def configuration(folder: Path, steps: int) -> Config:
+    named = MODEL | OFF | {"training.steps": str(steps), "metrics.log_freq": str(LOG_FREQ)}
+    named |= {"compile.enable": "true", "job.dump_folder": str(folder)}
+    return load_config([f"--{key}={value}" for key, value in named.items()])
+
+
+def trainer(config: Config) -> list[float]:
+    """Seconds a step of each logged interval but the first."""
+    train(config)
+    rows = [json.loads(line) for line in (config.dump_folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step_seconds"] for row in rows if row.get("step", 0) > LOG_FREQ]
+
+
+def bare_loop(config: Config, steps: int) -> list[float]:
+    """The same intervals of a loop that does nothing else; seconds a step of each."""
+    selection = open_selection(config.data, config.model.patch_size, ())
+    grid, number = selection.archive.grid, len(selection.variables)
+    device = start_ranks("gloo" if not torch.cuda.is_available() else "auto", 100)
+    conditions = len(selection.static) + len(config.data.forcings)
+    plan = build_model(config.model, number, conditions, grid.shape, grid.periodic)
+    settings = (
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        torch.float32,
+        torch.float32,
+    )
+    model = parallelize(plan, build_mesh(device.type, Degrees()), device, 0, *settings)
+    optimizer = build_optimizer(model.own_parameters(), (0.9, 0.95), 1e-8, 0.05, "fused")
+    set_lr(optimizer, 1e-3)
+    batch = config.training.local_batch_size
+    widths = (number + conditions, number, number)
+    fields = [torch.randn(batch, width, *grid.shape, device=device) for width in widths]
+    inputs, target, weights = (plan.to_pieces(field) for field in fields)
+    parameters = [p for _, p in model.named_parameters()]
+
+    def step() -> None:
+        model.forward_backward(inputs, target, weights.square(), loss, 1.0, True)
+        clip(parameters, 1.0, total_norm(parameters))
+        optimizer.step()
+        model.zero_grad()
+
+    def loss(output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return mse_loss(sum_of_squares(output, target, weights))
+
+    found = [seconds_of(step, LOG_FREQ, device) for _ in range(1 + steps // LOG_FREQ)]
+    dist.destroy_process_group()
+    return found[1:]
+
+
+def seconds_of(step: Callable[[], None], number: int, device: torch.device) -> float:
+    started = time.perf_counter()
+    for _ in range(number):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
