@@ -116,7 +116,8 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression():
         ours = output.to(dtype).requires_grad_()
         found = sum_of_squares(ours, target, weights)
         (found * scale).sum().backward()
-        assert found.dtype == torch.float32 and ours.grad is not None and ours.grad.dtype == dtype
-        assert torch.allclose(found.double(), sums.detach(), rtol=tolerance, atol=tolerance)
+        assert found.dtype == torch.float32
+        assert ours.grad is not None and ours.grad.dtype == dtype
         assert exact.grad is not None
-        assert torch.allclose(ours.grad.double(), exact.grad, rtol=tolerance, atol=20 * tolerance)
+        for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
+            assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
