@@ -86,6 +86,8 @@ class Optimizer:
     eps: AboveZero = 1e-8  # added to the root of the second moment
     weight_decay: NonNegative = 0.05  # decoupled
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # torch's kernel for the update
+    # how moments of matrices rest between steps: 8, 4 or 2.1 bytes a parameter for both
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
     lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
     # ceiling of the scaled learning rate; inf: none
@@ -172,8 +174,9 @@ class Compile:
 @dataclass(frozen=True)
 class Float8:
     enable: bool = False  # matrices of a ViT's blocks multiply in float8 (torchao)
-    # scales a tensor, or a row (finer, slower); "gw_hp": weight gradients in high precision
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    # scales a tensor, or a row (finer, slower); "gw_hp": weight gradients in high precision; "auto": for each
+    # shape of matrix what is measured to be fastest here, float8 or not
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"] = "tensorwise"
     filter_min_features: Count = 0  # matrices with fewer features, in or out, stay as they are
     emulate: bool = False  # round to float8, multiply in high precision: its numbers on any device, slowly
     enable_fsdp_float8_all_gather: bool = False  # FSDP gathers weights in float8; needs "tensorwise"

@@ -24,6 +24,7 @@ def check(config: Config) -> None:
         _check_vit(config.model)
     _check_data(config.data)
     _check_training(config)
+    _check_optimizer(config)
     _check_ranks(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_best(config)
@@ -124,6 +125,26 @@ def _check_training(config: Config) -> None:
     wall_time_seconds(config.training.max_wall_time)
 
 
+def _check_optimizer(config: Config) -> None:
+    """Moments in few bits."""
+    optimizer, dtype, model = config.optimizer, config.optimizer.state_dtype, config.model
+    if dtype != "float32" and optimizer.implementation != "fused":
+        reason = f'optimizer.state_dtype = "{dtype}" is updated by the fused kernel; set it to "fused"'
+        _fail("optimizer.implementation", optimizer.implementation, reason)
+    if dtype == "bfloat16" and optimizer.beta2 > 0.99:
+        reason = (
+            'so slow a mean stands still in 8 bits; set optimizer.beta2 to 0.99 or less, or this to "int8"'
+        )
+        _fail("optimizer.state_dtype", dtype, reason)
+    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of training/optimizer_states.py
+    for key, width in {"dim": model.dim, "mlp_dim": model.mlp_dim or 4 * model.dim}.items():
+        if dtype == "int8" and width % block == 0 and width // tp % block:
+            reason = (
+                f"tensor_parallel_degree = {tp} cuts model.{key} = {width} inside a block of {block} numbers"
+            )
+            _fail("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
+
+
 def wall_time_seconds(text: str) -> float:
     """Seconds of training.max_wall_time, "hours:minutes:seconds"; inf for ""."""
     if not text:
@@ -198,6 +219,9 @@ def _check_pipeline(config: Config) -> None:
     if local % size:
         reason = f"does not divide training.local_batch_size = {local}; try 1"
         _fail("parallelism.pipeline_parallel_microbatch_size", size, reason)
+    if config.float8.enable and config.float8.recipe == "auto":
+        reason = 'measures whole batches, which a pipeline cuts up; name "tensorwise" or "rowwise"'
+        _fail("float8.recipe", "auto", reason)
     stages = num_stages(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree)
     if local // size < stages and parallelism.pipeline_parallel_schedule != "GPipe":
         reason = (

@@ -28,6 +28,7 @@ from datasets.selection import evenly_spaced, open_selection
 from models.build import build_model
 from models.vit import VisionTransformer
 from parallelisms.degrees import resolve_degrees
+from parallelisms.float8_recipe import choose_float8
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import ReplicaLost
@@ -129,6 +130,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if config.model.attention_backend == "auto" and isinstance(plan, VisionTransformer):
         with one_line_errors():
             choose_attention(plan, training.local_batch_size, degrees, dtype, device, folder)
+    choose_float8(plan, training.local_batch_size, mesh, config.float8, config.compile, dtype, device, folder)
     model = parallelize(
         plan,
         mesh,
@@ -161,9 +163,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches, objective.share)
     optim, schedule = config.optimizer, config.lr_scheduler
     betas = (optim.beta1, optim.beta2)
-    optimizer = build_optimizer(
-        model.own_parameters(), betas, optim.eps, optim.weight_decay, optim.implementation
-    )
+    own, kernel = model.own_parameters(), optim.implementation
+    optimizer = build_optimizer(own, betas, optim.eps, optim.weight_decay, kernel, optim.state_dtype)
     average = EMA(parameters, training.ema_decay) if training.ema_decay else None
     scaler = LossScaler(enabled=dtype == torch.float16)
     run = RunState(parameters, optimizer, scaler, average, Progress())

@@ -188,6 +188,7 @@ def shapes() -> Shapes:
     return Shapes(
         linears=tuple(dict.fromkeys(shape for s in found for shape in s.linears)),
         attentions=tuple(dict.fromkeys(shape for s in found for shape in s.attentions)),
+        blocks=tuple(dict.fromkeys(shape for s in found for shape in s.blocks)),
         activations=tuple(dict.fromkeys(shape for s in found for shape in s.activations)),
         backends=("math", "sdpa"),
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"]
 TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
 MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
 
@@ -27,17 +27,37 @@ def apply_float8(
     `filter_min_features` and multiples of 16 on every tensor-parallel rank; embedding and head never are.
     Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
     `emulate` rounds to float8 and multiplies in the parameters' precision: the numbers without the speed.
+    "auto" takes the recipe that a layer is marked with (parallelisms/float8_recipe.py), or "tensorwise".
     Raises ValueError where the machine or the combination cannot do it, or no layer is left.
     """
     check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # imported late: takes seconds
-
     names = float8_layers(model, filter_min_features, tensor_parallel_degree)
+    chosen = {name: marked_recipe(model, name) if recipe == "auto" else recipe for name in names}
+    for one in sorted(set(chosen.values()) - {"none"}):
+        swapped = [name for name in names if chosen[name] == one]
+        convert(model, swapped, one, emulate, enable_fsdp_float8_all_gather)
+    return [name for name in names if chosen[name] != "none"]
+
+
+def convert(
+    model: nn.Module, names: list[str], recipe: str, emulate: bool, float8_all_gather: bool = False
+) -> None:
+    """torchao's swap of the layers `names`; takes seconds to import it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", emulate)
-    object.__setattr__(config, "enable_fsdp_float8_all_gather", enable_fsdp_float8_all_gather)
+    object.__setattr__(config, "enable_fsdp_float8_all_gather", float8_all_gather)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
-    return names
+
+
+def mark_recipe(model: nn.Module, name: str, recipe: str) -> None:
+    """Says what "auto" means for a layer; "none": it stays as it is. Stages of a pipeline keep the mark."""
+    model.get_submodule(name).float8_recipe = recipe  # type: ignore[assignment]
+
+
+def marked_recipe(model: nn.Module, name: str) -> str:
+    return str(getattr(model.get_submodule(name), "float8_recipe", "tensorwise"))
 
 
 def float8_layers(model: nn.Module, filter_min_features: int, tensor_parallel_degree: int) -> list[str]:
@@ -69,8 +89,9 @@ def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool
     if recipe not in get_args(Recipe):
         raise ValueError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
     if enable_fsdp_float8_all_gather and recipe != "tensorwise":
+        has = "may choose" if recipe == "auto" else "has"
         raise ValueError(
-            f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" has more scales than a tensor; '
+            f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" {has} more scales than a tensor; '
             'set it to false or float8.recipe = "tensorwise"'
         )
     if importlib.util.find_spec("torchao") is None:
@@ -82,10 +103,15 @@ def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool
         raise ValueError(f"float8.enable = true: {reason}; set it to false or float8.emulate = true")
 
 
+def can_run(recipe: str, device_type: str) -> bool:
+    return not _missing(recipe, device_type)
+
+
 def _missing(recipe: str, device_type: str) -> str:
     if device_type != "cuda" or not torch.cuda.is_available():
         return f"needs a CUDA device and the run is on {device_type}"
-    needed, capability = TENSORWISE if recipe == "tensorwise" else ROWWISE, torch.cuda.get_device_capability()
+    needed = ROWWISE if recipe.startswith("rowwise") else TENSORWISE
+    capability = torch.cuda.get_device_capability()
     if capability < needed:
         have, need = (".".join(map(str, version)) for version in (capability, needed))
         return f'recipe "{recipe}" needs compute capability {need} and this GPU has {have}'

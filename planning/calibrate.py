@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from models.attention import attention, check_backend
+from models.vit import Block
 from planning.calibration import Calibration, Timing, processor_name, timing_of, torch_version
 from planning.clusters import Link
 
@@ -31,6 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Larger products and tensors have the rates of these, and would take minutes.
 MAX_FLOPS = {"cpu": 2e10, "cuda": 4e12}  # of one product, or of one attention
 MAX_VALUES = {"cpu": 2**24, "cuda": 2**29}  # of a tensor that elementwise operations work on
+BLOCKS = 3  # that are run one after the other
 SECONDS = 30.0  # of repetitions
 REPETITIONS = (3, 25)  # at least, whatever they take; at most
 # A repetition that takes so many times the fastest was disturbed: on a busy machine operations on two threads
@@ -49,6 +51,7 @@ class Shapes:
     linears: tuple[tuple[int, int, int], ...]  # (rows, inputs, outputs) of linear layers
     attentions: tuple[tuple[int, int, int, int], ...]  # (batch, heads, tokens, head size)
     activations: tuple[tuple[int, int], ...]  # (rows, width) that elementwise operations work on
+    blocks: tuple[tuple[int, int, int, int, int], ...] = ()  # (batch, tokens, width, heads, MLP width)
     backends: tuple[str, ...] = ("sdpa",)  # of models/attention.py
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
@@ -62,6 +65,7 @@ def vit_shapes(
         linears=tuple((rows, k, n) for k, n in ((dim, 3 * dim), (dim, dim), (dim, mlp_dim), (mlp_dim, dim))),
         attentions=((batch, heads, tokens, dim // heads),),
         activations=((rows, dim), (rows, mlp_dim)),
+        blocks=((batch, tokens, dim, heads, mlp_dim),),
         backends=backends,
     )
 
@@ -148,6 +152,8 @@ def operations(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
                     yield from attention_operations(*shape, dtype, backend, device)
         for rows, width in shapes.activations:
             yield from elementwise_operations(rows, width, dtype, device)
+        for block in shapes.blocks:
+            yield block_operation(*block, dtype, shapes.backends[0], device)
     yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in shapes.linears), device)
 
 
@@ -205,6 +211,34 @@ def elementwise_operations(rows: int, width: int, dtype: str, device: torch.devi
     }
     for name, (size, run) in runs.items():
         yield Operation(f"elementwise/{name}", dtype, (size,), run)
+
+
+def block_operation(
+    batch: int,
+    tokens: int,
+    dim: int,
+    heads: int,
+    mlp_dim: int,
+    dtype: str,
+    backend: str,
+    device: torch.device,
+) -> Operation:
+    """Forward and backward of blocks one after the other, as in a model."""
+    batch = max(min(batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
+    options = {"qkv_bias": True, "qk_norm": False, "drop": 0.0, "backend": backend}
+    blocks = nn.Sequential(*(Block(dim, heads, mlp_dim, **options) for _ in range(BLOCKS))).to(device)
+    (x,) = tensors([(batch, tokens, dim)], "float32", device)
+    autocast = torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
+    x = (x if dtype == "float32" else x.to(DTYPES[dtype])).requires_grad_()
+
+    def run() -> None:
+        with autocast:
+            out = blocks(x)
+        out.backward(torch.ones_like(out))
+        blocks.zero_grad()
+        x.grad = None
+
+    return Operation(f"blocks/{backend}", dtype, (BLOCKS, batch, tokens, dim, heads, mlp_dim), run)
 
 
 def adamw_operation(number: int, device: torch.device) -> Operation:

@@ -30,6 +30,7 @@ class Timing:
     matmul/<forward|input_gradient|weight_gradient>  (m, k, n) of the product   2 m k n FLOP
     attention/<backend>/<forward|backward>           (batch, heads, T, E)       4 (8) batch heads T^2 E FLOP
     elementwise/<operation>                          (bytes read and written,)  bytes
+    blocks/<backend>, forward and backward: (number, batch, T, D, heads, M)
     """
 
     kind: str
@@ -129,6 +130,8 @@ class Calibration:
         for row in self.timings:
             rate = row.work / row.seconds / 1e9
             unit = "GB/s" if row.kind.startswith("elementwise/") else "GFLOP/s"
+            if row.kind.startswith("blocks/"):
+                rate, unit = row.sizes[0] / row.seconds, "blocks/s"
             shape = " x ".join(map(str, row.sizes))
             rows.append(
                 f"{row.kind:<34}{row.dtype:<10}{shape:<22}{row.seconds * 1e3:>10.3f}{rate:>8,.0f} {unit:<7}"

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from planning.architecture import count
+from parallelisms.degrees import Degrees
+from planning.architecture import Architecture, count
 from planning.clusters import Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
@@ -88,6 +89,22 @@ class DeviceRates:
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         return size / self.device.bandwidth
+
+
+def slower_in_a_model(rates: Rates, dtype: str) -> float:
+    """How much longer operations take one after the other than each alone again and again, as calibrated:
+    in a model they find other data in the caches, and memory that is new. 1 where it was not measured.
+    """
+    timings = getattr(rates, "timings", ())
+    rows = [row for row in timings if row.kind.startswith("blocks/") and row.dtype == dtype]
+    ratios = []
+    for row in rows:
+        number, batch, tokens, dim, heads, mlp_dim = row.sizes
+        model, backend = Architecture(tokens, dim, number, heads, mlp_dim, 0, 0), row.kind.partition("/")[2]
+        work = Workload(model, Degrees(), batch, batch, dtype=dtype, attention=backend)
+        alone = sum(sum(block_seconds(work, rates, backward).values()) for backward in (False, True))
+        ratios.append(row.seconds / (number * alone))
+    return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 # -- a block

@@ -19,6 +19,7 @@ from planning.compute import (
     block_seconds,
     end_seconds,
     field_seconds,
+    slower_in_a_model,
     update_seconds,
 )
 from planning.memory import stage_shapes, unit_bytes
@@ -74,7 +75,8 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slow
     """
     rates = rates or DeviceRates(cluster.device)
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
-    forward, backward = (block_seconds(work, rates, backward) for backward in (False, True))
+    slower = slower_in_a_model(rates, work.dtype)
+    forward, backward = (times_of(block_seconds(work, rates, backward), slower) for backward in (False, True))
     ends = (end_seconds(work, rates, backward) for backward in (False, True))
     passes, layers = work.accumulation * work.micro_batches, work.rank_layers
     total = Times()
@@ -98,6 +100,10 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slow
     wait_for(slowest, total)
     classes = {name: value for name, value in total.items() if value > 0}
     return StepTime(classes, work.global_batch, everything * passes + hidden)
+
+
+def times_of(times: Times, factor: float) -> Times:
+    return Times({name: factor * value for name, value in times.items()})
 
 
 def wait_for(slowest: float, total: Times) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from config import Comm, FaultTolerance
-from parallelisms.float8 import plain_weight
 from parallelisms.replicas import Replicas, State, local
 from training.bad_steps import BadSteps
+from training.optimizer_states import empty_moment
 from training.run_state import RunState
 
 
@@ -48,11 +48,7 @@ def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:
         raise ValueError(f"optimizer.{key}: only another replica has it; start all of them with one layout")
     if moment in run.optimizer.state[parameter]:
         return
-    fused = any(group.get("fused") for group in run.optimizer.param_groups)
-    if moment == "step":  # a fused kernel wants it where the weights are, others on the host
-        empty = torch.zeros_like(value, device=parameter.device if fused else "cpu")
-    else:
-        empty = torch.zeros_like(plain_weight(parameter.detach()), dtype=value.dtype)
+    empty = empty_moment(run.optimizer, parameter, moment, value.dtype)
     run.optimizer.state[parameter][moment] = empty
 
 

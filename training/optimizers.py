@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from training.optimizer_states import CompactAdamW
+
 
 def build_optimizer(
     parameters: dict[str, nn.Parameter],
@@ -10,10 +12,18 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     implementation: str,
+    state_dtype: str = "float32",
 ) -> torch.optim.AdamW:
-    """AdamW over two groups. Its learning rate is set at every step, from training/lr_schedules.py."""
+    """AdamW over two groups. Its learning rate is set at every step, from training/lr_schedules.py.
+
+    `state_dtype` "bfloat16" or "int8": moments rest in so few bits between steps; fused only.
+    """
+    groups = parameter_groups(parameters, weight_decay)
+    if state_dtype != "float32":
+        assert implementation == "fused"  # config_checks has said so
+        return CompactAdamW(groups, state_dtype, betas, eps)
     return torch.optim.AdamW(
-        parameter_groups(parameters, weight_decay),
+        groups,
         lr=0.0,
         betas=betas,
         eps=eps,

@@ -19,6 +19,7 @@ from training.checkpoint import Checkpointer, State
 from training.checkpoint_files import step_folder, stored_tensors
 from training.ema import EMA
 from training.gradients import LossScaler
+from training.optimizer_states import empty_moment
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
@@ -80,19 +81,14 @@ class RunState:
         """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
         into.
         """
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        own = {p for group in self.optimizer.param_groups for p in group["params"]}
         for key, entry in stored_tensors(folder).items():
             part, _, rest = key.partition(".")
             name, _, moment = rest.rpartition(".")
             parameter = self.parameters.get(name)
-            if part != "optimizer" or parameter is None or parameter not in groups:
+            if part != "optimizer" or parameter is None or parameter not in own:
                 continue  # another rank's
-            dtype = entry.properties.dtype
-            if moment == "step":  # a fused kernel wants it where the weights are, others on the host
-                device = parameter.device if groups[parameter].get("fused") else torch.device("cpu")
-                empty = torch.zeros((), dtype=dtype, device=device)
-            else:
-                empty = torch.zeros_like(plain_weight(parameter.detach()), dtype=dtype)
+            empty = empty_moment(self.optimizer, parameter, moment, entry.properties.dtype)
             self.optimizer.state[parameter][moment] = empty
 
 

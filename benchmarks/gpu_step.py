@@ -1,0 +1,385 @@
+"""Parts of benchmarks/gpu.sh: steps of vit1b as train.py takes them, the planner beside them, a rollout step,
+and the first step of a process.
+
+    .venv/bin/python benchmarks/gpu_step.py steps|planner|rollout|first [--rehearse]
+
+Fields are random. A step is: normalise, cut into patches, forward, loss, backward, norm, clip, fused AdamW.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_kernels import attention_kernels, kernel_seconds, of_hopper
+from benchmarks.gpu_session import Session, Sizes, start_part
+from config import ActivationCheckpoint, Compile, Float8, Parallelism
+from datasets.conditions import Conditions
+from datasets.grid import Grid, area_weights
+from datasets.normalization import Normalizer, Statistics
+from models.vit import VisionTransformer
+from parallelisms.degrees import Degrees
+from parallelisms.mesh import build_mesh, start_ranks
+from parallelisms.parallelize import ParallelModel, parallelize
+from planning.architecture import vit_architecture
+from planning.calibrate import Shapes, calibrate, vit_shapes
+from planning.calibration import save_calibration
+from planning.clusters import CALIBRATION, load_cluster
+from planning.memory import memory
+from planning.step_time import copy_seconds, step_time
+from planning.workload import Workload
+from training.attention_choice import measure
+from training.bad_steps import BadSteps, step_unless
+from training.gradients import clip, total_norm
+from training.metrics import peak_tflops
+from training.objective import Objective
+from training.optimizers import build_optimizer, set_lr
+from verification.rollout import rollout as roll_out
+
+RESERVED = 2 * 2**30  # bytes of a device that libraries take beside torch's allocator
+PRECISIONS = {"": "bf16", "tensorwise": "float8", "rowwise": "float8 by rows"}  # recipe -> its name here
+NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
+SAFETY = 1.05  # on the planner's peak: the allocator's rounding
+CASE_SECONDS = 35.0  # that a case may take, compilation included: with less left no other is begun
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train vit1b."""
+
+    patch: tuple[int, int]
+    heads: int
+    float8: str = ""  # the recipe
+    mode: str = "selective"
+    batch: int = 1
+    backend: str = "sdpa"
+
+    def workload(self, sizes: Sizes) -> Workload:
+        values = sizes.variables * sizes.grid[0] * sizes.grid[1]
+        channels = (sizes.variables, sizes.variables)
+        return Workload(
+            vit_architecture(sizes.grid, self.patch, *channels, sizes.dim, sizes.layers, self.heads),
+            Degrees(),
+            self.batch,
+            self.batch,
+            field_values=values,
+            input_values=values,
+            ac_mode=self.mode,
+            compiled=sizes.compiled,
+            float8=bool(self.float8),
+            attention=self.backend,
+        )
+
+    def about(self, sizes: Sizes) -> dict[str, Any]:
+        precision = PRECISIONS[self.float8]
+        return {
+            "tokens": sizes.tokens(self.patch),
+            "length": sizes.patches.index(
+                self.patch
+            ),  # places in the lists of Sizes: the table looks for these
+            "head": sizes.heads.index(self.heads),
+            "heads": self.heads,
+            "head_dim": sizes.dim // self.heads,
+            "precision": precision,
+            "mode": self.mode,
+            "batch": self.batch,
+            "backend": self.backend,
+        }
+
+    def label(self, sizes: Sizes) -> str:
+        about = self.about(sizes)
+        shape = f"{about['tokens']} tokens, {self.heads} x {about['head_dim']}"
+        return f"{shape}, {about['precision']}, {self.mode}, batch {self.batch}"
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """What answers most first; the rest as far as the time goes."""
+    short, long = sizes.patches
+    many, few = sizes.heads
+    return [
+        Case(short, many),
+        Case(short, many, mode="none"),
+        Case(long, many),
+        Case(short, many, float8="tensorwise"),
+        Case(short, few),
+        Case(long, few),
+        Case(long, many, float8="tensorwise"),
+        Case(long, many, mode="none"),
+        Case(short, few, mode="none"),
+        Case(long, few, mode="none"),
+        Case(short, many, float8="tensorwise", mode="none"),
+        Case(short, many, float8="rowwise"),
+        Case(short, few, float8="tensorwise"),
+        Case(long, few, float8="tensorwise"),
+    ]
+
+
+class Training:
+    """train.py's model, objective, optimiser and step for one case."""
+
+    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
+        plan = build_plan(case, sizes)
+        float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
+        self.model = build_parallel(plan, case.mode, sizes.compiled, device, float8)
+        self.parameters = dict(self.model.named_parameters())
+        self.fields = torch.randn(case.batch, 2, sizes.variables, *sizes.grid, device=device)
+        self.times = torch.zeros(case.batch, dtype=torch.int64, device=device)
+        self.normalizer, self.conditions, area = surroundings(sizes, device)
+        variables, shards = torch.ones(sizes.variables), self.model.shards
+        self.objective = Objective(
+            "mse", plan, shards, self.conditions, self.normalizer, area, variables, case.batch, False
+        )
+        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.05, "fused")
+        set_lr(self.optimizer, 1e-5)
+        self.bad_steps, self.number = BadSteps(0.0, 10, device), 0
+        self.model.train()
+
+    def step(self) -> None:
+        self.number += 1
+        pieces = self.objective.cut(self.fields, self.times)
+        loss = self.model.forward_backward(*pieces, self.objective.share, 1.0, True)
+        norm = total_norm(self.parameters.values())
+        clip(self.parameters.values(), 1.0, norm)
+        step_unless(self.bad_steps.judge(self.number, loss, norm, False), self.optimizer)
+        self.model.after_update()
+        self.model.zero_grad()
+        self.loss = loss
+
+
+def build_plan(case: Case, sizes: Sizes) -> VisionTransformer:
+    channels = (sizes.variables, sizes.variables)
+    with torch.device("meta"):
+        shape = (sizes.grid, case.patch, sizes.dim, sizes.layers, case.heads)
+        return VisionTransformer(*channels, *shape, attention_backend=case.backend)
+
+
+def build_parallel(
+    plan: VisionTransformer, mode: str, compiled: bool, device: torch.device, float8: Float8 | None = None
+) -> ParallelModel:
+    """On this device alone, as train.py builds it; weights are drawn on the device, in no time."""
+    mesh = build_mesh(device.type, Degrees())
+    settings = (Parallelism(), ActivationCheckpoint(mode=mode), Compile(compiled))  # type: ignore[arg-type]
+    model = parallelize(plan, mesh, device, None, *settings, torch.bfloat16, torch.float32, float8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = plan.initial_std(name)
+            start = 0.0 if std is not None or name.endswith("bias") else 1.0
+            torch.nn.init.normal_(parameter, start, std or 0.0)
+    return model
+
+
+def surroundings(sizes: Sizes, device: torch.device) -> tuple[Normalizer, Conditions, torch.Tensor]:
+    """Normaliser, no conditions, area weights: of a globe with statistics 0 and 1."""
+    height, width = sizes.grid
+    step = 180 / height
+    latitude = np.arange(90 - step / 2, -90, -step)
+    grid = Grid(latitude, np.arange(width) * 360 / width)
+    zeros, ones = np.zeros(sizes.variables), np.ones(sizes.variables)
+    statistics = Statistics(zeros, ones, ones, np.zeros((0,), "f4"), np.zeros((0,), int), "")
+    area = torch.tensor(area_weights(latitude), dtype=torch.float32, device=device)
+    return Normalizer(statistics, "change").to(device), Conditions([], [], grid).to(device), area
+
+
+# -- steps
+
+
+def steps(session: Session) -> None:
+    """Samples/s, share of the peak and memory of every case that there is time for."""
+    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    backends: dict[tuple[int, int], str] = {}
+    done = [tuple(map(row.get, NAMES)) for row in session.earlier()]
+    todo = [
+        case for case in cases(session.sizes) if tuple(map(case.about(session.sizes).get, NAMES)) not in done
+    ]
+    for number, case in enumerate(todo):
+        if session.left < (CASE_SECONDS if session.device.type == "cuda" else 1.0):
+            print(f"  no time for {len(todo) - number} more cases")
+            return
+        shape = (session.sizes.tokens(case.patch), session.sizes.dim // case.heads)
+        if shape not in backends:
+            backends[shape] = fastest_backend(case, session)
+        case = with_batch(case, backends[shape], session)
+        while case.batch:
+            case = time_case(case, session, names=not done and number == 0)
+
+
+def fastest_backend(case: Case, session: Session) -> str:
+    """As model.attention_backend = "auto" chooses."""
+    sizes = session.sizes
+    shape = (2, case.heads, sizes.tokens(case.patch), sizes.dim // case.heads)
+    seconds = measure(shape, torch.bfloat16, session.device)
+    return min(seconds, key=lambda name: seconds[name])
+
+
+def with_batch(case: Case, backend: str, session: Session) -> Case:
+    """The largest power of two that fits by the planner's account; 1 where even that does not."""
+    batch = session.sizes.largest_batch
+    free = 2**40 if session.device.type == "cpu" else torch.cuda.mem_get_info()[0] - RESERVED
+
+    def fits(batch: int) -> bool:
+        return SAFETY * memory(replace(case, batch=batch).workload(session.sizes)).peak <= free
+
+    while batch > 1 and not fits(batch):
+        batch //= 2
+    return replace(case, batch=batch, backend=backend)
+
+
+def time_case(case: Case, session: Session, names: bool) -> Case:
+    """Measures; gives the case to go on with: half the batch where it did not fit, else batch 0."""
+    torch._dynamo.reset()
+    fits = True
+
+    def run() -> None:
+        nonlocal fits
+        try:
+            time_steps(case, session, names)
+        except torch.cuda.OutOfMemoryError:
+            fits = False
+            if case.batch == 1:
+                raise
+
+    session.attempt(case.label(session.sizes), run)
+    return replace(case, batch=0 if fits else case.batch // 2)
+
+
+def time_steps(case: Case, session: Session, names: bool) -> None:
+    training, sizes = Training(case, session.sizes, session.device), session.sizes
+    started = time.perf_counter()
+    seconds = session.seconds(training.step, *sizes.steps)
+    spent = time.perf_counter() - started
+    loss = training.loss.item()
+    if loss != loss:
+        raise ValueError("the loss is NaN")
+    flops = 3 * case.workload(sizes).model.flops() * case.batch / seconds
+    peak = peak_tflops(session.device) * 1e12
+    held = torch.cuda.max_memory_allocated() if session.device.type == "cuda" else 0
+    session.add(
+        case.label(sizes),
+        case.batch / seconds,
+        "samples/s",
+        step_seconds=seconds,
+        mfu=flops / peak if peak else None,
+        tflops=flops / 1e12,
+        peak_bytes=held,
+        loss=loss,
+        with_compilation=spent,
+        **case.about(sizes),
+    )
+    print(f"    {flops / 1e12:.1f} TFLOP/s, MFU {flops / peak if peak else 0:.1%}, {held / 2**30:.1f} GiB")
+    if names and session.device.type == "cuda":
+        print_kernels(training, session)
+
+
+def print_kernels(training: Training, session: Session) -> None:
+    """Where a step goes, kernel by kernel, and whether its attention is one of Hopper's own."""
+    found = kernel_seconds(training.step)
+    total = sum(seconds for _, seconds in found)
+    for name, seconds in found[:15]:
+        print(f"    {seconds / total:>6.1%} {1e3 * seconds:>9.2f} ms  {name[:90]}")
+    names = attention_kernels([name for name, _ in found])
+    kernels = [[name, seconds] for name, seconds in found[:40]]
+    own = float(bool(names) and all(of_hopper([name]) for name in names[:2]))
+    session.add("a step's attention is a kernel of this GPU's own", own, "", attention=names, kernels=kernels)
+
+
+# -- the planner beside them
+
+
+def planner(session: Session) -> None:
+    """Calibrates, then predicts time and memory of the steps that were measured before."""
+    sizes, device = session.sizes, session.device
+    measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
+    backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
+    found = [
+        vit_shapes(4, sizes.tokens(patch), sizes.dim, heads, 4 * sizes.dim, backends)
+        for patch in sizes.patches
+        for heads in sizes.heads
+    ]
+    shapes = Shapes(
+        linears=tuple(dict.fromkeys(shape for s in found for shape in s.linears)),
+        attentions=tuple(dict.fromkeys(shape for s in found for shape in s.attentions)),
+        activations=tuple(dict.fromkeys(shape for s in found for shape in s.activations)),
+        backends=backends,
+    )
+    rates = calibrate(shapes, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
+    print("\n".join(rates.table().splitlines()[:2]))
+    if not session.rehearse:
+        save_calibration(rates, CALIBRATION)
+    cluster = load_cluster("cpu1" if device.type == "cpu" else "h200x1")
+    for row in measured:
+        session.attempt(f"planned: {row['what']}", partial(compare, session, row, cluster, rates))
+
+
+def compare(session: Session, row: dict[str, Any], cluster: Any, rates: Any) -> None:
+    patch = next(p for p in session.sizes.patches if session.sizes.tokens(p) == row["tokens"])
+    float8 = next(recipe for recipe, name in PRECISIONS.items() if name == row["precision"])
+    case = Case(patch, row["heads"], float8, row["mode"], row["batch"], row["backend"])
+    work = case.workload(session.sizes)
+    # The fields are on the device already.
+    predicted = step_time(work, cluster, rates).total - copy_seconds(work, cluster)
+    error = predicted / row["step_seconds"] - 1
+    session.add(f"time, planned: {row['what']}", error, "of measured", seconds=predicted, kind="time")
+    if row["peak_bytes"]:
+        error = memory(work).peak / row["peak_bytes"] - 1
+        session.add(f"peak memory, planned: {row['what']}", error, "of measured", kind="memory")
+
+
+# -- a rollout step, and the first step
+
+
+def rollout(session: Session) -> None:
+    """Seconds of one step of a forecast from one date: forward in bf16, compiled."""
+    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    for patch in session.sizes.patches:
+        what = f"rollout step, {session.sizes.tokens(patch)} tokens"
+        session.attempt(what, partial(time_rollout, session, what, patch))
+
+
+def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
+    sizes, device, number = session.sizes, session.device, 4
+    case = Case(patch, sizes.heads[0])
+    case = replace(case, backend=fastest_backend(case, session))
+    model = build_parallel(build_plan(case, sizes), "none", sizes.compiled, device)
+    model.train(False)
+    normalizer, conditions, _ = surroundings(sizes, device)
+    fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)
+    times = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def run() -> None:
+        for _ in roll_out(model.predict, normalizer, conditions, 21600, fields, times, number):
+            pass
+
+    session.add(what, session.seconds(run, 1, 3) / number, "s", tokens=sizes.tokens(patch))
+
+
+def first(session: Session) -> None:
+    """The first step of a process, compilation included; which cache it finds is the caller's doing."""
+    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    sizes = replace(session.sizes, compiled=True)
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    cache = "warm" if folder.name and folder.exists() and any(folder.iterdir()) else "cold"
+    started = time.perf_counter()
+    training = Training(Case(sizes.patches[0], sizes.heads[0], mode="none"), sizes, session.device)
+    if session.device.type == "cuda":
+        torch.cuda.synchronize()
+    built = time.perf_counter()
+    training.step()
+    training.loss.item()
+    ended = time.perf_counter()
+    about = {"cache": cache, "depth": sizes.layers}
+    session.add(f"the model before it, {cache}", built - started, "s", **about)
+    session.add(f"first step, {cache}", ended - built, "s", **about)
+
+
+if __name__ == "__main__":
+    start_part(
+        __doc__, {"steps": steps, "planner": planner, "rollout": rollout, "first": first}, sys.argv[1:]
+    )

@@ -1,0 +1,142 @@
+"""What a GPU has to get right, on a CPU with the CPU's kernels; benchmarks/gpu.sh gets to its end."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_session import TINY
+from benchmarks.gpu_step import Case, Training
+from benchmarks.gpu_table import table
+from models.attention import attention, check_backend
+from parallelisms.mesh import start_ranks
+from parallelisms.ring_attention import block_kernels, math_backward, math_forward
+from training.attention_choice import CANDIDATES
+
+ROOT = Path(__file__).parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
+
+
+@pytest.fixture
+def training():
+    """Makes tiny models as train.py does, on this device."""
+    start_ranks("auto", timeout_seconds=60)
+
+    def make(compiled: bool = False, **case: Any) -> Training:
+        sizes = replace(TINY, compiled=compiled)
+        return Training(Case(TINY.patches[0], TINY.heads[0], batch=2, **case), sizes, DEVICE)
+
+    yield make
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def inputs(head_dim: int = 64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, 256, head_dim)
+    return [torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(4)]
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).detach().norm() / exact.detach().norm())
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("backend", CANDIDATES[DEVICE.type])
+def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim: int) -> None:
+    try:
+        check_backend(backend, DEVICE.type, torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(str(error))
+    *qkv, gradient = inputs(head_dim)
+    exact = [x.double().requires_grad_() for x in qkv]
+    ours = [x.clone().requires_grad_() for x in qkv]
+    expected, found = (attention(x[0], x[1], x[2], name) for x, name in ((exact, "math"), (ours, backend)))
+    expected.backward(gradient.double())
+    found.backward(gradient)
+    assert relative(found, expected) < 0.01
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert relative(mine.grad, theirs.grad) < 0.02
+
+
+def test_ring_kernels_are_those_of_plain_matmuls() -> None:
+    """Forward, log-sum-exp and backward of a chunk, as parallelisms/ring_attention.py merges them."""
+    q, k, v, gradient = inputs()
+    forward, backward = block_kernels("sdpa", DEVICE.type)
+    exact = (q.double(), k.double(), v.double())
+    expected, expected_lse = math_forward(*exact)
+    out, lse = forward(q, k, v)
+    assert relative(out, expected) < 0.01 and relative(lse, expected_lse) < 1e-3
+    gradients = math_backward(gradient.double(), *exact, expected, expected_lse)
+    for found, wanted in zip(backward(gradient, q, k, v, out, lse), gradients, strict=True):
+        assert relative(found, wanted) < 0.02
+
+
+# On a CPU compiling takes half a minute; tests/test_compile.py does it there.
+@pytest.mark.parametrize(
+    "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": "tensorwise"}), ids=str
+)
+def test_steps_lower_the_loss(training, case: dict) -> None:
+    run = training(**case)
+    losses = []
+    for _ in range(8):
+        run.step()
+        losses.append(float(run.loss))
+    assert losses[-1] < losses[0]
+
+
+def test_a_bad_step_leaves_the_weights(training) -> None:
+    run = training()
+    run.step()
+    before = {name: p.detach().clone() for name, p in run.parameters.items()}
+    run.normalizer.std.fill_(float("nan"))
+    run.step()
+    assert all(torch.equal(p, before[name]) for name, p in run.parameters.items())
+
+
+@on_gpu
+def test_no_step_waits_for_the_device(training) -> None:
+    """Bad ones neither: the fused optimiser looks at the flag on the device."""
+    run = training()
+    for _ in range(3):
+        run.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            run.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_rehearsal_ends_in_the_table() -> None:
+    command = [sys.executable, "benchmarks/gpu_parts.py", "--rehearse", "--only", "loader"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (loaded,) = [line for line in lines if line.startswith("loader (GB/s)")]
+    assert "not measured" not in loaded
+
+
+def test_the_table_judges_by_the_goals() -> None:
+    rows = [
+        {"part": "steps", "length": 0, "head": 0, "precision": "bf16", "mode": mode, **numbers}
+        for mode, numbers in {
+            "none": {"value": 10.0, "mfu": 0.56},
+            "selective": {"value": 9.9, "mfu": 0.55},
+        }.items()
+    ]
+    rows = [row | {"what": row["mode"]} for row in rows]
+    rows.append({"part": "first", "what": "first step, cold", "value": 61.0})
+    rows.append({"part": "peers", "what": "timm, 4096 tokens", "failed": "ImportError"})
+    lines = {line[:40].rstrip(): line for line in table(rows).splitlines()}
+    assert lines["bf16 step, 4,096 tokens, head 64: MFU"].endswith("  met")
+    assert "1.0%" in lines["selective checkpointing slower by"]
+    assert lines["first step, cold (s)"].endswith("missed")
+    assert "not measured" in lines["step over timm's"]
