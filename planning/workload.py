@@ -11,6 +11,8 @@ from planning.architecture import Architecture, vit_architecture
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.125}  # two moments; int8 with a scale for 64 codes
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -39,7 +41,7 @@ class Workload:
     pipeline_micro_batch: int = 1
     axis_order: tuple[str, ...] = AXES
     ema: bool = False
-    state_itemsize: int = 8  # bytes of optimiser states a parameter: two moments
+    state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     loss: str = "mse"
     rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
     keep_latest_k: int = 5
@@ -131,6 +133,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         axis_order=parallelism.axis_order,
         loss=training.loss,
         ema=config.training.ema_decay > 0,
+        state_itemsize=STATE_BYTES[config.optimizer.state_dtype],
         keep_latest_k=config.checkpoint.keep_latest_k,
         asynchronous=config.checkpoint.async_mode != "disabled",
     )
