@@ -16,8 +16,8 @@ from tests.jobs import write_config
 from tests.recordings import two_steps_of_a_gpu
 from train import train
 from training.inspect_trace import inspect, main
+from training.metrics import Metrics
 from training.objective import Objective
-from training.preemption import Agreement
 from training.trace_advice import advice
 from training.trace_classes import COMPUTE
 from training.trace_events import read_trace
@@ -72,15 +72,15 @@ class SlowDataset(FieldDataset):
 
 def run_with_stalls(folder: Path, *options: str) -> Path:
     """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
-    cut, at = Objective.cut, Agreement.at
+    cut, count = Objective.cut, Metrics.count
 
     def cut_and_read(self, fields, times):
         float(fields.nansum())
         return cut(self, fields, times)
 
-    def wait_and_agree(self, save_seconds=0.0):
+    def wait_and_count(self, *arguments):
         time.sleep(STALL)
-        return at(self, save_seconds)
+        return count(self, *arguments)
 
     files = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
@@ -88,7 +88,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
-        patch.setattr(Agreement, "at", wait_and_agree)
+        patch.setattr(Metrics, "count", wait_and_count)
         train(load_config([*files, *settings.split(), *traced.split(), *options]))
     return folder / "run"
 
