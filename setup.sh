@@ -23,8 +23,3 @@ fi
 # OpenMP threads that spin while they wait starve each other as soon as anything else runs: on 2 busy cores a step of the
 # demo took 1.8 s instead of 0.2. Spinning a little, then sleeping, costs nothing when the machine is idle.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}
-# glibc gives memory back to the system and takes it again, page by page, in every step: on a CPU a tenth of the
-# step's time (d 384, 128 tokens: 3,665 page faults a step, 700-1,000 with these). What was taken is kept.
-export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} # 32 MiB, the most that every glibc takes
-export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
-export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-268435456}

@@ -27,7 +27,10 @@ def on_two_ranks(config_file: Path, folder: Path, *options: str) -> list[dict]: 
     "options",
     [
         ["--parallelism.domain_parallel_tiles", "[2,1]"],
-        ["--parallelism.domain_parallel_tiles", "[1,2]", "--activation_checkpoint.mode", "full"],
+        pytest.param(
+            ["--parallelism.domain_parallel_tiles", "[1,2]", "--activation_checkpoint.mode", "full"],
+            marks=pytest.mark.slow,
+        ),
         ["--training.local_batch_size", "4"],
     ],
     ids=["two bands of latitude", "two halves of the globe, recomputed", "FSDP"],

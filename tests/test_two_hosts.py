@@ -73,6 +73,7 @@ def wait_for(job: Job, text: str, timeout: float = 120) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_is_missed_and_taken_back(start, start_job, config_file, tmp_path):
     """A run over two hosts is that of one host with two ranks, also after one has died and come back.
 
