@@ -10,7 +10,7 @@
 --truth PATH            analyses (default: data.path)
 --climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
 --baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none)
---regions LIST          "global,tropics,europe", or all (default: global)
+--regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
 --against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
 --gate SCORE            ends with 1 when the first forecast misses it; as often as you like
 --output FOLDER         scores.nc, scores.csv, scorecard, plots (default: evaluation/ in the run's folder)
@@ -44,7 +44,7 @@ from verification.climatology import Climatology, ClimatologyForecast, compute_c
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.matching import ForecastFields
-from verification.regions import REGIONS
+from verification.regions import REGIONS, regions_on
 from verification.report import Gate, table, write_csv
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
@@ -71,9 +71,9 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in options.baselines:
         if name not in BASELINES:
             raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
-    options.regions = list(REGIONS) if options.regions == "all" else options.regions.split(",")
+    options.regions = options.regions.split(",")
     for name in options.regions:
-        if name not in REGIONS:
+        if name not in REGIONS and options.regions != ["all"]:
             raise ValueError(f"--regions {name!r}: there are {', '.join(REGIONS)}")
     return options, rest
 
@@ -233,6 +233,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         forecasts = open_forecasts(options.forecast, folder)
         first = next(iter(forecasts.values()))
         variables = common_variables(first, truth, selection.variables)
+        regions = regions_on(truth.grid) if options.regions == ["all"] else options.regions
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
     is_first = dist.get_rank() == 0
     with one_line_errors():
@@ -245,7 +246,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         )
         everything = forecasts | baselines
         against = opponent(options.against, forecasts, list(everything))
-        evaluations = score_all(everything, truth, climatology, variables, options.regions, device)
+        evaluations = score_all(everything, truth, climatology, variables, regions, device)
     code = 0
     if is_first:
         target = Path(options.output or folder / "evaluation")

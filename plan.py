@@ -35,7 +35,8 @@ from planning.workload import Workload, workload_of
 
 
 def main() -> None:
-    options, rest = parse_options(sys.argv[1:])
+    with one_line_errors():
+        options, rest = parse_options(sys.argv[1:])
     if {"--help", "-h"} & set(rest):
         print(__doc__)
     if options.scenario:
@@ -60,8 +61,8 @@ def main() -> None:
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This verb's own options, and the rest, which is the configuration's."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """This verb's own options, and the rest, which is the configuration's. ConfigError."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("cluster", "sweep", "scenario"):
         own.add_argument(f"--{name}", default="")
     own.add_argument("--clusters", action="append", default=[])
@@ -72,20 +73,27 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own.add_argument("--rollout_steps", type=int, default=1)
     own.add_argument("--restart_minutes", type=float, default=30.0)
     own.add_argument("--slowest", type=float, default=1.0)
-    return own.parse_known_args(argv)
+    try:
+        options, rest = own.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"plan.py: {error}") from error
+    for name, least in (("rollout_steps", 1), ("slowest", 1.0), ("restart_minutes", 0.0)):
+        if not getattr(options, name) >= least:
+            raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
+    return options, rest
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
-    work = job(config, cluster, options.rollout_steps)
-    rates, slowest = measured_rates(cluster), options.slowest
+    work = job(config, cluster).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
+    rates = measured_rates(cluster)
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
         print(sweep(work, cluster, options.sweep, config.job_folder / "plan", rates))
         return 0
     plans = best_layouts(work, cluster, rates) if options.layout == "auto" else []
-    made = plans[0] if plans else plan(work, cluster, rates, slowest)
+    made = plans[0] if plans else plan(work, cluster, rates)
     cost = costs_of(config, made, cluster, options.restart_minutes)
     fits = made.memory.peak <= capacity(cluster)
     if options.json:
@@ -93,17 +101,17 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         return 0 if fits else 1
     print("\n\n".join(tables(plans, made, cluster, cost_table(cost))))
     if not fits:
-        print(f"\n{advice(made, cluster, rates)}")
+        nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
+        print(f"\n{nowhere}{advice(made, cluster, rates)}")
     return 0 if fits else 1
 
 
-def job(config: Config, cluster: Cluster, rollout_steps: int) -> Workload:
+def job(config: Config, cluster: Cluster) -> Workload:
     from datasets.variables import expand_levels
 
     grid_shape, _ = grid_of(config)
     variables = expand_levels(config.data.variables, config.data.levels)
-    work = workload_of(config, cluster.devices, grid_shape, len(variables))
-    return work.replace(rollout_steps=rollout_steps)
+    return workload_of(config, cluster.devices, grid_shape, len(variables))
 
 
 def measured_rates(cluster: Cluster) -> Rates | None:
@@ -146,11 +154,13 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
+    from datasets.variables import expand_levels
     from planning.calibrate import calibrate, vit_shapes
     from planning.calibration import save_calibration
 
     ranks = int(os.environ.get("NGPU", "1"))
-    model = workload_of(config, 1, grid_of(config)[0], len(config.data.variables)).model
+    grid_shape, variables = grid_of(config)[0], expand_levels(config.data.variables, config.data.levels)
+    model = workload_of(config, 1, grid_shape, len(variables)).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = (config.model.attention_backend,)
     shapes = vit_shapes(

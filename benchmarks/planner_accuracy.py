@@ -41,7 +41,7 @@ from planning.step_time import step_time
 from planning.workload import Workload
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
-from tests.test_activation_checkpoint import bytes_alive
+from tests.storages import bytes_alive
 from training.gradients import clip, total_norm
 from training.losses import mse_loss, sum_of_squares
 from training.optimizers import build_optimizer, set_lr

@@ -20,10 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from benchmarks.results_file import record
 from models.vit import VisionTransformer, init_weights
@@ -33,6 +30,7 @@ from parallelisms.degrees import Degrees
 from planning.architecture import vit_architecture
 from planning.memory import block_activations, unit_bytes
 from planning.workload import Workload
+from tests.storages import Storages
 
 GRID, EVERY_N = (32, 32), 2
 MODES = ("none", "selective", "full", "every_n_blocks")
@@ -77,29 +75,6 @@ class Case:
     @property
     def planned(self) -> float:
         return block_activations(self.workload, self.mode) / unit_bytes(self.workload)
-
-
-class Storages(TorchDispatchMode):
-    """Every storage made while active, and which of them still live: autograd's and the policy's alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.weights: set[int] = set()  # autocast's copies: a matter of parameters, not of tokens
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-                if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-                    self.weights.add(storage._cdata)
-        return out
-
-    def live_bytes(self, model: nn.Module) -> int:
-        own = {p.untyped_storage()._cdata for p in model.parameters()} | self.weights
-        return sum(n for key, (ref, n) in self.made.items() if key not in own and not ref.expired())
 
 
 class Blocks:

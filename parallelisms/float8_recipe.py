@@ -1,9 +1,5 @@
-"""`float8.recipe = "auto"`: for each shape of matrix the recipe that is fastest here, or none.
+"""`float8.recipe = "auto"`: for each shape of matrix the recipe that is fastest here, or none."""
 
-The choice is kept in the run's folder: a resumed run has to repeat the bits of one that was not stopped.
-"""
-
-import json
 import logging
 import math
 import statistics
@@ -18,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from config import Compile, Float8
 from models.vit import VisionTransformer
 from parallelisms.float8 import can_run, convert, float8_layers, mark_recipe
+from parallelisms.measured_choice import device_name, kept_or_measured, wait
 from parallelisms.mesh import Mesh, from_first_rank
 from parallelisms.tensor_parallel import block_plan
 
@@ -56,8 +53,14 @@ def choose_float8(
         logger.info('float8: nothing to measure, it is emulated; "tensorwise" for all matrices')
         chosen = dict.fromkeys(shapes.values(), "tensorwise")
     else:
-        path, distinct = folder / "float8.json", sorted(set(shapes.values()))
-        chosen = from_first_rank(lambda: kept_or_measured(path, distinct, compile.enable, dtype, device))
+        distinct = sorted(set(shapes.values()))
+        key = {"shapes": [list(shape) for shape in distinct], "compiled": compile.enable}
+        key |= {"dtype": str(dtype), "device": device_name(device)}
+        path = folder / "float8.json"
+        found = from_first_rank(
+            lambda: kept_or_measured(path, key, lambda: choose(distinct, compile.enable, dtype, device))
+        )
+        chosen = dict(zip(distinct, found["recipes"], strict=True))
     for name, shape in shapes.items():
         mark_recipe(model, name, chosen[shape])
     if set(chosen.values()) == {PLAIN}:
@@ -73,24 +76,14 @@ def rank_shape(model: nn.Module, name: str, rows: int, tensor_parallel_degree: i
     return rows, int(features_in) // tp_in, int(features_out) // tp_out
 
 
-def kept_or_measured(
-    path: Path, shapes: list[Shape], compiled: bool, dtype: torch.dtype, device: torch.device
-) -> dict[Shape, str]:
-    """The choice that stands in `path`, where it was made for the same shapes, precision and device."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    key = {"shapes": [list(s) for s in shapes], "compiled": compiled, "dtype": str(dtype), "device": where}
-    if path.exists():
-        found = json.loads(path.read_text())
-        if {name: found.get(name) for name in key} == key:
-            return dict(zip(shapes, found["recipes"], strict=True))
+def choose(shapes: list[Shape], compiled: bool, dtype: torch.dtype, device: torch.device) -> dict[str, list]:
+    """The recipe of each shape, and seconds of all."""
     seconds = [measure(shape, compiled, dtype, device) for shape in shapes]
     recipes = [fastest(found) for found in seconds]
     for shape, found, recipe in zip(shapes, seconds, recipes, strict=True):
         times = ", ".join(f"{name} {1e3 * value:.3f} ms" for name, value in found.items())
         logger.info(f"float8: {' x '.join(map(str, shape))}: {recipe} ({times}, forward and backward)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(key | {"recipes": recipes, "seconds": seconds}, indent=1) + "\n")
-    return dict(zip(shapes, recipes, strict=True))
+    return {"recipes": recipes, "seconds": seconds}
 
 
 def fastest(seconds: Seconds) -> str:
@@ -152,8 +145,3 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         call()
     wait(device)
     return (time.perf_counter() - started) / CALLS
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

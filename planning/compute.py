@@ -293,9 +293,17 @@ def hardware_flops(work: Workload) -> float:
     ends = 2 * model.tokens * model.dim * (2 * model.in_features + 3 * model.out_features)
     fused = 2.5 if work.attention != "math" else 2
     attention = (1 + fused) * model.attention_flops()
-    again = {"none": 0.0, "selective": 0.0}.get(work.ac_mode)
-    if again is None:
-        segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
-        down = 2 * model.tokens * model.dim * model.mlp_dim
-        again = model.block_flops() * model.layers - down * -(-model.layers // segment)
-    return model.layers * (3 * products + attention) + ends + again
+    return model.layers * (3 * products + attention) + ends + recomputed_flops(work)
+
+
+def recomputed_flops(work: Workload) -> float:
+    """Of one sample: blocks again, but for the last product of each that is recomputed as one."""
+    model = work.model
+    if work.ac_mode in ("none", "selective"):
+        return 0.0
+    if work.ac_mode == "every_second_product":
+        return model.layers * (model.block_flops() - model.attention_flops()) / 2
+    segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
+    down = 2 * model.tokens * model.dim * model.mlp_dim
+    again = model.block_flops() * model.layers - down * -(-model.layers // segment)
+    return again * (1 - work.memory_budget) if work.ac_mode == "memory_budget" else again

@@ -4,7 +4,6 @@ Every formula is beside its component; docs/planning.md derives them. s below is
 micro-batch that a rank holds between blocks, x width, in the precision of matrices.
 """
 
-import math
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
@@ -272,8 +271,3 @@ def loss_bytes(work: Workload) -> float:
     """The gradient of the prediction, and in float32 the errors of one sample, twice."""
     values = work.rank_tokens * work.model.out_features
     return (work.micro_batch * work.itemsize + 2 * FLOAT32) * values
-
-
-def fits(memory: Memory, capacity: float, reserved: float) -> bool:
-    """Whether a device of `capacity` bytes, `reserved` of them not torch's, holds the peak."""
-    return math.ceil(memory.peak) + reserved <= capacity

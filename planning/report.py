@@ -3,6 +3,7 @@
 from typing import Any
 
 from planning.clusters import Cluster
+from planning.compute import hardware_flops
 from planning.memory import GIB, Memory
 from planning.search import Plan, capacity
 from planning.step_time import StepTime
@@ -59,6 +60,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
     rows = [f"{'a step':<36}{'s':>10}{'share':>9}"]
     for name, value in sorted(time.classes.items(), key=lambda item: -item[1]):
         rows.append(f"  {name:<34}{value:>10.3f}{value / time.total:>9.1%}")
+    again = hardware_flops(work) / (3 * work.model.flops()) - 1  # attention's own recomputation counts
     ratio = time.communication / max(time.computation, 1e-12)
     peak = cluster.device.peak["bf16"]
     return "\n".join(
@@ -66,7 +68,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
             *rows,
             f"  {'total':<34}{time.total:>10.3f}",
             f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
-            f"of {peak / 1e12:,.0f} TFLOP/s",
+            f"of {peak / 1e12:,.0f} TFLOP/s; kernels run {again:.0%} more FLOPs than the model has",
             f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
             f"({time.exposed / time.total:.1%})",
         ]
@@ -136,6 +138,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,
         "model_flops_per_sample": 3 * work.model.flops(),
+        "hardware_flops_per_sample": hardware_flops(work),
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
         "host_memory": plan.memory.host,
         "capacity": capacity(cluster),

@@ -37,7 +37,7 @@ def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: floa
     asynchrony, what writing takes.
     """
     work, settings = plan.work, config.checkpoint
-    size = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters
+    size = round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
     share = size / max(work.degrees.world // work.degrees.dp_replicate, 1)  # replicas hold the same
     written = (
         size

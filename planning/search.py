@@ -48,8 +48,8 @@ class Plan:
         return self.time.total * (1 + SIMPLICITY * self.techniques)
 
 
-def plan(work: Workload, cluster: Cluster, rates: Rates | None = None, slowest: float = 1.0) -> Plan:
-    return Plan(work, memory(work), step_time(work, cluster, rates, slowest))
+def plan(work: Workload, cluster: Cluster, rates: Rates | None = None) -> Plan:
+    return Plan(work, memory(work), step_time(work, cluster, rates))
 
 
 def capacity(cluster: Cluster) -> float:

@@ -69,10 +69,8 @@ class StepTime:
         return 3 * work.model.flops() * self.samples_per_second / (peak * work.degrees.world)
 
 
-def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slowest: float = 1.0) -> StepTime:
-    """`rates`: measured ones, else those of the cluster's device. `slowest`: how many times longer than the
-    others the slowest rank computes, for which all wait.
-    """
+def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None) -> StepTime:
+    """`rates`: measured ones, else those of the cluster's device."""
     rates = rates or DeviceRates(cluster.device)
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
     slower = slower_in_a_model(rates, work.dtype)
@@ -96,8 +94,8 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None, slow
         ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
         concealed = max(hidden - exposed["exposed data parallel"], 0.0)
         total["slowed by collectives"] += TAKEN * ring.bandwidth / cluster.inside.bandwidth * concealed
-        slowest *= SPREAD if work.degrees.world > 1 else 1.0
-    wait_for(slowest, total)
+    usual = SPREAD if work.degrees.world > 1 and not cluster.shared else 1.0
+    wait_for(work.slowest * usual, total)
     classes = {name: value for name, value in total.items() if value > 0}
     return StepTime(classes, work.global_batch, everything * passes + hidden)
 
@@ -140,20 +138,12 @@ def inner_communication(
     share = work.rank_layers / work.model.layers / work.micro_batches
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
     found = Times()
-    if work.degrees.tp > 1:
-        calls = tensor_collectives(once)
-        found["exposed tensor parallel"] = (
-            again
-            * share
-            * sum(number * seconds(call.kind, call.size, routes["tp"]) for call, number in calls.items())
-        )
-    if work.degrees.cp > 1:
-        calls = context_collectives(once)
-        found["exposed context parallel"] = (
-            again
-            * share
-            * sum(number * seconds(call.kind, call.size, routes["cp"]) for call, number in calls.items())
-        )
+    collectives = {"tensor": ("tp", tensor_collectives), "context": ("cp", context_collectives)}
+    for name, (axis, calls_of) in collectives.items():
+        if getattr(work.degrees, axis) > 1:
+            calls = calls_of(once).items()
+            once_through = sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls)
+            found[f"exposed {name} parallel"] = again * share * once_through
     everything = sum(found.values())
     if work.method == "ring" and work.degrees.cp > 1:
         attending = (

@@ -44,7 +44,7 @@ class Workload:
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     loss: str = "mse"
     rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
-    keep_latest_k: int = 5
+    slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
 
     @property
@@ -134,7 +134,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         loss=training.loss,
         ema=config.training.ema_decay > 0,
         state_itemsize=STATE_BYTES[config.optimizer.state_dtype],
-        keep_latest_k=config.checkpoint.keep_latest_k,
         asynchronous=config.checkpoint.async_mode != "disabled",
     )
 

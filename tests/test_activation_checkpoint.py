@@ -8,14 +8,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from models.vit import VisionTransformer, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint, stated_units
 from parallelisms.compile import apply_compile
 from parallelisms.float8 import apply_float8
+from tests.storages import bytes_alive
 
 RECOMPUTING = ("full", "every_n_blocks", "selective")
 MODES = ("none", *RECOMPUTING)
@@ -57,37 +56,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 # -- bytes
-
-
-class Storages(TorchDispatchMode):
-    """Every storage made while active, and which of them still live: autograd's and the policy's alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.weights: set[int] = set()  # autocast's copies: a matter of parameters, not of tokens
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-                if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
-                    self.weights.add(storage._cdata)
-        return out
-
-    def live_bytes(self, model: nn.Module) -> int:
-        own = {p.untyped_storage()._cdata for p in model.parameters()} | self.weights
-        return sum(n for key, (ref, n) in self.made.items() if key not in own and not ref.expired())
-
-
-def bytes_alive(model: nn.Module, x: Tensor, autocast: bool) -> int:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Storages() as storages:
-        out = model(x)
-    alive = storages.live_bytes(model)
-    del out
-    return alive
 
 
 def bytes_saved(model: nn.Module, x: Tensor) -> int:

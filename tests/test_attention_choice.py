@@ -8,8 +8,9 @@ import torch
 from models.attention import Kernel
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees
+from parallelisms.measured_choice import kept_or_measured
 from training import attention_choice
-from training.attention_choice import check_hopper, choose_attention, kept_or_measured, measure
+from training.attention_choice import check_hopper, choose_attention, measure
 
 CPU = torch.device("cpu")
 
@@ -50,10 +51,18 @@ def test_the_fastest_is_taken_for_all_blocks_and_kept(tmp_path, monkeypatch, one
     assert choose(tmp_path, tp=2) == "sdpa" and shapes[2:] == [(2, 2, 32, 16)]
 
 
-def test_measuring_takes_what_runs_here(tmp_path):
+def test_measuring_takes_what_runs_here():
     assert set(measure((1, 2, 16, 8), torch.float32, CPU)) == {"sdpa", "math"}
-    name = kept_or_measured(tmp_path / "attention.json", (1, 2, 16, 8), torch.bfloat16, CPU)
-    assert json.loads((tmp_path / "attention.json").read_text())["backend"] == name
+    found = attention_choice.choose((1, 2, 16, 8), torch.bfloat16, CPU)
+    assert found["backend"] == min(found["seconds"], key=found["seconds"].get)
+
+
+def test_what_was_measured_for_something_else_is_measured_again(tmp_path):
+    path, key = tmp_path / "choice.json", {"shape": [1, 2]}
+    assert kept_or_measured(path, key, lambda: {"backend": "math"}) == {"backend": "math"}
+    assert kept_or_measured(path, key, lambda: {"backend": "sdpa"})["backend"] == "math"
+    assert kept_or_measured(path, {"shape": [1, 3]}, lambda: {"backend": "sdpa"})["backend"] == "sdpa"
+    assert json.loads(path.read_text()) == {"shape": [1, 3], "backend": "sdpa"}
 
 
 def test_long_sequences_do_not_try_plain_matmul(monkeypatch):

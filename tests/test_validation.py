@@ -9,7 +9,7 @@ from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from tests.archives import NAMES, analyses, values, weatherbench
 from verification.baselines import climatology, fit_baselines, persistence
-from verification.scores import mean_squared_error, rmse, rmse_root_first
+from verification.scores import mean_squared_error, rmse
 from verification.validation import Validation
 
 SAMPLES = np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4]])  # the state, and the truth after 6 and 12 h
@@ -93,7 +93,6 @@ def test_climatology_is_the_same_for_every_date():
 def test_root_after_the_mean_over_time():
     squares = torch.tensor([[[1.0]], [[9.0]]], dtype=torch.float64)
     assert rmse(squares, torch.ones_like(squares)).item() == pytest.approx(5**0.5)
-    assert rmse_root_first(squares, torch.ones_like(squares)).item() == pytest.approx(2.0)
 
 
 def test_mse_weighs_by_area():

@@ -1,13 +1,10 @@
-"""`model.attention_backend = "auto"`: the kernel that is fastest here, for the shapes of this run.
+"""`model.attention_backend = "auto"`: the kernel that is fastest here, for the shapes of this run."""
 
-The choice is kept in the run's folder: a resumed run has to repeat the bits of one that was not stopped.
-"""
-
-import json
 import logging
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.attention import Kernel, attention, check_backend
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees
+from parallelisms.measured_choice import device_name, kept_or_measured, wait
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger("rossby")
@@ -42,20 +40,16 @@ def choose_attention(
     head_dim = int(attention_layer.head_dim)  # type: ignore[arg-type]
     heads = max(model.dim // head_dim // (degrees.tp * degrees.cp), 1)
     shape = (batch, heads, model.num_tokens, head_dim)
-    name = from_first_rank(lambda: kept_or_measured(folder / "attention.json", shape, dtype, device))
+    key = {"shape": list(shape), "dtype": str(dtype), "device": device_name(device)}
+    path = folder / "attention.json"
+    found = from_first_rank(lambda: kept_or_measured(path, key, lambda: choose(shape, dtype, device)))
     for kernel in kernels:
-        kernel.backend = name
-    return name
+        kernel.backend = found["backend"]
+    return found["backend"]
 
 
-def kept_or_measured(path: Path, shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
-    """The choice that stands in `path`, where it was made for this shape, precision and kind of device."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    key = {"shape": list(shape), "dtype": str(dtype), "device": where}
-    if path.exists():
-        found = json.loads(path.read_text())
-        if {name: found.get(name) for name in key} == key:
-            return found["backend"]
+def choose(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The fastest backend, and seconds of all. ValueError where it is not what a Hopper should run."""
     seconds = measure(shape, dtype, device)
     name = min(seconds, key=lambda backend: seconds[backend])
     said = ", ".join(f"{backend} {1e3 * value:.2f} ms" for backend, value in seconds.items())
@@ -63,10 +57,9 @@ def kept_or_measured(path: Path, shape: Shape, dtype: torch.dtype, device: torch
     if device.type == "cuda":
         kernel = kernel_name(name, shape, dtype, device)
         logger.info(f"attention: kernel {kernel}")
-        check_hopper(kernel, name, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(key | {"backend": name, "seconds": seconds}, indent=1) + "\n")
-    return name
+        if dtype != torch.float32:  # for which Hopper has no kernel of its own
+            check_hopper(kernel, name, device)
+    return {"backend": name, "seconds": seconds}
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -102,11 +95,6 @@ def seconds_of(name: str, inputs: list[Tensor]) -> float:
     torch.autograd.grad(out, inputs, torch.ones_like(out))
     wait(inputs[0].device)
     return time.perf_counter() - started
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def kernel_name(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str:

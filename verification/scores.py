@@ -52,11 +52,6 @@ def rmse(squared_errors: Tensor, present: Tensor) -> Tensor:
     return (squared_errors.sum(dim=0) / present.sum(dim=0)).sqrt()
 
 
-def rmse_root_first(squared_errors: Tensor, present: Tensor) -> Tensor:
-    """The same with the root before the mean over dates: the NERSC tutorial's metric, never above `rmse`."""
-    return squared_errors.sqrt().sum(dim=0) / present.sum(dim=0)
-
-
 class RegionMeans:
     """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device."""
 
