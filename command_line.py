@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -26,6 +26,10 @@ Values = dict[str, dict[str, Any]]
 
 class ConfigError(ValueError):
     """What the user asked for cannot be done: one line that names key, value, reason and fix. Exit code 2."""
+
+
+def refuse(key: str, value: Any, reason: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r}: {reason}")
 
 
 @dataclass(frozen=True)

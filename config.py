@@ -88,6 +88,8 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # torch's kernel for the update
     # how moments of matrices rest between steps: 8, 4 or 2.1 bytes a parameter for both
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    # each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
+    in_backward: bool = False
     lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
     lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
     # ceiling of the scaled learning rate; inf: none
@@ -169,6 +171,9 @@ class ActivationCheckpoint:
 @dataclass(frozen=True)
 class Compile:
     enable: bool = False  # torch.compile of each block, one compilation for all of one shape
+    # record each block's kernels and start them together, for steps too short for the host to keep up with;
+    # on one CUDA device, or replicas of it
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from config import (
     start,
     to_toml,
 )
-from config_checks import check_machine, check_model, degrees_asked
+from config_checks import check_machine, check_model
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection, initial_dates, open_fields
@@ -43,6 +43,7 @@ from datasets.variables import expand_levels, units
 from models.build import build_model
 from models.export import Description, OneStep, export_step, write_safetensors
 from parallelisms.degrees import resolve_degrees
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
 from training.determinism import set_determinism

@@ -157,6 +157,7 @@ def calibrate_machine(config: Config) -> None:
     from datasets.variables import expand_levels
     from planning.calibrate import calibrate, vit_shapes
     from planning.calibration import save_calibration
+    from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     grid_shape, variables = grid_of(config)[0], expand_levels(config.data.variables, config.data.levels)
@@ -166,6 +167,7 @@ def calibrate_machine(config: Config) -> None:
     shapes = vit_shapes(
         config.training.local_batch_size, model.tokens, model.dim, model.heads, model.mlp_dim, backends
     )
+    keep_freed_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
     measured = calibrate(shapes, device, threads, ranks)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, one_line_errors, settings_of_replicas, start, to_toml
-from config_checks import check_machine, check_model, degrees_asked
+from config import Config, one_line_errors, start, to_toml
+from config_checks import check_machine, check_model
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
@@ -29,11 +29,13 @@ from models.build import build_model
 from models.vit import VisionTransformer
 from parallelisms.degrees import resolve_degrees
 from parallelisms.float8_recipe import choose_float8
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import ReplicaLost
 from training.activity import activity
 from training.attention_choice import choose_attention
+from training.backward_updates import BackwardUpdates
 from training.bad_steps import BadSteps, TrainingDiverged, step_unless
 from training.best import Best
 from training.checkpoint import Checkpointer
@@ -42,6 +44,7 @@ from training.determinism import seed_step, set_determinism
 from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
 from training.handover import join_replicas
+from training.host_memory import keep_freed_memory
 from training.initial_weights import Channels, load_initial_weights
 from training.losses import variable_weights
 from training.lr_schedules import lr_factor, peak_lr
@@ -53,14 +56,12 @@ from training.preemption import EXIT_SAVED, Agreement, farewell
 from training.profiler import Profiler, part_times, span
 from training.run_state import Progress, RunState, global_batch_size, go_back, resume
 from training.watchdog import Watchdog
-from verification.baselines import fit_baselines
-from verification.plots import plot_loss, plot_maps, plot_rmse
+from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
 from verification.validation import Scores, Validation
 
 logger = logging.getLogger("rossby")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BASELINE_SAMPLES = 400  # training samples that damped persistence is fitted on, evenly spaced
 
 
 def train(config: Config, watchdog: Watchdog | None = None) -> None:
@@ -92,6 +93,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     max_wall_time, minutes = training.max_wall_time, config.checkpoint.interval_minutes
     agreement = Agreement(max_wall_time, minutes, config.comm.timeout_seconds).listen(watchdog)
     set_determinism(training.deterministic, training.tf32)
+    keep_freed_memory(device)
     if num_ranks > 1:
         logger.info(f"{num_ranks} ranks\n{mesh.picture()}")
     if rank == 0:
@@ -147,16 +149,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- loss and optimiser ------------------------------------------------------------------------
     area_weight = torch.tensor(area, dtype=torch.float32, device=device)  # (H,)
+    scales = (area_weight, loss_weights, training.weight_by_change)
     objective = Objective(
-        training.loss,
-        plan,
-        model.shards,
-        conditions,
-        normalizer,
-        area_weight,
-        loss_weights,
-        training.local_batch_size,
-        training.weight_by_change,
+        training.loss, plan, model.shards, conditions, normalizer, *scales, training.local_batch_size
     )
     if model.pipeline:
         micro_batches = training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
@@ -185,7 +180,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             counts=model.speaks_for_sample,
         )
         mean_field = torch.from_numpy(statistics.mean_field).to(device)  # (V, H, W)
-        fitted = samples("train", [0, *leads], limit=BASELINE_SAMPLES)
+        fitted = samples("train", [0, *leads], limit=FIT_SAMPLES)
         baselines = fit_baselines(fitted, mean_field, area_weight, leads, batch_size)
 
     def validate(step: int) -> Scores | None:
@@ -215,12 +210,15 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             if average:
                 average.restart()
         if place.enable:
-            settings = settings_of_replicas(config, num_ranks)
-            replicas = join_replicas(place, settings, run, bad_steps, config.comm)
+            replicas = join_replicas(config, num_ranks, run, bad_steps)
         smallest_batch = training.local_batch_size * dp
         progress.global_batch = global_batch_size(training.global_batch_size, smallest_batch, progress)
+        accumulation = progress.global_batch // smallest_batch
+        updates, share = None, objective.share
+        if optim.in_backward:
+            updates = BackwardUpdates(optimizer, parameters.values(), bad_steps, share, accumulation)
+            share = updates.share
     step, global_batch = progress.step, progress.global_batch
-    accumulation = global_batch // smallest_batch
     peak = peak_lr(optim.lr, optim.lr_scaling, optim.lr_reference_batch_size, global_batch, optim.lr_max)
     sampler = TrainSampler(
         len(train_set), training.seed, training.local_batch_size, accumulation, dp_rank, dp
@@ -269,6 +267,12 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             last = step == training.steps
             step_loss, data_seconds, data_bytes = torch.zeros((), device=device), 0.0, 0
             seed_step(training.seed, step, dp_rank)
+            factor = lr_factor(
+                step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
+            )
+            set_lr(optimizer, peak * factor)
+            if updates:
+                updates.begin(step, checkpointer)
             for micro_batch in range(accumulation):
                 with span("data"):
                     started = time.perf_counter()
@@ -277,10 +281,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     data_bytes += fields.nbytes
                     fields, times = (x.to(device, non_blocking=True) for x in (fields, times))
                 pieces, exchange = objective.cut(fields, times), micro_batch == accumulation - 1
-                share = model.forward_backward(
-                    *pieces, objective.share, scaler.factor / accumulation, exchange
-                )
-                step_loss += share / accumulation
+                loss = model.forward_backward(*pieces, share, scaler.factor / accumulation, exchange)
+                step_loss += loss / accumulation
             if replicas:
                 with span("replicas"):
                     replicas.average(step_loss, parameters.values())
@@ -290,18 +292,18 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     model.zero_grad()
                     continue
             with span("optimizer"):
-                factor = lr_factor(
-                    step, training.steps, schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor
-                )
-                set_lr(optimizer, peak * factor)
-                scaler.unscale(parameters.values())
-                grad_norm = total_norm(parameters.values(), model.pipeline_group)
-                clip(parameters.values(), training.max_norm, grad_norm)
-                bad = bad_steps.judge(step, step_loss, grad_norm, overflow_is_normal=scaler.enabled)
-                if checkpointer:
-                    checkpointer.before_update()  # the save in flight has its copies
+                if updates:  # made in backward
+                    grad_norm = updates.grad_norm
+                else:
+                    scaler.unscale(parameters.values())
+                    grad_norm = total_norm(parameters.values(), model.pipeline_group)
+                    clip(parameters.values(), training.max_norm, grad_norm)
+                    bad = bad_steps.judge(step, step_loss, grad_norm, overflow_is_normal=scaler.enabled)
+                    if checkpointer:
+                        checkpointer.before_update()  # the save in flight has its copies
                 if scaler.good(grad_norm):
-                    step_unless(bad, optimizer)
+                    if not updates:
+                        step_unless(bad, optimizer)
                     model.after_update()
                     if average:
                         average.update(step)
@@ -366,10 +368,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         with average.in_place() if average else nullcontext():
             example = validation.last_date(forecast)  # on all ranks: the model may take all of them
         if rank == 0:
-            plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
-            plot_rmse(scores, folder / "plots/rmse.png")
-            land = selection.static.get("land_sea_mask")
-            plot_maps(*example, scores.lead_hours[0], grid, land, folder / "plots/maps.png")
+            from verification.plots import plot_run  # here, because it takes half a second of every start
+
+            plot_run(folder, scores, example, grid, selection.static.get("land_sea_mask"))
     if rank == 0:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
     leave(watchdog, agreement)

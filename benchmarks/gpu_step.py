@@ -128,14 +128,16 @@ class Training:
     def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
         plan = build_plan(case, sizes)
         float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
-        self.model = build_parallel(plan, case.mode, sizes.compiled, device, float8)
+        self.model = build_parallel(
+            plan, case.mode, Compile(sizes.compiled, sizes.cuda_graphs), device, float8
+        )
         self.parameters = dict(self.model.named_parameters())
         self.fields = torch.randn(case.batch, 2, sizes.variables, *sizes.grid, device=device)
         self.times = torch.zeros(case.batch, dtype=torch.int64, device=device)
         self.normalizer, self.conditions, area = surroundings(sizes, device)
         variables, shards = torch.ones(sizes.variables), self.model.shards
         self.objective = Objective(
-            "mse", plan, shards, self.conditions, self.normalizer, area, variables, case.batch, False
+            "mse", plan, shards, self.conditions, self.normalizer, area, variables, False, case.batch
         )
         self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.05, "fused")
         set_lr(self.optimizer, 1e-5)
@@ -162,11 +164,11 @@ def build_plan(case: Case, sizes: Sizes) -> VisionTransformer:
 
 
 def build_parallel(
-    plan: VisionTransformer, mode: str, compiled: bool, device: torch.device, float8: Float8 | None = None
+    plan: VisionTransformer, mode: str, compile: Compile, device: torch.device, float8: Float8 | None = None
 ) -> ParallelModel:
     """On this device alone, as train.py builds it; weights are drawn on the device, in no time."""
     mesh = build_mesh(device.type, Degrees())
-    settings = (Parallelism(), ActivationCheckpoint(mode=mode), Compile(compiled))  # type: ignore[arg-type]
+    settings = (Parallelism(), ActivationCheckpoint(mode=mode), compile)  # type: ignore[arg-type]
     model = parallelize(plan, mesh, device, None, *settings, torch.bfloat16, torch.float32, float8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -347,7 +349,7 @@ def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
     sizes, device, number = session.sizes, session.device, 4
     case = Case(patch, sizes.heads[0])
     case = replace(case, backend=fastest_backend(case, session))
-    model = build_parallel(build_plan(case, sizes), "none", sizes.compiled, device)
+    model = build_parallel(build_plan(case, sizes), "none", Compile(sizes.compiled), device)
     model.train(False)
     normalizer, conditions, _ = surroundings(sizes, device)
     fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)

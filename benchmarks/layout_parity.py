@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from config import Parallelism
-from config_checks import degrees_asked
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
+from parallelisms.layout_checks import degrees_asked
 from planning.architecture import Architecture, vit_architecture
 from planning.communication import step_collectives
 from planning.workload import Workload

@@ -43,6 +43,7 @@ from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
 from training.gradients import clip, total_norm
+from training.host_memory import keep_freed_memory
 from training.losses import mse_loss, sum_of_squares
 from training.optimizers import build_optimizer, set_lr
 
@@ -155,6 +156,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
+    keep_freed_memory(DEVICE)  # as train.py does
     rates = calibrate(shapes(), DEVICE, torch.get_num_threads(), seconds=options.seconds)
     cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
     steps = [Step(case) for case in UNSEEN]

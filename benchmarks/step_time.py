@@ -6,8 +6,9 @@ DIR holds github.com/NERSC/sc24-dl-tutorial (networks/, utils/, distributed/); t
 it is left out. The tutorial's task: 20 channels on 64 x 128, patch 8, 12 blocks, 8 heads, batch 16, its
 relative L2 loss; a step goes from fields to updated weights. The tutorial's step is as its authors write it:
 autocast, loss, backward, for-loop Adam, loss.item(). Rossby's cuts fields into patches, clips, and uses fused
-AdamW. Sides take turns; medians; with two ranks of one thread the slower counts. With the tutorial's weights
-Rossby's first loss is the tutorial's.
+AdamW; its process keeps freed memory, as train.py's does. Rossby and the others have processes of their own
+and take turns; medians; with two ranks of one thread the slower counts. With the tutorial's weights Rossby's
+first loss is the tutorial's.
 
 Asked: at most 0.90 x in float32 and 0.50 x in bf16 of either; on two ranks 0.90 x and 0.70 x of the
 tutorial's tensor- and context-parallel step. The floor: the step's matrix products, each shape timed alone.
@@ -32,14 +33,15 @@ from torch import Tensor, nn
 
 from benchmarks.results_file import record
 from config import ActivationCheckpoint, Compile, Parallelism
-from config_checks import degrees_asked
 from models.vit import VisionTransformer
 from parallelisms.degrees import resolve_degrees
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
 from training.gradients import clip, total_norm
+from training.host_memory import keep_freed_memory
 from training.losses import relative_l2_loss, relative_l2_weights, sum_of_squares
 from training.optimizers import build_optimizer, set_lr
 
@@ -177,23 +179,33 @@ def relative_l2(output: Tensor, target: Tensor) -> Tensor:
 # -- run by ranks
 
 
-def build(folder: str, dim: int, dtype: str, axis: str, threads: int) -> list[str]:
-    """Builds all sides of a comparison on this rank and steps each once; their names."""
+def build_peers(folder: str, dim: int, dtype: str, axis: str, threads: int) -> list[str]:
+    """Builds the others' steps on this rank, and takes each once; their names."""
     torch.set_num_threads(threads)
-    STEPS.clear()
-    key = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}.get(axis)
-    parallelism = Parallelism(**({key: dist.get_world_size()} if key else {}))  # type: ignore[arg-type]
     STEPS["tutorial"] = tutorial(folder, dim, dtype, axis)
     if not axis and importlib.util.find_spec("timm"):
         torch.manual_seed(0)
         STEPS["timm"] = Peer(TimmViT(dim), relative_l2, dtype)
+    return step_once()
+
+
+def step_once() -> list[str]:
+    for step in STEPS.values():
+        step()
+    return list(STEPS)
+
+
+def build_rossby(folder: str, dim: int, dtype: str, axis: str, threads: int) -> list[str]:
+    """The same of Rossby, with each of the CPU's attention backends, compiled and not."""
+    torch.set_num_threads(threads)
+    keep_freed_memory(torch.device("cpu"))
+    key = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}.get(axis)
+    parallelism = Parallelism(**({key: dist.get_world_size()} if key else {}))  # type: ignore[arg-type]
     for backend in ("sdpa", "math"):
         for compiled in (False, True):
             name = f"rossby, {backend}{', compiled' if compiled else ''}"
             STEPS[name] = Rossby(dim, dtype, backend, compiled, parallelism)
-    for step in STEPS.values():
-        step()
-    return list(STEPS)
+    return step_once()
 
 
 def time_step(name: str) -> float:
@@ -203,10 +215,12 @@ def time_step(name: str) -> float:
     return time.perf_counter() - started
 
 
-def same_loss() -> tuple[float, float]:
+def same_loss(folder: str, dim: int) -> tuple[float, float]:
     """First losses of the tutorial and of Rossby with the tutorial's weights, in float32."""
-    theirs, ours = STEPS["tutorial"], STEPS["rossby, sdpa"]
-    assert isinstance(theirs, Peer) and isinstance(ours, Rossby)
+    theirs, ours = (
+        tutorial(folder, dim, "float32", ""),
+        Rossby(dim, "float32", "sdpa", False, Parallelism()),
+    )
     named = {name: p.detach() for name, p in theirs.model.named_parameters()}
     with torch.no_grad():
         for name, parameter in ours.model.named_parameters():
@@ -273,9 +287,10 @@ def main() -> int:
         for dim in map(int, options.dims.split(",")):
             for dtype in DTYPES:
                 for axis in ("tp", "cp") if ranks > 1 else ("",):
-                    group = Ranks(ranks)  # new processes: what was built before takes memory
-                    rows += compare(group, options, dim, dtype, axis, threads)
-                    group.stop()
+                    groups = Ranks(ranks), Ranks(ranks)  # anew: what was built before takes memory
+                    rows += compare(groups, options, dim, dtype, axis, threads)
+                    for group in groups:
+                        group.stop()
     record("step_time", rows)
     print(table(rows))
     missed = [row for row in rows if row["ratio"] is not None and row["ratio"] > row["limit"]]
@@ -286,25 +301,29 @@ def main() -> int:
 
 
 def compare(
-    group: Ranks, options: argparse.Namespace, dim: int, dtype: str, axis: str, threads: int
+    groups: tuple[Ranks, Ranks], options: argparse.Namespace, dim: int, dtype: str, axis: str, threads: int
 ) -> list[dict[str, Any]]:
     """Rows of one comparison; Rossby's row is that of its fastest setting, against the fastest peer."""
-    ranks = len(group.inboxes)
-    names = group.run(build, options.tutorial, dim, dtype, axis, threads, timeout=600)[0]
-    losses = group.run(same_loss)[0] if ranks == 1 and dtype == "float32" else (0.0, 0.0)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    ranks, sides = len(groups[0].inboxes), {}
+    for group, build in zip(groups, (build_peers, build_rossby), strict=True):
+        built = group.run(build, options.tutorial, dim, dtype, axis, threads, timeout=600)[0]
+        sides |= dict.fromkeys(built, group)
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(options.alternations):
-        for name in names:
+        for name, group in sides.items():
             times[name].append(max(group.run(time_step, name, timeout=600)))
     seconds = {name: statistics.median(found) for name, found in times.items()}
-    floor = max(group.run(product_seconds, dim, dtype, threads)) / ranks
+    floor = max(groups[0].run(product_seconds, dim, dtype, threads)) / ranks
+    losses = (0.0, 0.0)
+    if ranks == 1 and dtype == "float32":
+        losses = groups[0].run(same_loss, options.tutorial, dim)[0]
     flops = 3 * BATCH * vit_architecture(GRID, PATCH, CHANNELS, CHANNELS, dim, LAYERS, HEADS).flops()
-    ours = min((name for name in names if name.startswith("rossby")), key=lambda name: seconds[name])
-    peers = [name for name in names if not name.startswith("rossby")]
+    ours = min((name for name in sides if name.startswith("rossby")), key=lambda name: seconds[name])
+    peers = [name for name in sides if not name.startswith("rossby")]
     limit, where = LIMITS[ranks, dtype], f"{ranks} rank{'s, ' + axis if axis else ''}"
     about = {"dim": dim, "dtype": dtype, "where": where, "limit": limit, "floor_seconds": floor}
     rows = []
-    for name in names:
+    for name in sides:
         ratio = max(seconds[name] / seconds[peer] for peer in peers) if name == ours else None
         found = {
             "side": name,

@@ -31,6 +31,7 @@ from parallelisms.mesh import build_mesh, start_ranks
 from parallelisms.parallelize import parallelize
 from train import train
 from training.gradients import clip, total_norm
+from training.host_memory import keep_freed_memory
 from training.losses import mse_loss, sum_of_squares
 from training.optimizers import build_optimizer, set_lr
 
@@ -86,6 +87,7 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     selection = open_selection(config.data, config.model.patch_size, ())
     grid, number = selection.archive.grid, len(selection.variables)
     device = start_ranks("gloo" if not torch.cuda.is_available() else "auto", 100)
+    keep_freed_memory(device)
     conditions = len(selection.static) + len(config.data.forcings)
     plan = build_model(config.model, number, conditions, grid.shape, grid.periodic)
     settings = (

@@ -10,7 +10,9 @@ from models.unet import UNet
 from models.vit import StochasticDepth
 
 
-def apply_compile(model: nn.Module, fullgraph: bool = True, backend: Any = "inductor") -> None:
+def apply_compile(
+    model: nn.Module, fullgraph: bool = True, backend: Any = "inductor", cuda_graphs: bool = False
+) -> None:
     """Compiles the blocks of `model` in place, after activation checkpointing and before FSDP.
 
     `block.compile()` keeps the module and so the names of its parameters; torch.compile(block) would put
@@ -18,6 +20,9 @@ def apply_compile(model: nn.Module, fullgraph: bool = True, backend: Any = "indu
     compilation fits all: one for training, one for evaluation; those of a U-Net have a shape each.
     What cannot be compiled as one graph is an error (`fullgraph`), not a slow step. Shapes are fixed: the
     grid never changes within a run.
+
+    `cuda_graphs`: every block's kernels are recorded. What a graph returns is overwritten when it runs again,
+    so that gradients have to be added to memory of their own, which stays: `keep_gradients`.
     """
     unify_stochastic_depth(model)
     blocks = list(model.get_submodule("blocks").children())
@@ -27,7 +32,13 @@ def apply_compile(model: nn.Module, fullgraph: bool = True, backend: Any = "indu
         limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
         torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
     for block in blocks:
-        block.compile(backend=backend, fullgraph=fullgraph, dynamic=False)
+        mode = "reduce-overhead" if cuda_graphs else None
+        block.compile(backend=backend, fullgraph=fullgraph, dynamic=False, mode=mode)
+
+
+def keep_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def unify_stochastic_depth(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from models.build import WeatherModel
 from models.unet import UNet
 from models.vit import VisionTransformer, fill_with_nan, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
-from parallelisms.compile import apply_compile
+from parallelisms.compile import apply_compile, keep_gradients
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
 from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
 from parallelisms.degrees import num_stages
@@ -46,6 +46,7 @@ class ParallelModel:
     pipeline: Pipeline | None = None
     gathers_float8: bool = False
     zero1: Zero1 | None = None
+    cuda_graphs: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this rank under their own names."""
@@ -71,6 +72,7 @@ class ParallelModel:
             with record_function("pipeline"):
                 return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
         (part,) = self.parts
+        self._begin_pass()
         with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
             with record_function("forward"):
                 with self.autocast:
@@ -80,6 +82,10 @@ class ParallelModel:
                 (share * scale).backward()
         return share.detach()
 
+    def _begin_pass(self) -> None:
+        if self.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last pass returned is not needed any more
+
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank's optimiser updates: all it has, but for ZeRO-1."""
         return self.zero1.mine() if self.zero1 else dict(self.named_parameters())
@@ -87,7 +93,7 @@ class ParallelModel:
     def zero_grad(self) -> None:
         """Of all parameters: the optimiser may have a part of them only."""
         for part in self.parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad(set_to_none=not self.cuda_graphs)
 
     def after_update(self) -> None:
         """To be called when the optimiser has changed the weights."""
@@ -101,6 +107,7 @@ class ParallelModel:
         """fields (B, C, H, W) -> (B, V, H, W), gathered on every rank that shares the sample: for
         validation.
         """
+        self._begin_pass()
         inputs = self.shards.cut_input(self.geometry.to_pieces(fields))
         if self.pipeline:
             assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, VisionTransformer)
@@ -164,7 +171,7 @@ def parallelize(
             compiled=compile.enable,
         )
         if compile.enable:
-            apply_compile(part)
+            apply_compile(part, cuda_graphs=compile.cuda_graphs)
         # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
         offload = parallelism.cpu_offload and uses_fsdp(mesh)
         if uses_fsdp(mesh):
@@ -173,6 +180,8 @@ def parallelize(
         # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
         with memory or nullcontext():
             materialize(part, torch.device("cpu") if offload else device, seed)
+            if compile.cuda_graphs:
+                keep_gradients(part)
             ddp = degrees.dp_replicate > 1 and not uses_fsdp(mesh)
             wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
     pipeline = None
@@ -180,7 +189,9 @@ def parallelize(
         stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
         pipeline = Pipeline(wrapped, indices, stages, mesh, device)
     gathers_float8 = float8 is not None and float8.enable and float8.enable_fsdp_float8_all_gather
-    result = ParallelModel(model, wrapped, shards, mesh, autocast, pipeline, gathers_float8)
+    result = ParallelModel(
+        model, wrapped, shards, mesh, autocast, pipeline, gathers_float8, cuda_graphs=compile.cuda_graphs
+    )
     if parallelism.data_parallel == "zero1":
         result.zero1 = Zero1(dict(result.named_parameters()), mesh.group("dp_replicate"))
     return result

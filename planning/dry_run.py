@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import Config
-from config_checks import degrees_asked
 from models.build import build_model
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees, resolve_degrees
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import ParallelModel, parallelize
 from training.gradients import clip, total_norm
@@ -109,6 +109,9 @@ def _step(config: Config, grid_shape: tuple[int, int], num_variables: int, perio
         parameters = dict(model.named_parameters())
         optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
         make_states(optimizer)
+        if config.optimizer.in_backward:
+            for parameter in parameters.values():
+                parameter.register_post_accumulate_grad_hook(release_gradient)
         tracker = MemTracker()
         tracker.track_external(*model.parts, optimizer)
         channels = (num_variables, num_variables + num_conditions)
@@ -170,6 +173,10 @@ def _run(
             record.calls[call] += number * repeated * (1 if last else accumulation - 1)
     gradients = sum(local_bytes(p.grad) for _, p in model.named_parameters() if p.grad is not None)
     return gradients, record
+
+
+def release_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

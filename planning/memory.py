@@ -64,7 +64,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
         return {
             **step,
-            "gradients": states["gradients"] * (done * share if fresh_gradients(work) else 1),
+            "gradients": states["gradients"] * share * gradients_alive(work, done),
             "gathered parameters": gathered_bytes(work, first, last, gathered),
             "activations": stored * (1 - done * share) + embedded,
             "recomputed": recomputed(work) * working,
@@ -82,7 +82,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "reduction of the first block": backward(min(1, number), 2, False, whole + reducing),
         "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
-        "update": {**always, "gradients": states["gradients"], "fields": fields},
+        "update": {**always, "gradients": states["gradients"] * (not work.in_backward), "fields": fields},
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Memory(used, host_bytes(work, states))
@@ -162,7 +162,15 @@ def reduction_bytes(work: Workload) -> tuple[float, float]:
 
 def fresh_gradients(work: Workload) -> bool:
     """Whether gradients appear in the backward pass; where they accumulate without FSDP they are there."""
-    return work.uses_fsdp or work.accumulation == 1 and work.micro_batches == 1
+    once = work.accumulation == 1 and work.micro_batches == 1
+    return work.uses_fsdp or once and not work.keeps_gradients
+
+
+def gradients_alive(work: Workload, done: int) -> int:
+    """Of how many blocks, when `done` have theirs."""
+    if not fresh_gradients(work):
+        return work.rank_layers
+    return min(done, 1) if work.in_backward else done
 
 
 def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:

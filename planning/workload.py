@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 
 from config import Config, Model
-from config_checks import degrees_asked
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
+from parallelisms.layout_checks import degrees_asked
 from planning.architecture import Architecture, vit_architecture
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,6 +42,8 @@ class Workload:
     axis_order: tuple[str, ...] = AXES
     ema: bool = False
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
+    in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
+    keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
     loss: str = "mse"
     rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
@@ -134,6 +136,8 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         loss=training.loss,
         ema=config.training.ema_decay > 0,
         state_itemsize=STATE_BYTES[config.optimizer.state_dtype],
+        in_backward=config.optimizer.in_backward,
+        keeps_gradients=config.compile.cuda_graphs,
         asynchronous=config.checkpoint.async_mode != "disabled",
     )
 

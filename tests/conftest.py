@@ -27,6 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What run_tests.sh gives to one process: the tests of a file; all that share the spawned ranks."""
+    for item in items:
+        shares_ranks = "ranks" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ranks" if shares_ranks else item.path.name))
+
+
 @pytest.fixture
 def start_job() -> Iterator[Callable[..., Job]]:
     """Starts jobs through run_train.sh; those that still run at the end of a test are killed."""

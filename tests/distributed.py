@@ -5,9 +5,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from parallelisms.degrees import Degrees
+from parallelisms.mesh import Mesh, build_mesh
 
 Check = Callable[..., Any]  # a top-level function: what it returns on rank 0 comes back
 
@@ -17,7 +22,6 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
     import torch
-    import torch.distributed as dist
 
     from parallelisms.mesh import start_ranks
 
@@ -30,6 +34,16 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
         except Exception:
             outbox.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def shared_mesh(degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
+    """One for all checks: every group of a mesh has threads that look for messages all the time."""
+    return _mesh_of(dist.group.WORLD, degrees, axis_order)
+
+
+@cache
+def _mesh_of(world: dist.ProcessGroup | None, degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
+    return build_mesh("cpu", degrees, axis_order)
 
 
 class Ranks:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
-from config_checks import degrees_asked
 from datasets.grid import area_weights
 from datasets.loader import TrainSampler
 from models.build import WeatherModel
@@ -23,8 +22,9 @@ from models.unet import UNet
 from models.vit import VisionTransformer
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
-from parallelisms.mesh import build_mesh
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.parallelize import parallelize
+from tests.distributed import shared_mesh
 from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
 from training.losses import mse_loss, mse_weights, relative_l2_loss, relative_l2_weights, sum_of_squares
@@ -117,7 +117,7 @@ class SmallRun:
         parallelism = Parallelism(**layout.parallelism)
         self.layout = layout
         self.degrees = degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
-        self.mesh = build_mesh("cpu", degrees, parallelism.axis_order)
+        self.mesh = shared_mesh(degrees, parallelism.axis_order)
         dtype = getattr(torch, layout.dtype)
         self.plan = build(layout)
         checkpointing = ActivationCheckpoint(mode=layout.activation_checkpoint, every_n_blocks=2)  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def test_host_memory_does_not_grow_with_saves(build):
         if save in (20, 199):
             checkpointer.wait()
             sizes.append(memory_kib() + memory_kib(checkpointer.writer.process.pid))
-    assert sizes[1] - sizes[0] < 2_000  # KiB; 180 saves are 360 MB
+    assert sizes[1] - sizes[0] < 10_000  # KiB; 180 saves are 360 MB, and other tests leave gaps to fill
 
 
 def test_the_global_batch_goes_on():

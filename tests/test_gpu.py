@@ -28,8 +28,9 @@ def training():
     """Makes tiny models as train.py does, on this device."""
     start_ranks("auto", timeout_seconds=60)
 
-    def make(compiled: bool = False, **case: Any) -> Training:
-        sizes = replace(TINY, compiled=compiled)
+    def make(compiled: bool = False, cuda_graphs: bool = False, **case: Any) -> Training:
+        torch.manual_seed(0)  # of weights and fields
+        sizes = replace(TINY, compiled=compiled, cuda_graphs=cuda_graphs)
         return Training(Case(TINY.patches[0], TINY.heads[0], batch=2, **case), sizes, DEVICE)
 
     yield make
@@ -90,6 +91,19 @@ def test_steps_lower_the_loss(training, case: dict) -> None:
         run.step()
         losses.append(float(run.loss))
     assert losses[-1] < losses[0]
+
+
+@on_gpu
+def test_cuda_graphs_make_the_same_steps(training) -> None:
+    """Over several steps: the first are not recorded yet."""
+    losses = []
+    for cuda_graphs in (False, True):
+        run = training(compiled=True, cuda_graphs=cuda_graphs)
+        for _ in range(6):
+            run.step()
+        losses.append(float(run.loss))
+        torch._dynamo.reset()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_a_bad_step_leaves_the_weights(training) -> None:

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from config import Model, Parallelism
-from config_checks import degrees_asked
 from models.build import build_model
 from parallelisms.degrees import resolve_degrees
-from parallelisms.mesh import build_mesh
+from parallelisms.layout_checks import degrees_asked
 from parallelisms.parallelize import parallelize
+from tests.distributed import shared_mesh
 from tests.parity import full
 from training.checkpoint import Checkpointer
 from training.ema import EMA
@@ -40,7 +40,7 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **par
     """Parameters of a small model on all ranks of the group."""
     settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
     asked = Parallelism(**parallelism)
-    mesh = build_mesh("cpu", resolve_degrees(dist.get_world_size(), **degrees_asked(asked)))
+    mesh = shared_mesh(resolve_degrees(dist.get_world_size(), **degrees_asked(asked)), asked.axis_order)
     outputs = len(channels.outputs)
     plan = build_model(settings, outputs, len(channels.inputs) - outputs, GRID, True)
     from config import ActivationCheckpoint, Compile

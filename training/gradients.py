@@ -13,14 +13,17 @@ from torch.distributed.tensor import DTensor
 def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients, a plain scalar; stages of a pipeline add theirs."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = summed(torch.nn.utils.get_total_norm(gradients))
     if pipeline_group is not None:
         square = norm.square()
         dist.all_reduce(square, group=pipeline_group)
         norm = square.sqrt()
     return norm
+
+
+def summed(norm: Tensor) -> Tensor:
+    """A norm of all ranks' parts, as a plain scalar."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

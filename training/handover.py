@@ -1,11 +1,9 @@
 """The state of a run from one replica to another: rank to rank, so that nothing is gathered or cut anew."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from config import Comm, FaultTolerance
+from config import Config, settings_of_replicas
 from parallelisms.replicas import Replicas, State, local
 from training.bad_steps import BadSteps
 from training.optimizer_states import empty_moment
@@ -62,20 +60,18 @@ def _copy(part: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
         local(mine[name]).copy_(theirs[name])
 
 
-def join_replicas(
-    place: FaultTolerance, settings: dict[str, Any], run: RunState, bad_steps: BadSteps, comm: Comm
-) -> Replicas:
+def join_replicas(config: Config, num_ranks: int, run: RunState, bad_steps: BadSteps) -> Replicas:
     """Meets the other replicas before the first step: all of them, or the state of those that have gone on.
 
     It gives up before the watchdog would, and knows the reason.
     """
     replicas = Replicas(
-        place,
-        settings,
+        config.fault_tolerance,
+        settings_of_replicas(config, num_ranks),
         give=lambda: hand_over(run, bad_steps),
         take=lambda state: take_over(run, bad_steps, state),
-        patience=int(0.9 * comm.timeout_seconds),
-        timeout=comm.train_timeout_seconds,
+        patience=int(0.9 * config.comm.timeout_seconds),
+        timeout=config.comm.train_timeout_seconds,
         device=next(iter(run.parameters.values())).device,
     )
     replicas.set_step(run.progress.step)

@@ -35,8 +35,8 @@ class Objective:
         normalizer: Normalizer,
         area: Tensor,
         variables: Tensor,
-        local_batch_size: int,
         weight_by_change: bool,
+        local_batch_size: int,
     ) -> None:
         self.relative, self.local_batch_size = name == "relative_l2", local_batch_size
         self.geometry, self.shards = geometry, shards

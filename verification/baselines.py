@@ -14,6 +14,8 @@ from datasets.era5 import Archive
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader
 from verification.rollout import Forecast
 
+FIT_SAMPLES = 400  # of the training period, evenly spaced, that damped persistence is fitted on
+
 
 def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
     """Tomorrow will be like today: (B, V, H, W) -> (B, L, V, H, W)."""

@@ -25,6 +25,19 @@ STYLES = {
 MAX_MAPS = 4
 
 
+def plot_run(
+    folder: Path,
+    scores: Scores,
+    example: tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]],
+    grid: Grid,
+    land: np.ndarray | None,
+) -> None:
+    """The three plots, in `folder`/plots; `example` is what is mapped: see `plot_maps`."""
+    plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
+    plot_rmse(scores, folder / "plots/rmse.png")
+    plot_maps(*example, scores.lead_hours[0], grid, land, folder / "plots/maps.png")
+
+
 def plot_loss(metrics_file: Path, target: Path) -> None:
     """Training and validation loss against the step, from metrics.jsonl."""
     records = [json.loads(line) for line in metrics_file.read_text().splitlines()]

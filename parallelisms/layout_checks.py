@@ -1,0 +1,163 @@
+"""Layouts that cannot work, said before any rank starts: degrees, batches, and what needs all gradients."""
+
+import math
+import os
+
+from command_line import refuse
+from config import Config, Parallelism
+from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
+
+
+def check_layout(config: Config) -> None:
+    _check_ranks(config)
+    if config.compile.cuda_graphs:
+        _check_cuda_graphs(config)
+    if config.optimizer.in_backward:
+        _check_in_backward(config)
+
+
+def _check_ranks(config: Config) -> None:
+    parallelism, heads = config.parallelism, config.model.num_heads
+    check_axis_order(parallelism.axis_order)
+    _check_tiles(parallelism, config.model.name)
+    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    check_heads(heads, tp, cp, parallelism.context_parallel_method)
+    degrees = resolve_degrees(num_ranks(), **degrees_asked(parallelism))
+    _check_pipeline(config)
+    if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
+        reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
+        refuse("parallelism.data_parallel", "zero1", reason)
+    replicas = _check_replicas(config)
+    batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
+    smallest *= replicas
+    if batch != -1 and (batch < 1 or batch % smallest):
+        near = max(round(batch / smallest), 1) * smallest
+        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
+        refuse("training.global_batch_size", batch, reason)
+
+
+def _check_replicas(config: Config) -> int:
+    """How many replicas share a global batch."""
+    place = config.fault_tolerance
+    if not place.enable:
+        return 1
+    if place.replica_id >= place.group_size:
+        reason = f"replicas are numbered from 0 to {place.group_size - 1}, fault_tolerance.group_size - 1"
+        refuse("fault_tolerance.replica_id", place.replica_id, reason)
+    if place.min_replica_size > place.group_size:
+        reason = f"more than fault_tolerance.group_size = {place.group_size}; lower it"
+        refuse("fault_tolerance.min_replica_size", place.min_replica_size, reason)
+    return place.group_size
+
+
+def _check_tiles(parallelism: Parallelism, model: str) -> None:
+    """Tiles and ranks; tiles and the grid come together where the data are open (`check_model`)."""
+    key, tiles = "parallelism.domain_parallel_tiles", parallelism.domain_parallel_tiles
+    if math.prod(tiles) == 1:
+        return
+    if model != "unet":
+        reason = f'only a U-Net is split by its grid; model.name = "{model}" by its tokens: set '
+        refuse(key, list(tiles), f"{reason}[1, 1] and parallelism.context_parallel_degree")
+    shard, ranks = parallelism.data_parallel_shard_degree, num_ranks()
+    others = parallelism.data_parallel_replicate_degree * max(shard, 1)
+    if ranks % (math.prod(tiles) * others) or (shard != -1 and ranks != math.prod(tiles) * others):
+        reason = f"{math.prod(tiles)} ranks a sample x {others} data-parallel"
+        fitting = [n for n in range(1, ranks + 1) if ranks % (n * others) == 0]
+        fitting = fitting if shard == -1 else [n for n in fitting if n * others == ranks]
+        valid = f"rows x columns may be {fitting}" if fitting else "lower the data-parallel degrees"
+        refuse(key, list(tiles), f"{reason} do not make the run's {ranks} rank(s); {valid}")
+
+
+def _check_pipeline(config: Config) -> None:
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    size = parallelism.pipeline_parallel_microbatch_size
+    if local % size:
+        reason = f"does not divide training.local_batch_size = {local}; try 1"
+        refuse("parallelism.pipeline_parallel_microbatch_size", size, reason)
+    if config.float8.enable and config.float8.recipe == "auto":
+        reason = 'measures whole batches, which a pipeline cuts up; name "tensorwise" or "rowwise"'
+        refuse("float8.recipe", "auto", reason)
+    stages = num_stages(parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree)
+    if local // size < stages and parallelism.pipeline_parallel_schedule != "GPipe":
+        reason = (
+            f"makes {local // size} micro-batches of a batch for {stages} stages: take one a stage at least"
+        )
+        refuse("training.local_batch_size", local, reason)
+    if stages > config.model.num_layers:
+        reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
+        refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+
+
+def _check_cuda_graphs(config: Config) -> None:
+    """A graph starts kernels on memory that stays where it is: weights and gradients have to."""
+    if not config.compile.enable:
+        refuse("compile.cuda_graphs", True, "records what was compiled; set compile.enable to true")
+    if config.optimizer.in_backward:
+        reason = "keeps gradients, which optimizer.in_backward lets go; set one of them to false"
+        refuse("compile.cuda_graphs", True, reason)
+    degrees = resolve_degrees(num_ranks(), **degrees_asked(config.parallelism))
+    if degrees.dp_replicate != degrees.world:
+        reason = (
+            f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}, or this to false"
+        )
+        refuse("compile.cuda_graphs", True, reason)
+
+
+def _check_in_backward(config: Config) -> None:
+    """An update in backward sees one gradient, of one micro-batch, already reduced."""
+    training, reason = config.training, "optimizer.in_backward updates before"
+    if training.max_norm:
+        refuse(
+            "training.max_norm",
+            training.max_norm,
+            f"{reason} the norm of all gradients is known; set it to 0",
+        )
+    if training.mixed_precision_param == "float16":
+        fix = 'use "bfloat16"'
+        refuse("training.mixed_precision_param", "float16", f"{reason} it is known what overflows; {fix}")
+    if config.parallelism.pipeline_parallel_degree > 1:
+        degree = config.parallelism.pipeline_parallel_degree
+        fix = "set one of them back"
+        refuse("parallelism.pipeline_parallel_degree", degree, f"adds up micro-batches, {reason} that; {fix}")
+    if config.parallelism.cpu_offload:
+        refuse(
+            "parallelism.cpu_offload", True, f"{reason} gradients are on the host; set one of them to false"
+        )
+    if config.fault_tolerance.enable:
+        refuse("fault_tolerance.enable", True, f"{reason} replicas have averaged; set one of them to false")
+    degrees = resolve_degrees(num_ranks(), **degrees_asked(config.parallelism))
+    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp * degrees.tp == 1:
+        fix = f"shard: data_parallel_shard_degree = {degrees.dp_replicate}"
+        refuse(
+            "parallelism.data_parallel_replicate_degree", degrees.dp_replicate, f"{reason} DDP reduces; {fix}"
+        )
+
+
+def degrees_asked(parallelism: Parallelism) -> dict[str, int]:
+    """The degrees of the configuration under the mesh's names for its axes; dp_shard may be -1."""
+    return {
+        "pp": parallelism.pipeline_parallel_degree,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        # One of the two is 1: tokens are a ViT's, tiles a U-Net's.
+        "cp": parallelism.context_parallel_degree * math.prod(parallelism.domain_parallel_tiles),
+        "tp": parallelism.tensor_parallel_degree,
+    }
+
+
+def num_ranks() -> int:
+    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        return number_in_environment("WORLD_SIZE")
+    return number_in_environment("NGPU") * number_in_environment("NNODES")
+
+
+def number_in_environment(name: str) -> int:
+    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
+    text = os.environ.get(name) or "1"
+    first = text.partition(":")[0]
+    if not first.isdecimal() or int(first) < 1:
+        refuse(name, text, "an environment variable that must be a whole number, at least 1")
+    return int(first)

@@ -1,0 +1,119 @@
+"""Updates while backward goes on: the same training run, bad steps left out, no gradient left over."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from command_line import ConfigError
+from config import load_config
+from tests.parity import EPS, Layout, SmallRun, cp, difference, full, replicate, tp
+from training.backward_updates import BackwardUpdates
+from training.bad_steps import BadSteps, step_unless
+from training.gradients import total_norm
+from training.optimizers import build_optimizer, set_lr
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one, compile": Layout(1, compile=True),
+    "fsdp": Layout(2),
+    "fsdp, bf16": Layout(2, dtype="bfloat16"),
+    "tp": Layout(2, tp()),
+    "ring": Layout(2, cp("ring")),
+    "hsdp": Layout(4, replicate()),
+}
+BAD = 2  # the step, counted from 1, whose loss is not finite
+
+
+def train(layout: Layout, in_backward: bool, state_dtype: str = "float32") -> dict[str, Any]:
+    """Four steps, one of them bad: losses, norms, weights, and moments of the optimiser."""
+    run = SmallRun(layout)
+    parameters, bad_steps = run.parameters.values(), BadSteps(0.0, 10, torch.device("cpu"))
+    run.optimizer = build_optimizer(run.parameters, (0.9, 0.95), EPS, 0.05, "fused", state_dtype)
+    set_lr(run.optimizer, 1e-2)
+    plain, number = run.loss_of, 0
+
+    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        ruined = number == BAD and dist.get_rank() == 0  # all have to hear of it
+        return plain(output, target, weights) * (torch.nan if ruined else 1.0)
+
+    updates = BackwardUpdates(run.optimizer, parameters, bad_steps, loss_of, 1) if in_backward else None
+    run.loss_of = updates.share if updates else loss_of  # type: ignore[method-assign]
+    losses, norms = [], []
+    for number in range(1, 5):
+        if updates:
+            updates.begin(number, None)
+        loss = run.micro_batches(number - 1)
+        if updates:
+            assert all(p.grad is None for p in parameters)
+            norm = updates.grad_norm
+        else:
+            norm = total_norm(parameters)
+            step_unless(bad_steps.judge(number, loss, norm, False), run.optimizer)
+        run.model.zero_grad()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    moments = {
+        f"{name} {key}": full(value)
+        for name, p in run.parameters.items()
+        for key, value in run.optimizer.state[p].items()
+    }
+    weights = {name: full(p) for name, p in run.parameters.items()}
+    return {"losses": losses, "norms": norms, "moments": moments, "weights": weights, "bad": bad_steps.bad}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_same_run(ranks, one_rank, name: str) -> None:
+    """The same kernels on the same numbers, a parameter at a time: the same bits."""
+    layout = LAYOUTS[name]
+    expected, found = (
+        ranks(layout.ranks).run(train, layout, in_backward)[0]
+        if layout.ranks > 1
+        else train(layout, in_backward)
+        for in_backward in (False, True)
+    )
+    assert found["bad"].nonzero().flatten().tolist() == [BAD] and torch.equal(found["bad"], expected["bad"])
+    assert np.array_equal(found["losses"], expected["losses"], equal_nan=True)
+    assert found["norms"] == pytest.approx(
+        expected["norms"], rel=1e-6, nan_ok=True
+    )  # summed in another order
+    for what in ("moments", "weights"):
+        assert difference(found[what], expected[what])[0] == 0.0, what
+
+
+@pytest.mark.parametrize("state_dtype", ("bfloat16", "int8"))
+def test_with_few_bits_for_moments(one_rank, state_dtype: str) -> None:
+    expected, found = (train(Layout(1), in_backward, state_dtype) for in_backward in (False, True))
+    assert difference(found["weights"], expected["weights"])[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"training.max_norm = 1.0: .*set it to 0"),
+        (["--training.mixed_precision_param=float16"], "mixed_precision_param = 'float16'"),
+        (["--parallelism.cpu_offload=true"], "cpu_offload"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(arguments: list[str], message: str) -> None:
+    norm = ["--training.max_norm=0"] if arguments else []
+    with pytest.raises(ConfigError, match=message):
+        load_config(["--optimizer.in_backward=true", *norm, *arguments])
+
+
+def test_replicas_are_refused(monkeypatch) -> None:
+    monkeypatch.setenv("NGPU", "2")
+    argv = ["--optimizer.in_backward=true", "--training.max_norm=0"]
+    load_config(argv)
+    degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
+    with pytest.raises(ConfigError, match="replicate_degree = 2: .*data_parallel_shard_degree = 2"):
+        load_config([*argv, *degrees])
+
+
+def test_accumulation_is_refused() -> None:
+    with pytest.raises(ValueError, match="made of 2 micro-batches a rank"):
+        BackwardUpdates(torch.optim.AdamW([torch.zeros(1)]), [], None, lambda *_: None, 2)  # type: ignore[arg-type]
