@@ -156,7 +156,7 @@ def parallelize(
             swap_linears(part, float8, device.type, degrees.tp)
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
-            apply_tensor_parallel(part, mesh.parameters["tp"])
+            apply_tensor_parallel(part, mesh.parameters["tp"], param_dtype)
             if parallelism.enable_async_tensor_parallel:
                 enable_async_tensor_parallel(mesh.parameters.get_group("tp").group_name)
         # Context parallelism replaces attention, whose heads are by now those of this rank.

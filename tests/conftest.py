@@ -25,6 +25,7 @@ def memory_kib(process: int | str = "self") -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs")  # without xdist too
 
 
 @pytest.hookimpl(tryfirst=True)
