@@ -25,7 +25,7 @@ TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shards a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
 
-    `dtype` is what its matrices multiply in: autocast's norms give float32, and twice what has to be gathered.
+    `dtype` is what its matrices multiply in: autocast's norms give float32, twice what has to be gathered.
     Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/pieces.py).
     """
     plan: dict[str, ParallelStyle] = {
