@@ -238,10 +238,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     best = Best(folder, name, patience) if name else None
     profiler = Profiler(folder / "traces", config.profiling, rank, step)
     logger.info(
-        f"{num_parameters / 1e6:.1f} M parameters, "
-        f"{plan.describe()}, {plan.in_channels} channels in, {len(variables)} out; "
-        f"global batch {global_batch} = {training.local_batch_size} x {dp} ranks x {accumulation}; "
-        f"from step {step} to {training.steps} on {device}"
+        f"{num_parameters / 1e6:.1f} M parameters, {plan.describe()}, {plan.in_channels} channels in, "
+        f"{len(variables)} out; global batch {global_batch} = {training.local_batch_size} x {dp} ranks "
+        f"x {accumulation}; from step {step} to {training.steps} on {device}"
     )
 
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
