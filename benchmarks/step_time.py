@@ -282,6 +282,7 @@ def main() -> int:
     parser.add_argument("--tutorial", required=True)
     parser.add_argument("--dims", default="384,768")
     parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--axes", default="tp,cp", help="of two ranks")
     parser.add_argument("--alternations", type=int, default=7)
     options = parser.parse_args()
@@ -289,7 +290,7 @@ def main() -> int:
     for ranks in map(int, options.ranks.split(",")):
         threads = max((os.cpu_count() or 2) // ranks, 1)
         for dim in map(int, options.dims.split(",")):
-            for dtype in DTYPES:
+            for dtype in options.dtypes.split(","):
                 for axis in options.axes.split(",") if ranks > 1 else ("",):
                     groups = Ranks(ranks), Ranks(ranks)  # anew: what was built before takes memory
                     rows += compare(groups, options, dim, dtype, axis, threads)
