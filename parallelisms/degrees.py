@@ -36,6 +36,11 @@ class Degrees:
         """Whether a sample takes more than one rank."""
         return self.pp * self.cp * self.tp > 1
 
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whenever something is sharded; pure replicas are DDP's."""
+        return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and self.splits_model)
+
 
 def resolve_degrees(world: int, pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int) -> Degrees:
     """Degrees with `dp_shard = -1` filled in. ValueError, with a layout that works, where they do not give

@@ -128,7 +128,7 @@ def _check_in_backward(config: Config) -> None:
     if config.fault_tolerance.enable:
         refuse("fault_tolerance.enable", True, f"{reason} replicas have averaged; set one of them to false")
     degrees = resolve_degrees(num_ranks(), **degrees_asked(config.parallelism))
-    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp * degrees.tp == 1:
+    if degrees.dp_replicate > 1 and not degrees.uses_fsdp:
         fix = f"shard: data_parallel_shard_degree = {degrees.dp_replicate}"
         refuse(
             "parallelism.data_parallel_replicate_degree", degrees.dp_replicate, f"{reason} DDP reduces; {fix}"

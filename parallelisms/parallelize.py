@@ -173,8 +173,8 @@ def parallelize(
         if compile.enable:
             apply_compile(part, cuda_graphs=compile.cuda_graphs)
         # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
-        offload = parallelism.cpu_offload and uses_fsdp(mesh)
-        if uses_fsdp(mesh):
+        offload = parallelism.cpu_offload and degrees.uses_fsdp
+        if degrees.uses_fsdp:
             reshard, axes = parallelism.fsdp_reshard_after_forward, mesh.fsdp_axes
             apply_fsdp(part, part.blocks.values(), axes, param_dtype, reduce_dtype, reshard, offload)  # type: ignore[operator, union-attr]
         # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
@@ -182,7 +182,7 @@ def parallelize(
             materialize(part, torch.device("cpu") if offload else device, seed)
             if compile.cuda_graphs:
                 keep_gradients(part)
-            ddp = degrees.dp_replicate > 1 and not uses_fsdp(mesh)
+            ddp = degrees.dp_replicate > 1 and not degrees.uses_fsdp
             wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
     pipeline = None
     if degrees.pp > 1:
@@ -236,12 +236,6 @@ def cut_stages(
     spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
     indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
     return [Stage(model, *spans[index], autocast) for index in indices], indices
-
-
-def uses_fsdp(mesh: Mesh) -> bool:
-    """Whenever something is sharded; pure replicas are DDP's."""
-    degrees = mesh.degrees
-    return degrees.dp_shard * degrees.cp > 1 or (degrees.dp_replicate > 1 and degrees.splits_model)
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:

@@ -24,7 +24,7 @@ def step_collectives(work: Workload, pipeline_rank: int = 0) -> Calls:
     if degrees.pp > 1:
         return pipeline_collectives(work, pipeline_rank)
     calls: Calls = Counter()
-    if degrees.dp_shard * degrees.cp > 1 or (degrees.dp_replicate > 1 and degrees.splits_model):
+    if degrees.uses_fsdp:
         calls += fsdp_collectives(work)
         if degrees.tp > 1:
             calls += replicated_gradients(work)

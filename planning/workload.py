@@ -93,8 +93,7 @@ class Workload:
 
     @property
     def uses_fsdp(self) -> bool:
-        d = self.degrees
-        return self.fsdp_ranks > 1 or (d.dp_replicate > 1 and d.splits_model)
+        return self.degrees.uses_fsdp
 
     def replace(self, **changes: object) -> "Workload":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
