@@ -15,21 +15,15 @@ import sys
 from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli
 import tomli_w
 
+from errors import ConfigError, nearest
+
 Schema = dict[str, type]
 Values = dict[str, dict[str, Any]]
-
-
-class ConfigError(ValueError):
-    """What the user asked for cannot be done: one line that names key, value, reason and fix. Exit code 2."""
-
-
-def refuse(key: str, value: Any, reason: str) -> NoReturn:
-    raise ConfigError(f"{key} = {value!r}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -163,13 +157,6 @@ def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Fi
         valid = f"did you mean {elsewhere[0]}?" if elsewhere else nearest(key, fields, prefix=f"{section}.")
         raise ConfigError(f"{section}.{key}: unknown key in {where}; {valid}")
     return fields[key]
-
-
-def nearest(name: str, valid: Any, prefix: str = "") -> str:
-    """'did you mean X?' for a typo, else the list of valid names."""
-    names = [str(v) for v in valid]
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
-    return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
 def _from_text(text: str, kind: Any) -> Any:

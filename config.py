@@ -7,17 +7,15 @@ key, value, reason, fix. The comment beside a field is also its `--help`.
 
 import dataclasses
 import math
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 
-from command_line import ConfigError, Range, help_text, merge, parse_command_line, read_toml
+from command_line import Range, help_text, merge, parse_command_line, read_toml
+from errors import ConfigError, one_line_errors
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
 
@@ -335,17 +333,6 @@ def settings_of_replicas(config: Config, num_ranks: int) -> dict[str, Any]:
         if f"{section}.{key}" not in own
     }
     return values | {"fault_tolerance.group_size": config.fault_tolerance.group_size, "ranks": num_ranks}
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Ends the program with exit code 2 after one line for a ValueError (bad input), said by one rank."""
-    try:
-        yield
-    except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        sys.exit(2)
 
 
 def start(argv: list[str]) -> Config:

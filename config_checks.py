@@ -7,9 +7,9 @@ import os
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from command_line import nearest, refuse
 from config import Config, Data, Model, Validation
 from datasets.variables import expand_levels
+from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout, number_in_environment
 
 if TYPE_CHECKING:
@@ -207,9 +207,9 @@ def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
     import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
 
+    from jobs.replicas import check_replicas
     from models.attention import check_backend
     from parallelisms.float8 import check_float8
-    from parallelisms.replicas import check_replicas
 
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)

@@ -3,7 +3,7 @@
     .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
     .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr \\
         --gate "rmse/geopotential:500@120h<340"
-    .venv/bin/python -m training.launch --nproc_per_node 4 evaluate.py ...      several processes
+    .venv/bin/python -m jobs.launch --nproc_per_node 4 evaluate.py ...      several processes
 
 --forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; as often as you like
                         (default: the one that forecast.py wrote into the run's folder)
@@ -31,14 +31,15 @@ import torch.distributed as dist
 import xarray as xr
 from tqdm import tqdm
 
-from config import Config, one_line_errors, start
+from config import Config, start
 from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.normalization import load_or_compute
 from datasets.selection import Selection, evenly_spaced, open_selection
+from errors import ConfigError, one_line_errors
+from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
-from training.messages import start_logging
 from verification.baselines import AnalysesForecast, fit_baselines, persistence
 from verification.climatology import Climatology, ClimatologyForecast, compute_climatology, open_climatology
 from verification.evaluation import Evaluation, evaluate
@@ -55,7 +56,7 @@ FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitte
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This verb's own options, and the rest, which is the configuration's. Raises ValueError."""
+    """This verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--forecast", action="append", default=[])
     own.add_argument("--truth", default="")
@@ -70,34 +71,34 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options.baselines = [name for name in options.baselines.split(",") if name]
     for name in options.baselines:
         if name not in BASELINES:
-            raise ValueError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
+            raise ConfigError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
     options.regions = options.regions.split(",")
     for name in options.regions:
         if name not in REGIONS and options.regions != ["all"]:
-            raise ValueError(f"--regions {name!r}: there are {', '.join(REGIONS)}")
+            raise ConfigError(f"--regions {name!r}: there are {', '.join(REGIONS)}")
     return options, rest
 
 
 def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
-    """Name -> forecast. ValueError where a path is not there or a name stands twice."""
+    """Name -> forecast. ConfigError where a path is not there or a name stands twice."""
     found: dict[str, ForecastFields] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
         name, equals, path = text.rpartition("=")
         name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
-            raise ValueError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
+            raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
-            raise ValueError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
+            raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
         found[name] = open_forecast(path)
     return found
 
 
 def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]) -> list[str]:
-    """Those of the configuration that forecast and truth both have. ValueError: none."""
+    """Those of the configuration that forecast and truth both have. ConfigError: none."""
     names = [name for name in wanted if name in forecast.variables and name in truth.variables]
     if not names:
         reason = f"the forecast has {', '.join(forecast.variables)}; name some of them that the truth has"
-        raise ValueError(f"data.variables = {wanted}: {reason}")
+        raise ConfigError(f"data.variables = {wanted}: {reason}")
     return names
 
 
@@ -145,7 +146,7 @@ def build_baselines(
 
 
 def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> dict[str, Callable]:
-    """As in train.py, at other leads. Leads that the training period cannot hold end in a ValueError."""
+    """As in train.py, at other leads. Leads that the training period cannot hold end in a ConfigError."""
     area = area_weights(selection.archive.grid.latitude)
     statistics = from_first_rank(
         lambda: load_or_compute(
@@ -174,7 +175,7 @@ def score_all(
         dates = np.intersect1d(forecast.times, first.times)
         hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
         if not len(dates) or not hours:
-            raise ValueError(f"--forecast {name!r}: has no initial date and lead in common with the first")
+            raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
         with tqdm(total=len(dates), desc=name, unit="date", disable=share[0] > 0, leave=False) as bar:
             found[name] = evaluate(
                 forecast,
@@ -217,9 +218,9 @@ def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> Non
 
 
 def opponent(asked: str, forecasts: dict[str, ForecastFields], scored: list[str]) -> str:
-    """What the scorecard compares with: the second forecast, or the hardest baseline. ValueError."""
+    """What the scorecard compares with: the second forecast, or the hardest baseline. ConfigError."""
     if asked and asked not in scored:
-        raise ValueError(f"--against {asked!r}: there are {', '.join(scored)}")
+        raise ConfigError(f"--against {asked!r}: there are {', '.join(scored)}")
     others = [*list(forecasts)[1:], "damped persistence", "persistence", "climatology"]
     return asked or next((name for name in others if name in scored), "")
 

@@ -1,7 +1,7 @@
 """Forecasts from a checkpoint and initial dates, into a Zarr in WeatherBench2's schema.
 
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
-    .venv/bin/python -m training.launch --nproc_per_node 8 forecast.py ...     several processes
+    .venv/bin/python -m jobs.launch --nproc_per_node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
     .venv/bin/python forecast.py ... --export model.safetensors                weights
 
@@ -24,22 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from config import (
-    ActivationCheckpoint,
-    Compile,
-    Config,
-    ConfigError,
-    FaultTolerance,
-    Float8,
-    one_line_errors,
-    start,
-    to_toml,
-)
+from checkpoints.trained_weights import Trained, find_trained, load_weights
+from config import ActivationCheckpoint, Compile, Config, FaultTolerance, Float8, start, to_toml
 from config_checks import check_machine, check_model
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection, initial_dates, open_fields
 from datasets.variables import expand_levels, units
+from errors import ConfigError, DataError, one_line_errors
+from jobs.log_setup import start_logging
 from models.build import build_model
 from models.export import Description, OneStep, export_step, write_safetensors
 from parallelisms.degrees import resolve_degrees
@@ -47,8 +40,6 @@ from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
 from training.determinism import set_determinism
-from training.messages import start_logging
-from training.trained_weights import Trained, find_trained, load_weights
 from verification.forecast_writer import ForecastPlan, ForecastStore, ForecastWriter
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
@@ -97,7 +88,7 @@ def forecast(config: Config) -> int:
     with one_line_errors():
         problem = from_first_rank(lambda: create(store, about(config, plan, forecaster.trained)))
         if problem:
-            raise ValueError(problem)
+            raise DataError(problem)
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
@@ -140,7 +131,7 @@ def forecast(config: Config) -> int:
 
 
 def open_data(config: Config) -> Selection:
-    """Analyses to start from; nothing of the training's dates has to be there. ValueError: bad input."""
+    """Analyses to start from; nothing of the training's dates has to be there. DataError: bad input."""
     # A forecast is one run, whatever replicas trained it.
     check_machine(replace(config, fault_tolerance=FaultTolerance()))
     selection = open_fields(config.data, config.model.patch_size)

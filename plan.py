@@ -25,7 +25,8 @@ import os
 import sys
 import time
 
-from config import Config, ConfigError, one_line_errors, start
+from config import Config, start
+from errors import ConfigError, one_line_errors
 from planning.clusters import CALIBRATION, Cluster, load_cluster
 from planning.compute import Rates
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table

@@ -42,5 +42,5 @@ endpoint=()
 if [[ "$NNODES" != 1 ]]; then
     endpoint=(--rdzv_endpoint "$RDZV_ENDPOINT")
 fi
-exec "$PYTHON" -m training.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
+exec "$PYTHON" -m jobs.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
     "${endpoint[@]}" train.py "$@"

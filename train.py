@@ -18,44 +18,45 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, one_line_errors, start, to_toml
+from checkpoints.best import Best
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import check_steps
+from checkpoints.initial_weights import Channels, load_initial_weights
+from checkpoints.run_state import Progress, RunState, global_batch_size, go_back, resume
+from config import Config, start, to_toml
 from config_checks import check_machine, check_model
 from datasets.conditions import Conditions
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler, cache_if_small
 from datasets.normalization import Normalizer, known_empty_dates, load_or_compute
 from datasets.selection import evenly_spaced, open_selection
+from errors import one_line_errors
+from jobs.heartbeat import activity
+from jobs.log_setup import start_logging
+from jobs.preemption import EXIT_SAVED, Agreement, farewell
+from jobs.replica_state import join_replicas
+from jobs.replicas import ReplicaLost
+from jobs.watchdog import Watchdog
 from models.build import build_model
 from models.vit import VisionTransformer
+from parallelisms.attention_choice import choose_attention
 from parallelisms.degrees import resolve_degrees
-from parallelisms.float8_recipe import choose_float8
+from parallelisms.float8_choice import choose_float8
 from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import parallelize
-from parallelisms.replicas import ReplicaLost
-from training.activity import activity
-from training.attention_choice import choose_attention
+from traces.profiler import Profiler, part_times, span
 from training.backward_updates import BackwardUpdates
 from training.bad_steps import BadSteps, TrainingDiverged, step_unless
-from training.best import Best
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import check_steps
 from training.determinism import seed_step, set_determinism
 from training.ema import EMA
 from training.gradients import LossScaler, clip, total_norm
-from training.handover import join_replicas
 from training.host_memory import keep_freed_memory
-from training.initial_weights import Channels, load_initial_weights
 from training.losses import variable_weights
 from training.lr_schedules import lr_factor, peak_lr
-from training.messages import start_logging
 from training.metrics import Metrics, peak_tflops
 from training.objective import Objective
 from training.optimizers import build_optimizer, set_lr
-from training.preemption import EXIT_SAVED, Agreement, farewell
-from training.profiler import Profiler, part_times, span
-from training.run_state import Progress, RunState, global_batch_size, go_back, resume
-from training.watchdog import Watchdog
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
 from verification.validation import Scores, Validation

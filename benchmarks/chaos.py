@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.results_file import record
-from tests.jobs import Job, last_step, losses, write_config
-from training.checkpoint_files import (
+from checkpoints.files import (
     DELETING,
     INCOMPLETE,
     MANIFEST,
@@ -35,6 +34,7 @@ from training.checkpoint_files import (
     read_manifest,
     step_folder,
 )
+from tests.jobs import Job, last_step, losses, write_config
 
 STEPS, INTERVAL = 80, 4
 AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")

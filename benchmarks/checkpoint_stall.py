@@ -29,12 +29,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from benchmarks.results_file import record
+from checkpoints.checkpointer import Checkpointer, State
+from checkpoints.run_state import Progress, RunState
 from models.vit import VisionTransformer, init_weights
 from parallelisms.mesh import start_ranks
-from training.checkpoint import Checkpointer, State
 from training.gradients import LossScaler
 from training.optimizers import build_optimizer, set_lr
-from training.run_state import Progress, RunState
 
 STEPS = 10
 MODES = ("disabled", "plain dcp.async_save", "async", "async_with_pinned_mem")

@@ -21,8 +21,8 @@ from benchmarks.saved_activations import Case, units
 from models.attention import attention as rossby_attention
 from models.attention import check_backend
 from models.vit import VisionTransformer
+from parallelisms.attention_choice import CANDIDATES, HOPPER, HOPPER_KERNELS
 from planning.calibration import attention_flops, matmul_flops
-from training.attention_choice import CANDIDATES, HOPPER, HOPPER_KERNELS
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -26,6 +26,7 @@ from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer, Statistics
 from models.vit import VisionTransformer
+from parallelisms.attention_choice import measure
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
@@ -36,7 +37,6 @@ from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
 from planning.step_time import copy_seconds, step_time
 from planning.workload import Workload
-from training.attention_choice import measure
 from training.bad_steps import BadSteps, step_unless
 from training.gradients import clip, total_norm
 from training.metrics import peak_tflops

@@ -17,6 +17,7 @@ from datasets.files import DATA_FILES, is_url, is_zarr, open_file
 from datasets.grid import Grid, regrid_conservative
 from datasets.layouts import StoredField, stored_fields
 from datasets.variables import nearest_name
+from errors import DataError
 
 # Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.
 Place = tuple[int, StoredField, int]
@@ -28,7 +29,7 @@ Part = tuple[StoredField, slice, list[tuple[int, int]]]
 def find_files(path: str) -> list[str]:
     """The files that a path stands for: itself, or what a folder or a glob holds, sorted by name.
 
-    ValueError naming the path where nothing is there.
+    DataError naming the path where nothing is there.
     """
     path = path.removeprefix("file://")
     if is_url(path) or os.path.isfile(path) or is_zarr(path):
@@ -39,11 +40,11 @@ def find_files(path: str) -> list[str]:
         if not found:
             folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
             hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
-            raise ValueError(f"cannot read {path!r}: the folder holds no Zarr, NetCDF or HDF5{hint}")
+            raise DataError(f"cannot read {path!r}: the folder holds no Zarr, NetCDF or HDF5{hint}")
         return found
     found = sorted(glob.glob(path))
     if not found:
-        raise ValueError(f"cannot read {path!r}: there is no such file or folder{_nearest_path(path)}")
+        raise DataError(f"cannot read {path!r}: there is no such file or folder{_nearest_path(path)}")
     return found
 
 
@@ -75,7 +76,7 @@ class Archive:
         self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
         self.times = self.times[~np.isnat(self.times)]
         if not len(self.times):
-            raise ValueError(
+            raise DataError(
                 f"cannot read {path!r}: nothing in it has a time axis with dates, only {self._content()}"
             )
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
@@ -96,19 +97,19 @@ class Archive:
         return f"Archive({self.path!r}: {span}, grid {self.grid.shape}, {len(self.variables)} variables)"
 
     def index(self, time: Any) -> int:
-        """Position in `times` of a date (text, datetime or datetime64); ValueError naming the nearest one
+        """Position in `times` of a date (text, datetime or datetime64); DataError naming the nearest one
         present.
         """
         try:
             wanted = np.datetime64(time, "s")
         except (ValueError, TypeError) as error:
-            raise ValueError(f"date {time!r} is not a date such as '2020-01-31T06'") from error
+            raise DataError(f"date {time!r} is not a date such as '2020-01-31T06'") from error
         i = int(np.searchsorted(self.times, wanted))
         if i < len(self.times) and self.times[i] == wanted:
             return i
         nearest = self.times[np.argmin(np.abs(self.times - wanted))]
         span = f"{self.times[0]} .. {self.times[-1]}"
-        raise ValueError(f"{self.path!r} has no analysis of {wanted}; nearest: {nearest}; it has {span}")
+        raise DataError(f"{self.path!r} has no analysis of {wanted}; nearest: {nearest}; it has {span}")
 
     def has(self, variables: Sequence[str]) -> np.ndarray:
         """Which dates (T,) bool have all these variables in some file; values may still be NaN there."""
@@ -120,7 +121,7 @@ class Archive:
         return max(field.chunk("time") for name in variables for _, field, _ in self._placed(name))
 
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
-        """The variables (V, H, W) float32 at times[i], NaN where missing; ValueError for a name that is not
+        """The variables (V, H, W) float32 at times[i], NaN where missing; DataError for a name that is not
         there.
         """
         return self.read_block(i, i + 1, variables)[0]
@@ -148,7 +149,7 @@ class Archive:
         return out
 
     def read_static(self, name: str) -> np.ndarray:
-        """A field without time (H, W) float32; of a variable with time the first date's. ValueError if not
+        """A field without time (H, W) float32; of a variable with time the first date's. DataError if not
         there.
         """
         if name in self._static:
@@ -164,16 +165,14 @@ class Archive:
         )
 
     def _placed(self, name: str) -> list[Place]:
-        """All places of a variable, or a ValueError with the reason or the nearest name."""
+        """All places of a variable, or a DataError with the reason or the nearest name."""
         if name in self._places:
             return self._places[name]
         if name in self._static:
-            raise ValueError(
-                f"{self.path!r} has {name!r} without a time axis: list it under static variables"
-            )
+            raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
         why = self.unreadable.get(name.partition(":")[0])
         hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
-        raise ValueError(f"{self.path!r} has no variable {name!r}{hint}")
+        raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
 
     def _signature(self, name: str) -> tuple[int, ...]:
         """The time axes on which a variable lies; variables with the same ones are read together."""
@@ -244,17 +243,17 @@ def _read_place(field: StoredField, position: int, row: int = 0) -> np.ndarray:
 
 
 def _common_grid(path: str, fields: Sequence[StoredField], unreadable: dict[str, str]) -> Grid:
-    """The grid of all fields, or a ValueError naming two files that differ."""
+    """The grid of all fields, or a DataError naming two files that differ."""
     if not fields:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(unreadable.items())[:3])
-        raise ValueError(
+        raise DataError(
             f"cannot read {path!r}: no variable in it has latitude and longitude{'; ' * bool(why)}{why}"
         )
     first = fields[0]
     for field in fields:
         if not field.orientation.grid.same_as(first.orientation.grid):
             files = [f"{f.file.path} {f.orientation.grid.shape}" for f in (first, field)]
-            raise ValueError(
+            raise DataError(
                 f"cannot read {path!r} as one archive: grids differ: {' and '.join(files)}; name one file"
             )
     return first.orientation.grid
@@ -273,7 +272,7 @@ def _all_fields(path: str) -> tuple[list[StoredField], dict[str, str]]:
 def open_archive(path: str) -> Archive:
     """Open analyses: a Zarr store (folder or fsspec URL), a NetCDF or HDF5 file, a folder or a glob of them.
 
-    ValueError, one line naming path and reason, for anything that cannot be read as analyses on one grid.
+    DataError, one line naming path and reason, for anything that cannot be read as analyses on one grid.
     """
     return Archive(path, *_all_fields(path))
 
@@ -282,7 +281,7 @@ def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
     """A field (H, W) float32 of some file, conservatively regridded if it does not lie on the target grid.
 
     The file need not have times; of a variable with times the first date counts. NCAR's LSMASK is read as
-    "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. ValueError where the name is not
+    "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. DataError where the name is not
     in the file, or the file's grid lies wholly outside the target.
     """
     fields, unreadable = _all_fields(path)
@@ -290,13 +289,13 @@ def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
     place = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
     if place is None:
         why = unreadable.get(name)
-        raise ValueError(f"{path!r} has no field {name!r}{f': {why}' if why else nearest_name(name, names)}")
+        raise DataError(f"{path!r} has no field {name!r}{f': {why}' if why else nearest_name(name, names)}")
     source, values = place[0].orientation.grid, _read_place(*place)
     if source.same_as(target):
         return values
     regridded = regrid_conservative(values, source, target).astype(np.float32)
     if np.isnan(regridded).all():
-        raise ValueError(
+        raise DataError(
             f"{path!r} has {name!r} nowhere on the grid wanted: latitudes {target.latitude[[0, -1]]}"
         )
     return regridded

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from errors import DataError
+
 DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
 
 
@@ -89,7 +91,7 @@ def is_url(path: str) -> bool:
 
 
 def file_kind(path: str) -> str:
-    """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; ValueError for others."""
+    """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; DataError for others."""
     if is_url(path) or is_zarr(path):
         return "zarr"
     with open(path, "rb") as file:
@@ -104,7 +106,7 @@ def file_kind(path: str) -> str:
         b"PK\x03\x04": "unzip it first",
     }
     reason = known.get(start[:4], f"it is neither Zarr, NetCDF nor HDF5 (begins with {start!r})")
-    raise ValueError(f"cannot read {path!r}: {reason}")
+    raise DataError(f"cannot read {path!r}: {reason}")
 
 
 def is_zarr(path: str) -> bool:
@@ -115,13 +117,13 @@ def is_zarr(path: str) -> bool:
 
 
 def open_file(path: str) -> StoredFile:
-    """Describe the arrays of one file; ValueError naming the path and the reason where it cannot be read."""
+    """Describe the arrays of one file; DataError naming the path and the reason where it cannot be read."""
     _require_protocol(path)
     file = StoredFile(path, file_kind(path))
     try:
         file.arrays, file.attrs = _DESCRIBERS[file.kind](_handles(file)[0])
     except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
-        raise ValueError(f"cannot read {path!r}: {_one_line(error)}") from error
+        raise DataError(f"cannot read {path!r}: {_one_line(error)}") from error
     return file
 
 
@@ -130,7 +132,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _require_protocol(path: str) -> None:
-    """ValueError naming the package that a URL needs and this environment lacks, before zarr wraps it in a
+    """DataError naming the package that a URL needs and this environment lacks, before zarr wraps it in a
     traceback.
     """
     if not is_url(path):
@@ -141,7 +143,7 @@ def _require_protocol(path: str) -> None:
         try:
             fsspec.get_filesystem_class(part.split("://")[0])
         except (ImportError, ValueError) as error:
-            raise ValueError(f"cannot read {path!r}: {_one_line(error)}") from error
+            raise DataError(f"cannot read {path!r}: {_one_line(error)}") from error
 
 
 def _plain(attrs: Any) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from errors import ConfigError
+
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.2425  # Gregorian mean
 EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
@@ -97,7 +99,7 @@ def compute_forcings(
     """Forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 
     `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
-    `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2. ValueError for an unknown name
+    `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2. ConfigError for an unknown name
     and for times that are not int64.
     """
     check_forcings(names)
@@ -116,9 +118,9 @@ def compute_forcings(
 
 
 def check_forcings(names: Sequence[str]) -> None:
-    """ValueError with the nearest valid name for the first unknown one."""
+    """ConfigError with the nearest valid name for the first unknown one."""
     for name in names:
         if name not in FORCINGS:
             nearest = difflib.get_close_matches(name, FORCINGS, n=1, cutoff=0.0)[0]
             known = ", ".join(FORCINGS)
-            raise ValueError(f"data.forcings = {name!r}: unknown; did you mean {nearest!r}? Known: {known}")
+            raise ConfigError(f"data.forcings = {name!r}: unknown; did you mean {nearest!r}? Known: {known}")

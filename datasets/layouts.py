@@ -17,6 +17,7 @@ import numpy as np
 from datasets.files import StoredArray, StoredFile
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
 from datasets.variables import ATMOSPHERIC, SHORT_NAMES, join_name
+from errors import DataError
 
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
 ROLES = {
@@ -118,7 +119,7 @@ def orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
     """From coordinates (H,), (W,). Global longitudes turn to 0..360, without a repeated last column.
 
     Regional longitudes stay as they are (-10..20), made continuous where they cross the end of the circle.
-    ValueError for coordinates that are not monotonic.
+    DataError for coordinates that are not monotonic.
     """
     rows = slice(None) if latitude[0] > latitude[-1] else slice(None, None, -1)
     east = np.unwrap(np.asarray(longitude, np.float64), period=360)
@@ -191,7 +192,7 @@ def _first_valid(block: np.ndarray) -> np.ndarray:
 def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "") -> np.ndarray:
     """datetime64[s] from numbers and CF units ("hours since 1900-01-01"), or hours since `reference`.
 
-    ValueError without units, for calendars with other days, and for the Julian calendar before 1583.
+    DataError without units, for calendars with other days, and for the Julian calendar before 1583.
     """
     if values.dtype.kind == "M":
         return values.astype("datetime64[s]")
@@ -200,11 +201,11 @@ def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "")
     unit = unit.strip().lower()
     scale = next((SECONDS[name] for name in SECONDS if unit in (name, name[:-1], name[0], name[:3])), None)
     if not match or not scale:
-        raise ValueError(f"its time has units {attrs.get('units')!r}, not 'hours since <date>'")
+        raise DataError(f"its time has units {attrs.get('units')!r}, not 'hours since <date>'")
     year, month, day, *clock = (int(part or 0) for part in match.groups())
     calendar = attrs.get("calendar", "standard")
     if calendar not in ("standard", "gregorian", "proleptic_gregorian") or year < 1583:
-        raise ValueError(f"its time has calendar {calendar!r} from year {year}: not that of analyses")
+        raise DataError(f"its time has calendar {calendar!r} from year {year}: not that of analyses")
     origin = np.datetime64(f"{year:04d}-{month:02d}-{day:02d}", "s")
     origin = origin + np.timedelta64(clock[0] * 3600 + clock[1] * 60 + clock[2], "s")
     whole = values.dtype.kind in "iu" and scale >= 1
@@ -218,7 +219,7 @@ def stored_fields(
     """All fields of a file, and for each array that has latitudes but cannot be read, the reason.
 
     more_roles: lower-case name of a dimension -> its role, where a file has other axes than analyses have.
-    ValueError where the file has no latitude or longitude, or a coordinate that makes no sense.
+    DataError where the file has no latitude or longitude, or a coordinate that makes no sense.
     """
     try:
         if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
@@ -227,7 +228,7 @@ def stored_fields(
             return _anemoi_fields(file), {}
         return _named_fields(file, more_roles or {})
     except (ValueError, OSError, KeyError, RuntimeError) as error:  # the last three: coordinates cut short
-        raise ValueError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
+        raise DataError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
 
 
 _NOTHING = StoredArray((), (), np.dtype("f4"), {}, None)
@@ -241,13 +242,13 @@ def coordinate_role(file: StoredFile, dim: str, more_roles: Mapping[str, str] | 
 
 
 def _coordinate(file: StoredFile, role: str) -> str:
-    """The name of the one-dimensional coordinate with a role, or a ValueError that says what there is."""
+    """The name of the one-dimensional coordinate with a role, or a DataError that says what there is."""
     found = [name for name in file.arrays if coordinate_role(file, name) == role]
     for name in found:
         if len(file.arrays[name].shape) == 1:
             return name
     shapes = [f"{name} of shape {file.arrays[name].shape}" for name in found]
-    raise ValueError(
+    raise DataError(
         f"it has no one-dimensional {role}, only {', '.join(shapes or sorted(file.arrays)) or 'nothing'}"
     )
 
@@ -278,7 +279,7 @@ def _named_fields(
 def coordinate_times(file: StoredFile, name: str) -> np.ndarray:
     """The time coordinate `name`; NaT outside the range that ARCO-ERA5 says is filled (its axis goes on)."""
     if name not in file.arrays:
-        raise ValueError(f"its dimension {name!r} has no coordinate with dates")
+        raise DataError(f"its dimension {name!r} has no coordinate with dates")
     start = file.fetch("reftime") if "reftime" in file.arrays else np.array(b"")
     reference = b"".join(np.atleast_1d(start).tolist()).decode()
     times = decode_times(file.fetch(name), file.arrays[name].attrs, reference)
@@ -309,13 +310,13 @@ def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...
 def _levels(file: StoredFile, name: str) -> list[int]:
     """Pressure levels as whole hPa, from hPa, millibars or Pa."""
     if name not in file.arrays:
-        raise ValueError(f"its dimension {name!r} has no coordinate with pressures")
+        raise DataError(f"its dimension {name!r} has no coordinate with pressures")
     values = np.atleast_1d(file.fetch(name)).astype(np.float64)
     unit = str(file.arrays[name].attrs.get("units", "")).lower()
     if unit in ("pa", "pascal", "pascals") or (not unit and values.max() > 1100):
         values = values / 100
     if np.abs(values - np.round(values)).max() > 1e-3 or values.min() < 0.5:
-        raise ValueError(f"its {name!r} has levels that are not whole hPa: {values.tolist()}")
+        raise DataError(f"its {name!r} has levels that are not whole hPa: {values.tolist()}")
     return [int(value) for value in np.round(values)]
 
 
@@ -336,7 +337,7 @@ def _tutorial_fields(file: StoredFile) -> list[StoredField]:
     """
     array, year = file.arrays["fields"], re.search(r"(\d{4})\.\w+$", file.path)
     if not year:
-        raise ValueError("its name does not end in the year (2016.h5), and it has no dates inside")
+        raise DataError("its name does not end in the year (2016.h5), and it has no dates inside")
     num_times, num_channels, num_rows, num_columns = array.shape
     times = np.datetime64(f"{year[1]}-01-01", "s") + 6 * np.arange(num_times) * np.timedelta64(3600, "s")
     labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
@@ -352,7 +353,7 @@ def _anemoi_fields(file: StoredFile) -> list[StoredField]:
     array = file.arrays["data"]
     if len(shape) != 2 or array.shape[2] != 1:
         members = array.shape[2]
-        raise ValueError(f"its data have field_shape {shape} and {members} members: not one field on a grid")
+        raise DataError(f"its data have field_shape {shape} and {members} members: not one field on a grid")
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
     turned = orientation(latitude[:, 0], longitude[0])
     names = tuple(_channel_name(name) for name in file.attrs["variables"])

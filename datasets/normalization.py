@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from errors import DataError
+
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 2**28  # of fields read at once while streaming
 
@@ -98,7 +100,7 @@ def compute(
         while next(iter(recent)) <= now - step:
             recent.popitem(last=False)
     if total is None or count is None:
-        raise ValueError(f"data.variables = {variables}: no training date has values for all of them")
+        raise DataError(f"data.variables = {variables}: no training date has values for all of them")
     mean, std = state.mean_and_std()
     with np.errstate(invalid="ignore"):
         mean_field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)

@@ -1,7 +1,7 @@
 """Which variables, dates and constant fields of an archive a run uses.
 
 Opening a selection is also the check of what a configuration says about its data: everything that is not
-there raises a ValueError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
+there raises a ConfigError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from datasets import simulated
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
 from datasets.variables import expand_levels, nearest_name
+from errors import ConfigError, DataError
 
 SIMULATED_PATH = "outputs/simulated.zarr"
 
@@ -35,7 +36,7 @@ class Selection:
         """(n, len(offsets)) indices of the dates t + offset x step, for every t where all of them are there.
 
         All dates of a sample lie in the period, so that none reaches into another; gaps and `empty` dates
-        (without any value of a variable) make no samples. ValueError where there are none at all.
+        (without any value of a variable) make no samples. ConfigError where there are none at all.
         """
         dates = self._dates(period)
         times, full = self.archive.times[dates], ~np.isin(dates, empty)
@@ -47,7 +48,7 @@ class Selection:
             columns.append(dates[place])
         if not present.any():
             hours = (offsets[-1] * self.step).astype("timedelta64[h]")
-            raise ValueError(
+            raise ConfigError(
                 f"data.{period}_period: none of its {len(dates)} dates has another {hours} later"
             )
         return np.stack(columns, axis=1)[present]
@@ -76,7 +77,7 @@ def _missing(times: np.ndarray) -> int:
 
 
 def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int]) -> Selection:
-    """Opens `data.path` and checks what the configuration says of it. Raises ValueError."""
+    """Opens `data.path` and checks what the configuration says of it. Raises ConfigError."""
     opened = open_fields(data, patch_size)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
@@ -95,7 +96,7 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     try:
         archive.read(0, variables)  # a missing variable or level says so here
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"data.path = {data.path!r}: cannot be read: {error}") from None
+        raise DataError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     static = _read_static(archive, data.static_variables, data.static_path)
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
@@ -105,17 +106,17 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
     """Indices of the dates (n,) in a period that forecasts start from, `interval_hours` apart.
 
-    With interval 0 it is every date that has all variables. ValueError: there is none, or one of the dates
+    With interval 0 it is every date that has all variables. ConfigError: there is none, or one of the dates
     wanted is missing; the last day counts as far as the data go.
     """
     archive, key = selection.archive, "forecast.period"
     there = np.flatnonzero(archive.has(selection.variables))
     if not period:
-        raise ValueError(f"{key} = []: name the first and the last initial date; the data are {archive}")
+        raise ConfigError(f"{key} = []: name the first and the last initial date; the data are {archive}")
     if not interval_hours:
         found = there[np.isin(there, _inside(archive.times, key, period))]
         if not len(found):
-            raise ValueError(f"{key} = {list(period)}: no date {_span(archive.times)}")
+            raise ConfigError(f"{key} = {list(period)}: no date {_span(archive.times)}")
         return found
     first, last = _ends(key, period)
     whole_day = len(period[1]) <= len("2001-01-01")
@@ -125,10 +126,10 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
     try:
         found = np.array([archive.index(date) for date in wanted])
     except ValueError as error:
-        raise ValueError(f"{key} = {list(period)}: {error}") from None
+        raise ConfigError(f"{key} = {list(period)}: {error}") from None
     if len(absent := found[~np.isin(found, there)]):
         date = archive.times[absent[0]]
-        raise ValueError(f"{key} = {list(period)}: {archive.path!r} has not all variables at {date}")
+        raise ConfigError(f"{key} = {list(period)}: {archive.path!r} has not all variables at {date}")
     return found
 
 
@@ -140,7 +141,7 @@ def _simulated_path(data: Data, variables: list[str]) -> str:
     ):
         for name in names:
             if name not in known:
-                raise ValueError(
+                raise ConfigError(
                     f"data.{key} = {name!r}: not in the simulated data{nearest_name(name, known)}"
                 )
     _check_grid((simulated.NUM_LAT, simulated.NUM_LON), data.grid_shape, (1, 1))
@@ -149,9 +150,11 @@ def _simulated_path(data: Data, variables: list[str]) -> str:
 
 def _check_grid(shape: tuple[int, int], wanted: tuple[int, int], patch_size: tuple[int, int]) -> None:
     if any(wanted) and tuple(wanted) != tuple(shape):
-        raise ValueError(f"data.grid_shape = {list(wanted)}: the data have {list(shape)}; set that or [0, 0]")
+        raise ConfigError(
+            f"data.grid_shape = {list(wanted)}: the data have {list(shape)}; set that or [0, 0]"
+        )
     if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
-        raise ValueError(f"model.patch_size = {list(patch_size)}: larger than the grid {list(shape)}")
+        raise ConfigError(f"model.patch_size = {list(patch_size)}: larger than the grid {list(shape)}")
 
 
 def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
@@ -162,12 +165,12 @@ def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
     else:
         train = np.setdiff1d(np.arange(len(times)), validation)
     if len(train) < 2:
-        raise ValueError(
+        raise ConfigError(
             f"data.train_period = {list(data.train_period)}: fewer than two dates {_span(times)}"
         )
     if data.validation_period and not len(validation):
         period = list(data.validation_period)
-        raise ValueError(f"data.validation_period = {period}: no date {_span(times)}")
+        raise ConfigError(f"data.validation_period = {period}: no date {_span(times)}")
     return train, validation
 
 

@@ -25,6 +25,7 @@ import xarray as xr
 from numcodecs import Blosc
 
 from datasets.spherical_harmonics import NUM_LAT, NUM_LON, RADIUS, TRUNCATION, SphericalHarmonics
+from errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +257,7 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = 
 
     Each year is a member with its own start: dates of different years are independent. Variables are
     float32, (time, [level,] latitude, longitude), in WeatherBench2's names and units. A pure function of its
-    arguments, to the bit on one machine. ValueError for counts below one and parameters that blow up.
+    arguments, to the bit on one machine. DataError for counts below one and parameters that blow up.
     """
     for key, value in (("num_years", num_years), ("num_days", num_days)):
         if value < 1:
@@ -303,7 +304,7 @@ def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
     """Returns `path`, a Zarr (version 2, consolidated) of `simulate`, which the first caller writes.
 
     Safe among processes and after a crash: callers take turns at a lock beside the store, and a store takes
-    its name only when whole. One written by other parameters is replaced; ValueError for what is not ours.
+    its name only when whole. One written by other parameters is replaced; DataError for what is not ours.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -320,13 +321,13 @@ def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
 
 
 def stored_fingerprint(path: Path) -> str | None:
-    """The fingerprint of the store at `path`, None where nothing is; ValueError where it is not ours."""
+    """The fingerprint of the store at `path`, None where nothing is; DataError where it is not ours."""
     if not path.exists():
         return None
     attributes = path / ".zattrs"
     stored = json.loads(attributes.read_text()).get(FINGERPRINT) if attributes.is_file() else None
     if stored is None:
-        raise ValueError(f"path = {path}: exists and is not simulated data; choose another path or remove it")
+        raise DataError(f"path = {path}: exists and is not simulated data; choose another path or remove it")
     return stored
 
 

@@ -9,6 +9,8 @@ data guide; of the short names: ECMWF's parameter database and the CDS NetCDF fi
 import difflib
 from collections.abc import Iterable, Sequence
 
+from errors import ConfigError
+
 # Short name -> WeatherBench2 name. The first short name of a variable is its label: t2m, not GRIB's 2t.
 SHORT_NAMES = {
     "z": "geopotential",
@@ -126,13 +128,13 @@ _LABELS = {name: short for short, name in reversed(SHORT_NAMES.items())}
 def split_name(text: str) -> tuple[str, int | None]:
     """ "geopotential:500" -> ("geopotential", 500); a name without a level has None. Levels are whole hPa.
 
-    ValueError for an empty name, an empty level or one that is not a positive whole number.
+    ConfigError for an empty name, an empty level or one that is not a positive whole number.
     """
     name, colon, level = text.partition(":")
     if name and name == name.strip() and not colon:
         return name, None
     if not name.strip() or not level.isdecimal() or int(level) == 0:
-        raise ValueError(f"variable {text!r} is not a name or name:level in hPa, as in 'geopotential:500'")
+        raise ConfigError(f"variable {text!r} is not a name or name:level in hPa, as in 'geopotential:500'")
     return name.strip(), int(level)
 
 
@@ -162,7 +164,7 @@ def short_label(variable: str) -> str:
 def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     """Give every atmospheric variable without a level all `levels` (hPa) in their order; the others stay.
 
-    Without levels nothing is expanded. A variable that comes out twice is a ValueError.
+    Without levels nothing is expanded. A variable that comes out twice is a ConfigError.
     """
     expanded = []
     for text in names:
@@ -173,7 +175,7 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
             expanded.append(join_name(name, level))
     twice = next((name for i, name in enumerate(expanded) if name in expanded[:i]), None)
     if twice is not None:
-        raise ValueError(
+        raise ConfigError(
             f"variable {twice!r} is listed twice; name it once, with its level or through the levels"
         )
     return expanded

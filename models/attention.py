@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from errors import ConfigError
+
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash_attn", "math")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose, as `auto` does until training/attention_choice.py has measured; `cudnn` and
+    `sdpa` lets torch choose, as `auto` does until parallelisms/attention_choice.py has measured; `cudnn` and
     `flash` pin one of torch's kernels; `flash_attn` is the package; `math` is two matmuls and a softmax,
     faster on a CPU than its flash kernel at a few hundred tokens.
     """
@@ -41,10 +43,10 @@ def _flash_attn_package(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:
-    """Raises ValueError, with the fix, when this machine has no such kernel."""
+    """Raises ConfigError, with the fix, when this machine has no such kernel."""
     reason = _missing(backend, device_type, dtype)
     if reason:
-        raise ValueError(f'model.attention_backend = "{backend}": {reason}; use "sdpa"')
+        raise ConfigError(f'model.attention_backend = "{backend}": {reason}; use "sdpa"')
 
 
 def _missing(backend: str, device_type: str, dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from errors import ConfigError
 from models.embeddings import crop_grid, pad_grid, padded_shape
 from models.vit import NORM_EPS
 
@@ -115,7 +116,7 @@ class UNet(nn.Module):
 
     `levels` times the grid is halved and the channels doubled, from `width` at full resolution; on the way up
     each level reads the one below and, over the skip connection, what it had on the way down. A tile's
-    height and width are multiples of `multiple` = 2^levels. ValueError for grids too small to be padded.
+    height and width are multiples of `multiple` = 2^levels. ConfigError for grids too small to be padded.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ def named_convolutions(module: nn.Module) -> Iterator[tuple[str, GridConv2d]]:
 
 def _check_padding(grid: tuple[int, int], padded: tuple[int, int], levels: int, periodic: bool) -> None:
     if periodic and padded[1] > 2 * grid[1]:
-        raise ValueError(
+        raise ConfigError(
             f"model.levels = {levels} on a grid of {grid[0]} x {grid[1]}: {2**levels} columns make one cell "
             f"of the coarsest level; take levels <= {(2 * grid[1]).bit_length() - 1}"
         )

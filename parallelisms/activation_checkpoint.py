@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from errors import ConfigError
 from models.vit import StochasticDepth, VisionTransformer
 
 Mode = Literal["none", "full", "every_n_blocks", "selective", "memory_budget"]
@@ -58,7 +59,7 @@ def apply_activation_checkpoint(
     n blocks recomputed as one; selective: outputs of matmuls and of attention; memory_budget: the compiler's
     own choice, from 0 (as full) to 1 (as none). That budget is a setting of the whole process: the last call
     wins. `compiled`: whether the blocks will be. Comes after tensor parallelism: it looks for DTensors.
-    Raises ValueError for an unknown mode, a number out of range, or a budget without compile.
+    Raises ConfigError for an unknown mode, a number out of range, or a budget without compile.
     """
     _check(mode, every_n_blocks, memory_budget, compiled)
     functorch_config.activation_memory_budget = memory_budget if mode == "memory_budget" else 1.0
@@ -80,13 +81,13 @@ def apply_activation_checkpoint(
 
 def _check(mode: str, every_n_blocks: int, memory_budget: float, compiled: bool) -> None:
     if mode not in get_args(Mode):
-        raise ValueError(f'activation_checkpoint.mode = "{mode}": use one of {", ".join(get_args(Mode))}')
+        raise ConfigError(f'activation_checkpoint.mode = "{mode}": use one of {", ".join(get_args(Mode))}')
     if every_n_blocks < 1:
-        raise ValueError(f"activation_checkpoint.every_n_blocks = {every_n_blocks}: use 1 or more")
+        raise ConfigError(f"activation_checkpoint.every_n_blocks = {every_n_blocks}: use 1 or more")
     if not 0 <= memory_budget <= 1:
-        raise ValueError(f"activation_checkpoint.memory_budget = {memory_budget}: use a share from 0 to 1")
+        raise ConfigError(f"activation_checkpoint.memory_budget = {memory_budget}: use a share from 0 to 1")
     if mode == "memory_budget" and not compiled:
-        raise ValueError(
+        raise ConfigError(
             'activation_checkpoint.mode = "memory_budget": only the compiler can keep a budget; '
             'set compile.enable = true or use mode "selective"'
         )
@@ -207,7 +208,7 @@ def stated_units(
 
     mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T
     numbers a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the
-    log-sum-exp (1 a token and head). Raises ValueError for "memory_budget", where the compiler chooses.
+    log-sum-exp (1 a token and head). Raises ConfigError for "memory_budget", where the compiler chooses.
     """
     tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
     if mode == "full":

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of one sample dealt out over ranks, with attention over all of them.
 
 Not causal, and for any attention kernel; torch's own has neither a kernel on CPU nor a way to name one. A
-rank holds t = T'/cp tokens (parallelisms/pieces.py). What each method moves and holds, a block forward:
+rank holds t = T'/cp tokens (parallelisms/token_shards.py). What each method moves and holds, a block forward:
 
     ulysses     sends 3 t d, receives as much, computes N/cp heads over T tokens: 4 t d
     all_gather  receives 2 (cp - 1) t d, holds the keys and values of all: 2 T d
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from models.attention import Kernel
-from parallelisms.names import blocks_of
+from parallelisms.parameter_names import blocks_of
 from parallelisms.ring_attention import Ring, RingAttention, block_kernels
 
 

@@ -5,6 +5,8 @@ starts.
 import math
 from dataclasses import dataclass
 
+from errors import ConfigError
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -43,7 +45,7 @@ class Degrees:
 
 
 def resolve_degrees(world: int, pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int) -> Degrees:
-    """Degrees with `dp_shard = -1` filled in. ValueError, with a layout that works, where they do not give
+    """Degrees with `dp_shard = -1` filled in. ConfigError, with a layout that works, where they do not give
     `world`.
     """
     rest = pp * dp_replicate * cp * tp
@@ -63,7 +65,7 @@ def resolve_degrees(world: int, pp: int, dp_replicate: int, dp_shard: int, cp: i
     }
     key, value = max(asked.items(), key=lambda item: item[1])
     product = " x ".join(str(value) for value in named.values() if value != -1)
-    raise ValueError(
+    raise ConfigError(
         f"parallelism.{key} = {value}: the run has {world} rank(s), the degrees make {product}; "
         f"{_proposal(world, named, key)}"
     )
@@ -80,17 +82,17 @@ def _proposal(world: int, named: dict[str, int], key: str) -> str:
 
 
 def check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
-    """ValueError, naming valid degrees, where heads cannot be dealt out evenly."""
+    """ConfigError, naming valid degrees, where heads cannot be dealt out evenly."""
     if num_heads % tp:
         valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.tensor_parallel_degree = {tp}: does not divide model.num_heads = {num_heads}; "
             f"valid: {valid}"
         )
     if method == "ulysses" and (num_heads // tp) % cp:
         heads = num_heads // tp
         valid = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.context_parallel_degree = {cp}: ulysses deals out {heads} heads a rank; "
             f"valid: {valid}, "
             'or context_parallel_method = "all_gather" or "ring"'
@@ -98,9 +100,9 @@ def check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
 
 
 def check_axis_order(order: tuple[str, ...]) -> None:
-    """ValueError where `order` is not each axis once."""
+    """ConfigError where `order` is not each axis once."""
     if sorted(order) != sorted(AXES):
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.axis_order = {list(order)}: name each of {list(AXES)} once, slowest first"
         )
 

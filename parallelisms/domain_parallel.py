@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from errors import ConfigError
 from models.unet import UNet, named_convolutions
 from parallelisms.halo_exchange import NOBODY, HaloPadding
 
@@ -37,7 +38,7 @@ def bounds(size: int, parts: int, multiple: int) -> tuple[int, ...]:
 
 
 def check_tiles(tiles: tuple[int, int], padded_shape: tuple[int, int], multiple: int, num_ranks: int) -> None:
-    """ValueError where `num_ranks` ranks cannot each take a tile of (rows, columns) of the padded grid."""
+    """ConfigError where `num_ranks` ranks cannot each take a tile of (rows, columns) of the padded grid."""
     most = (padded_shape[0] // multiple, padded_shape[1] // multiple)
     valid = [
         [rows, num_ranks // rows]
@@ -45,7 +46,7 @@ def check_tiles(tiles: tuple[int, int], padded_shape: tuple[int, int], multiple:
         if num_ranks % rows == 0 and rows <= most[0] and num_ranks // rows <= most[1]
     ]
     if list(tiles) not in valid:
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.domain_parallel_tiles = {list(tiles)}: {num_ranks} rank(s) each take a tile of the "
             f"{padded_shape[0]} x {padded_shape[1]} grid, in whole units of {multiple} x {multiple} cells; "
             f"valid: {', '.join(map(str, valid)) or f'no layout of {num_ranks} ranks'}"
@@ -137,7 +138,7 @@ class GridTiles:
 def build_tiles(mesh: DeviceMesh, tiles: tuple[int, int], shape: tuple[int, int], multiple: int) -> GridTiles:
     """Deals the padded grid of `shape` out to the ranks of a mesh with one axis, as (rows, columns) of tiles.
 
-    ValueError, with the valid ones, for tiles that the ranks or the grid do not allow.
+    ConfigError, with the valid ones, for tiles that the ranks or the grid do not allow.
     """
     check_tiles(tiles, shape, multiple, mesh.size())
     rows, columns = bounds(shape[0], tiles[0], multiple), bounds(shape[1], tiles[1], multiple)

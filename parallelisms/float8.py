@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from errors import ConfigError
+
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"]
 TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
 MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
@@ -27,8 +29,8 @@ def apply_float8(
     `filter_min_features` and multiples of 16 on every tensor-parallel rank; embedding and head never are.
     Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
     `emulate` rounds to float8 and multiplies in the parameters' precision: the numbers without the speed.
-    "auto" takes the recipe that a layer is marked with (parallelisms/float8_recipe.py), or "tensorwise".
-    Raises ValueError where the machine or the combination cannot do it, or no layer is left.
+    "auto" takes the recipe that a layer is marked with (parallelisms/float8_choice.py), or "tensorwise".
+    Raises ConfigError where the machine or the combination cannot do it, or no layer is left.
     """
     check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)
     names = float8_layers(model, filter_min_features, tensor_parallel_degree)
@@ -61,11 +63,11 @@ def marked_recipe(model: nn.Module, name: str) -> str:
 
 
 def float8_layers(model: nn.Module, filter_min_features: int, tensor_parallel_degree: int) -> list[str]:
-    """The names of the layers that `apply_float8` swaps. ValueError where there is none."""
+    """The names of the layers that `apply_float8` swaps. ConfigError where there is none."""
     multiple = MULTIPLE * tensor_parallel_degree
     names = [name for name in linear_names(model) if fits(model, name, filter_min_features, multiple)]
     if not names:
-        raise ValueError(
+        raise ConfigError(
             f"float8.filter_min_features = {filter_min_features}: no layer of the blocks has so many "
             f"features in and out and multiples of {multiple}; lower it or set float8.enable = false"
         )
@@ -85,22 +87,22 @@ def fits(model: nn.Module, name: str, min_features: int, multiple: int) -> bool:
 
 
 def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool, device_type: str) -> None:
-    """Raises ValueError, with the fix, where this machine or this combination cannot do it."""
+    """Raises ConfigError, with the fix, where this machine or this combination cannot do it."""
     if recipe not in get_args(Recipe):
-        raise ValueError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
+        raise ConfigError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
     if enable_fsdp_float8_all_gather and recipe != "tensorwise":
         has = "may choose" if recipe == "auto" else "has"
-        raise ValueError(
+        raise ConfigError(
             f'float8.enable_fsdp_float8_all_gather = true: "{recipe}" {has} more scales than a tensor; '
             'set it to false or float8.recipe = "tensorwise"'
         )
     if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
+        raise ConfigError(
             "float8.enable = true: the package torchao is not installed; pip install -r requirements.txt"
         )
     reason = "" if emulate else _missing(recipe, device_type)
     if reason:
-        raise ValueError(f"float8.enable = true: {reason}; set it to false or float8.emulate = true")
+        raise ConfigError(f"float8.enable = true: {reason}; set it to false or float8.emulate = true")
 
 
 def can_run(recipe: str, device_type: str) -> bool:

@@ -3,8 +3,8 @@
 import math
 import os
 
-from command_line import refuse
 from config import Config, Parallelism
+from errors import refuse
 from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
 
 

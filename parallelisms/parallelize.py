@@ -24,10 +24,10 @@ from parallelisms.degrees import num_stages
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles
 from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh
-from parallelisms.names import canonical
-from parallelisms.pieces import TokenShards
+from parallelisms.parameter_names import canonical
 from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
 from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from errors import ConfigError
 from models.vit import VisionTransformer
 from parallelisms.mesh import Mesh
 
@@ -45,12 +46,12 @@ def split_points(
     model: VisionTransformer, num_stages: int, named: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
     """First and one past the last block of each stage: as `named` (the first block of every stage but the
-    first), or balanced by FLOPs, embedding and head counted. ValueError where there are fewer blocks than
+    first), or balanced by FLOPs, embedding and head counted. ConfigError where there are fewer blocks than
     stages.
     """
     num_blocks = len(model.blocks)
     if num_stages > num_blocks:
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.pipeline_parallel_degree: {num_stages} stages for {num_blocks} blocks; "
             "raise model.num_layers or take fewer stages"
         )
@@ -58,7 +59,7 @@ def split_points(
         named = balanced_splits(num_blocks, num_stages, *model.end_flops())
     borders = [0, *named, num_blocks]
     if len(borders) != num_stages + 1 or any(a >= b for a, b in zip(borders, borders[1:], strict=False)):
-        raise ValueError(
+        raise ConfigError(
             f"parallelism.pipeline_parallel_splits = {list(named)}: name the first block of stages 2 to "
             f"{num_stages}, ascending, between 1 and {num_blocks - 1}"
         )

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from parallelisms.names import blocks_of
+from parallelisms.parameter_names import blocks_of
 
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 
@@ -26,7 +26,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype
     """Shards a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
 
     `dtype` is what its matrices multiply in: autocast's norms give float32, twice what has to be gathered.
-    Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/pieces.py).
+    Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
     """
     plan: dict[str, ParallelStyle] = {
         "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),

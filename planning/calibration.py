@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from errors import DataError
 from planning.clusters import Cluster, Link
 
 FORMAT = 1  # of the file
@@ -107,7 +108,7 @@ class Calibration:
         rows = [row for row in self.timings if (row.kind, row.dtype) == (kind, dtype)]
         if not rows:
             there = sorted({f"{row.kind} in {row.dtype}" for row in self.timings})
-            raise ValueError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
+            raise DataError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
         return max(work / interpolated_rate(rows, sizes), self.launch)
 
     @property
@@ -238,7 +239,7 @@ def timing_of(row: dict[str, Any]) -> Timing:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """ValueError, one line, for a file that is not there, not whole, or of another torch or processor."""
+    """DataError, one line, for a file that is not there, not whole, or of another torch or processor."""
     again = "; measure with plan.py --calibrate"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -248,14 +249,14 @@ def load_calibration(path: Path) -> Calibration:
         link = values.pop("allreduce")
         measured = Calibration(**values, timings=timings, allreduce=Link(**link) if link else None)
     except FileNotFoundError as error:
-        raise ValueError(f"calibration {path}: not there{again}") from error
+        raise DataError(f"calibration {path}: not there{again}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"calibration {path}: cannot be read ({error}){again} again") from error
+        raise DataError(f"calibration {path}: cannot be read ({error}){again} again") from error
     then, now = measured.torch_version, torch_version()
     if then != now:
-        raise ValueError(f"calibration {path}: measured with torch {then}, this is {now}{again} again")
+        raise DataError(f"calibration {path}: measured with torch {then}, this is {now}{again} again")
     if measured.device_type == "cpu" and measured.processor != processor_name():
-        raise ValueError(
+        raise DataError(
             f"calibration {path}: measured on {measured.processor}, this is {processor_name()}{again} again"
         )
     return measured

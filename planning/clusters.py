@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from errors import ConfigError
+
 MACHINES = Path(__file__).with_name("clusters.toml")
 CALIBRATION = Path("outputs/calibration.json")
 THIS = "this"  # the machine that was calibrated
@@ -88,7 +90,7 @@ class Cluster:
     def with_devices(self, devices: int) -> "Cluster":
         """The same machine with another number of devices (of a shared machine: of ranks)."""
         if devices < 1:
-            raise ValueError(f"cluster {self.name} with {devices} devices: give at least 1")
+            raise ConfigError(f"cluster {self.name} with {devices} devices: give at least 1")
         if not self.shared:
             return dataclasses.replace(self, devices=devices)
         part = min(self.devices, self.devices_per_node) / min(devices, self.devices_per_node)
@@ -127,7 +129,7 @@ def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path 
 
     A machine's name alone is one node of it. `files` are TOML files of the user's, which add machines or
     change keys of known ones. "this" takes its rates from `calibration`, and so does "cpu" where a CPU was
-    calibrated. ValueError, in one line, for what cannot be read or is not known.
+    calibrated. ConfigError, in one line, for what cannot be read or is not known.
     """
     from planning.calibration import calibrated, load_calibration  # here, because it imports the above
 
@@ -158,7 +160,7 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
         name.lower(), machines, 1
     )
     meant = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
+    raise ConfigError(
         f"cluster {name!r}: no such machine; {meant}give one of {', '.join(machines)} and how many devices, "
         "as in a100x64"
     )
@@ -170,21 +172,21 @@ def machine_known_as(device_name: str, tables: dict[str, Table]) -> str:
         if device_name in table.get("known_as", ()):
             return machine
     fix = f'add a machine with known_as = ["{device_name}"] in a file and give it with --clusters'
-    raise ValueError(f"cluster {THIS!r}: {device_name!r} is none of the machines in {MACHINES.name}; {fix}")
+    raise ConfigError(f"cluster {THIS!r}: {device_name!r} is none of the machines in {MACHINES.name}; {fix}")
 
 
 # -- TOML
 
 
 def read_machines(path: Path) -> dict[str, Table]:
-    """Machine -> its keys, as they stand in `path`. ValueError for what is no TOML or has unknown keys."""
+    """Machine -> its keys, as they stand in `path`. ConfigError for what is no TOML or has unknown keys."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"--clusters {path}: {error}; give a TOML file of machines") from error
+        raise ConfigError(f"--clusters {path}: {error}; give a TOML file of machines") from error
     for machine, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(f"--clusters {path}: {machine} stands outside a machine; put it below [name]")
+            raise ConfigError(f"--clusters {path}: {machine} stands outside a machine; put it below [name]")
         for key, value in table.items():
             _check(f"--clusters {path}: {machine}.{key} = {value!r}", key, value)
     return tables
@@ -196,19 +198,21 @@ def add_machines(tables: dict[str, Table], more: dict[str, Table], path: Path) -
         base = table.get("like", machine)
         if "like" in table and base not in tables:
             known = ", ".join(tables)
-            raise ValueError(f"--clusters {path}: {machine}.like = {base!r}: no such machine; one of {known}")
+            raise ConfigError(
+                f"--clusters {path}: {machine}.like = {base!r}: no such machine; one of {known}"
+            )
         tables[machine] = tables.get(base, {}) | table
         missing = [key for key in KEYS if key not in tables[machine] and key not in OPTIONAL]
         if missing:
             fix = f"add {', '.join(missing)}, or like = the machine that has the same"
-            raise ValueError(f"--clusters {path}: [{machine}] is not complete; {fix}")
+            raise ConfigError(f"--clusters {path}: [{machine}] is not complete; {fix}")
 
 
 def _check(where: str, key: str, value: Any) -> None:
-    """ValueError unless `value` is what `key` takes."""
+    """ConfigError unless `value` is what `key` takes."""
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, 1)
-        raise ValueError(f"{where}: no such key; " + (f"did you mean {near[0]}?" if near else "remove it"))
+        raise ConfigError(f"{where}: no such key; " + (f"did you mean {near[0]}?" if near else "remove it"))
     kind, keys = KEYS[key]
     if kind in ("rates", "link"):
         wrong = not isinstance(value, dict) or not all(_positive(v) for v in value.values())
@@ -220,7 +224,7 @@ def _check(where: str, key: str, value: Any) -> None:
         wrong = not isinstance(value, {"text": str, "names": list, "switch": bool}[kind])
         takes = {"text": "text", "names": "a list of names", "switch": "true or false"}[kind]
     if wrong:
-        raise ValueError(f"{where}: give {takes}")
+        raise ConfigError(f"{where}: give {takes}")
 
 
 def _positive(value: Any) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from errors import ConfigError
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.case_study import CHANNELS as CHANNELS_OF_CASE
@@ -47,7 +48,7 @@ TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
 
 
 def scenario_tables(name: str) -> str:
-    """The tables of `name`, or of "all". ValueError for any other name."""
+    """The tables of `name`, or of "all". ConfigError for any other name."""
     scenarios: dict[str, Callable[[], list[Row]]] = {
         "case_study": case_study_rows,
         "tutorial": tutorial_rows,
@@ -55,7 +56,7 @@ def scenario_tables(name: str) -> str:
         "geoscience": geoscience_rows,
     }
     if name != "all" and name not in scenarios:
-        raise ValueError(f"--scenario {name!r}: no such scenario; give one of {', '.join(scenarios)} or all")
+        raise ConfigError(f"--scenario {name!r}: no such scenario; give one of {', '.join(scenarios)} or all")
     chosen = scenarios if name == "all" else {name: scenarios[name]}
     return "\n\n".join(table(title, rows()) for title, rows in chosen.items())
 

@@ -4,6 +4,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import ConfigError
 from planning.clusters import Cluster
 from planning.compute import Rates
 from planning.report import checkpointing, layout
@@ -22,7 +23,7 @@ class Point:
 
 
 def sweep(work: Workload, cluster: Cluster, text: str, folder: Path, rates: Rates | None = None) -> str:
-    """A table of `gpus=LIST`; writes scaling.csv and scaling.png into `folder`. ValueError for a bad list."""
+    """A table of `gpus=LIST`; writes scaling.csv and scaling.png into `folder`. ConfigError: a bad list."""
     numbers = parse_numbers(text)
     a_device = work.global_batch / cluster.devices
     points: list[Point] = []
@@ -36,7 +37,7 @@ def sweep(work: Workload, cluster: Cluster, text: str, folder: Path, rates: Rate
                 first = first or rate
                 points.append(Point(scaling, devices, plans[0], rate / first))
     if not points:
-        raise ValueError(
+        raise ConfigError(
             f"--sweep {text!r}: the job fits on none of these; see --layout auto for one of them"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def parse_numbers(text: str) -> list[int]:
     head, equals, values = text.partition("=")
     parts = values.split(",")
     if head != "gpus" or not equals or not all(part.isdigit() or part == "..." for part in parts):
-        raise ValueError(bad)
+        raise ConfigError(bad)
     numbers: list[int] = []
     for index, part in enumerate(parts):
         if part != "...":
@@ -62,14 +63,14 @@ def parse_numbers(text: str) -> list[int]:
             or numbers[-1] <= numbers[-2]
             or not parts[-1].isdigit()
         ):
-            raise ValueError(bad)
+            raise ConfigError(bad)
         else:
             factor, step = numbers[-1] / numbers[-2], numbers[-1] - numbers[-2]
             grows = factor == int(factor)
             while (following := int(numbers[-1] * factor) if grows else numbers[-1] + step) < int(parts[-1]):
                 numbers.append(following)
     if numbers != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= MAX_DEVICES:
-        raise ValueError(bad)
+        raise ConfigError(bad)
     return numbers
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from config import Config, Model
+from errors import ConfigError
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
 from parallelisms.layout_checks import degrees_asked
 from planning.architecture import Architecture, vit_architecture
@@ -100,9 +101,9 @@ class Workload:
 
 
 def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_variables: int) -> Workload:
-    """The workload of `config` on `world` ranks. ValueError for a U-Net, whose closed forms are not here."""
+    """The workload of `config` on `world` ranks. ConfigError for a U-Net, whose closed forms are not here."""
     if config.model.name != "vit":
-        raise ValueError(
+        raise ConfigError(
             f'model.name = "{config.model.name}": plan.py knows the vit; for others use --dry_run'
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint

@@ -1,6 +1,6 @@
 """A rank that does nothing but agree with the others, until one of them does what is asked for.
 
-python -m training.launch --nproc_per_node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
+python -m jobs.launch --nproc_per_node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
 """
 
 import os
@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from config import Comm
+from jobs.heartbeat import activity
+from jobs.preemption import Agreement
+from jobs.watchdog import Watchdog
 from parallelisms.mesh import start_ranks
-from training.activity import activity
-from training.preemption import Agreement
-from training.profiler import span
-from training.watchdog import Watchdog
+from traces.profiler import span
 
 STEPS = 10
 

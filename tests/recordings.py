@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from training.trace_events import read_trace
-from training.trace_timeline import Timeline, build_timeline
+from traces.events import read_trace
+from traces.timeline import Timeline, build_timeline
 
 MAIN, AUTOGRAD = 1, 2  # threads
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.run_state import Progress, RunState, resume
 from tests.parity import GLOBAL_BATCH, Layout, SmallRun, cp, full, pp, replicate, tp
-from training.checkpoint import Checkpointer
-from training.run_state import Progress, RunState, resume
 
 STEPS, MORE = 2, 2  # before the save, and after it
 KINDS: dict[str, Layout] = {

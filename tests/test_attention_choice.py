@@ -7,10 +7,10 @@ import torch
 
 from models.attention import Kernel
 from models.vit import VisionTransformer
+from parallelisms import attention_choice
+from parallelisms.attention_choice import check_hopper, choose_attention, measure
 from parallelisms.degrees import Degrees
 from parallelisms.measured_choice import kept_or_measured
-from training import attention_choice
-from training.attention_choice import check_hopper, choose_attention, measure
 
 CPU = torch.device("cpu")
 

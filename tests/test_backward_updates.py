@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from command_line import ConfigError
 from config import load_config
+from errors import ConfigError
 from tests.parity import EPS, Layout, SmallRun, cp, difference, full, replicate, tp
 from training.backward_updates import BackwardUpdates
 from training.bad_steps import BadSteps, step_unless

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints.files import complete_steps
+from checkpoints.run_state import go_back
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged, step_unless
-from training.checkpoint_files import complete_steps
 from training.optimizers import build_optimizer, set_lr
-from training.run_state import go_back
 
 CPU = torch.device("cpu")
 NAN = float("nan")

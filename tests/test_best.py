@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.best import Best, history, link_folder
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import check_files, complete_steps, read_manifest
 from config import load_config
 from tests.jobs import write_config
-from training.best import Best, history, link_folder
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import check_files, complete_steps, read_manifest
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
 VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from parallelisms.names import canonical
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
+from checkpoints.run_state import Progress, RunState, global_batch_size, resume
+from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import complete_steps, read_manifest, step_folder, stored_tensors
 from training.gradients import LossScaler, total_norm
 from training.optimizers import build_optimizer, parameter_groups, set_lr
-from training.run_state import Progress, RunState, global_batch_size, resume
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -140,7 +140,7 @@ def test_another_model_is_refused_by_name(build):
 
 
 def test_two_runs_do_not_write_into_one_folder(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.checkpoint_files.PATIENCE", 0.0)
+    monkeypatch.setattr("checkpoints.files.PATIENCE", 0.0)
     build()
     with pytest.raises(ValueError, match="another run writes there"):
         Checkpointer(tmp_path, "disabled", 2, "", {})

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
-from training.checkpoint_files import (
+from checkpoints.files import (
     Damaged,
     check_files,
     check_steps,
@@ -21,7 +20,8 @@ from training.checkpoint_files import (
     stored_tensors,
     write_manifest,
 )
-from training.run_state import resume
+from checkpoints.run_state import resume
+from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 
 
 def shard(folder: Path) -> Path:

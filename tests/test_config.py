@@ -393,4 +393,4 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert expected in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
-    assert "training.launch" not in started.read_text()
+    assert "jobs.launch" not in started.read_text()

@@ -42,7 +42,7 @@ patch_size = [4, 4]
     def call(*options: str, ranks: int = 1, output: str = "out") -> tuple[int, str, Path]:
         program = [sys.executable]
         if ranks > 1:
-            program += ["-m", "training.launch", "--nproc_per_node", str(ranks)]
+            program += ["-m", "jobs.launch", "--nproc_per_node", str(ranks)]
         config = ["--job.config_file", str(folder / "tiny.toml"), "--job.dump_folder", str(folder / "run")]
         command = [*program, "evaluate.py", *config, "--output", str(folder / output), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from config import Compile, Float8
 from models.vit import VisionTransformer, fill_with_nan, init_weights
-from parallelisms import float8_recipe
+from parallelisms import float8_choice
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8, check_float8, precompute_float8_scales
-from parallelisms.float8_recipe import choose_float8
+from parallelisms.float8_choice import choose_float8
 from parallelisms.mesh import Mesh, build_mesh
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -155,7 +155,7 @@ def update(model: nn.Module) -> None:
     precompute_float8_scales(model)
 
 
-# -- the recipe that is fastest: parallelisms/float8_recipe.py
+# -- the recipe that is fastest: parallelisms/float8_choice.py
 
 FLOAT8 = Float8(enable=True, recipe="auto")
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_each_shape_gets_what_is_fastest(one_rank, monkeypatch, caplog, tmp_path
         asked.append(shape)
         return measured[shape]
 
-    monkeypatch.setattr(float8_recipe, "measure", measure)
+    monkeypatch.setattr(float8_choice, "measure", measure)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         model = build()
@@ -211,7 +211,7 @@ def test_each_shape_gets_what_is_fastest(one_rank, monkeypatch, caplog, tmp_path
 
 
 def test_nothing_gains(one_rank, monkeypatch, caplog, tmp_path: Path) -> None:
-    monkeypatch.setattr(float8_recipe, "measure", lambda *_: {"none": 1.0, "tensorwise": 1.0})
+    monkeypatch.setattr(float8_choice, "measure", lambda *_: {"none": 1.0, "tensorwise": 1.0})
     model = build()
     choose_float8(model, 2, mesh(), FLOAT8, Compile(), torch.bfloat16, CPU, tmp_path)
     assert "no matrix gains" in caplog.text
@@ -231,14 +231,14 @@ def test_emulated_or_not_measured_it_is_tensorwise(one_rank, caplog, tmp_path: P
 def test_measured_times() -> None:
     """Emulated here, so that figures mean nothing; a recipe that this machine lacks is not timed."""
     shape = (64, 128, 256)
-    found = float8_recipe.measure(shape, False, torch.bfloat16, CPU, emulate=True)
+    found = float8_choice.measure(shape, False, torch.bfloat16, CPU, emulate=True)
     assert list(found) == ["none", "tensorwise", "rowwise"] and min(found.values()) > 0
-    assert list(float8_recipe.measure(shape, False, torch.bfloat16, CPU)) == ["none"]
+    assert list(float8_choice.measure(shape, False, torch.bfloat16, CPU)) == ["none"]
 
 
 def test_shapes_of_a_rank() -> None:
     """Tensor parallelism cuts qkv and up by features out, the others by features in."""
-    shapes = [float8_recipe.rank_shape(build(), f"blocks.1.{layer}", 100, 2) for layer in LAYERS]
+    shapes = [float8_choice.rank_shape(build(), f"blocks.1.{layer}", 100, 2) for layer in LAYERS]
     assert shapes == [(100, 64, 96), (100, 32, 64), (100, 64, 128), (100, 128, 64)]
 
 

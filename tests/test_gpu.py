@@ -14,9 +14,9 @@ from benchmarks.gpu_session import TINY
 from benchmarks.gpu_step import Case, Training
 from benchmarks.gpu_table import table
 from models.attention import attention, check_backend
+from parallelisms.attention_choice import CANDIDATES
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
-from training.attention_choice import CANDIDATES
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,10 +20,10 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"
 PICKLES = {
     "tests/test_era5.py",  # archives travel to loader processes
     "tests/test_loader.py",
-    "training/checkpoint_files.py",  # DCP's .metadata, through a list of what it may hold
+    "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
     "tests/test_checkpoint.py",  # what torch's own tool makes of a checkpoint
-    "training/trace_memory.py",  # the CUDA allocator's snapshots: no class or function is let in
+    "traces/memory.py",  # the CUDA allocator's snapshots: no class or function is let in
     "benchmarks/chaos.py",
 }
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.initial_weights import Channels, load_initial_weights
+from checkpoints.run_state import Progress, RunState
 from config import Model, Parallelism
 from models.build import build_model
 from parallelisms.degrees import resolve_degrees
@@ -14,12 +17,9 @@ from parallelisms.layout_checks import degrees_asked
 from parallelisms.parallelize import parallelize
 from tests.distributed import shared_mesh
 from tests.parity import full
-from training.checkpoint import Checkpointer
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.initial_weights import Channels, load_initial_weights
 from training.optimizers import build_optimizer
-from training.run_state import Progress, RunState
 
 GRID = (8, 16)
 OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])

@@ -14,17 +14,17 @@ from datasets.loader import FieldDataset
 from models.build import build_model
 from tests.jobs import write_config
 from tests.recordings import two_steps_of_a_gpu
+from traces.advice import advice
+from traces.classes import COMPUTE
+from traces.events import read_trace
+from traces.inspect_trace import inspect, main
+from traces.memory import read_memory
+from traces.report import comparison, ranks_table, tasks
+from traces.timeline import Timeline, build_timeline
+from traces.work import rates_of, work_by_class, work_of
 from train import train
-from training.inspect_trace import inspect, main
 from training.metrics import Metrics
 from training.objective import Objective
-from training.trace_advice import advice
-from training.trace_classes import COMPUTE
-from training.trace_events import read_trace
-from training.trace_memory import read_memory
-from training.trace_report import comparison, ranks_table, tasks
-from training.trace_timeline import Timeline, build_timeline
-from training.trace_work import rates_of, work_by_class, work_of
 
 STALL = 0.03  # seconds that are planted in each step, thrice
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from jobs.launch import interface_of, is_this_host, job_code
 from tests.jobs import ROOT, last_step, losses, write_config
-from training.launch import interface_of, is_this_host, job_code
 
 
 def launch(folder: Path, what: str, restarts: int = 0) -> subprocess.CompletedProcess:
     """Two ranks of tests/failing_rank.py; the second fails."""
-    command = [sys.executable, "-m", "training.launch", "--nproc_per_node", "2"]
+    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2"]
     command += ["--max_restarts", str(restarts), "tests/failing_rank.py", str(folder), what]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from command_line import ConfigError
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.run_state import Progress, RunState, resume
 from config import load_config
+from errors import ConfigError
 from models.vit import VisionTransformer, init_weights
 from tests.parity import EPS, GLOBAL_BATCH, Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training import optimizer_states
 from training.bad_steps import step_unless
-from training.checkpoint import Checkpointer
 from training.lr_schedules import lr_factor
 from training.optimizer_states import BLOCK, code_tables, decode, encode
 from training.optimizers import build_optimizer, set_lr
-from training.run_state import Progress, RunState, resume
 
 COMPACT = ("bfloat16", "int8")
 STEPS = 3

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from checkpoints.files import complete_steps
 from config import load_config
 from config_checks import wall_time_seconds
+from jobs.preemption import EXIT_SAVED, Agreement
+from jobs.watchdog import Watchdog
 from tests.distributed import Ranks
 from tests.jobs import last_step, losses, write_config
 from train import train
-from training.checkpoint_files import complete_steps
-from training.preemption import EXIT_SAVED, Agreement
-from training.watchdog import Watchdog
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:01:30", 90), ("100:00:01", 360_001), ("", float("inf"))])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
-from command_line import ConfigError
+from checkpoints.files import complete_steps, step_folder, stored_tensors
 from config import FaultTolerance, load_config, settings_of_replicas, to_toml
-from parallelisms.replicas import brief, buckets, check_replicas, import_torchft
+from errors import ConfigError
+from jobs.replicas import brief, buckets, check_replicas, import_torchft
 from tests.test_train import archive, config_file, losses, read, read_complete_lines, run, start
-from training.checkpoint_files import complete_steps, step_folder, stored_tensors
 
 __all__ = ["archive", "config_file"]  # fixtures
 ROOT = Path(__file__).parent.parent
@@ -173,8 +173,8 @@ def test_without_torchft_one_line_says_how_to_get_it(config_file, tmp_path):
     [("", "expected http://host:port"), ("vm:29510", "expected http"), ("http://127.0.0.1:9", "not answer")],
 )
 def test_a_lighthouse_that_is_not_there_is_named(address, reason, monkeypatch):
-    monkeypatch.setattr("parallelisms.replicas.import_torchft", lambda: None)
-    monkeypatch.setattr("parallelisms.replicas.REACH_SECONDS", 0.1)
+    monkeypatch.setattr("jobs.replicas.import_torchft", lambda: None)
+    monkeypatch.setattr("jobs.replicas.REACH_SECONDS", 0.1)
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ValueError, match=reason) as raised:
         check_replicas(FaultTolerance(enable=True, lighthouse=address))

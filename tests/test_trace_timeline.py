@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recordings import Recording, step_of_a_cpu, two_steps_of_a_gpu
-from training.trace_advice import advice
-from training.trace_classes import CLASSES, kernel_class, operator_class
-from training.trace_events import Interval
-from training.trace_report import report, short_kernel
-from training.trace_timeline import Piece, Timeline, fill
-from training.trace_work import Rates, rates_of, work_by_class, work_of
+from traces.advice import advice
+from traces.classes import CLASSES, kernel_class, operator_class
+from traces.events import Interval
+from traces.report import report, short_kernel
+from traces.timeline import Piece, Timeline, fill
+from traces.work import Rates, rates_of, work_by_class, work_of
 
 
 @pytest.fixture

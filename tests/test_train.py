@@ -14,11 +14,11 @@ import pytest
 import torch
 import xarray as xr
 
+from checkpoints.files import complete_steps
 from config import load_config
 from tests.archives import weatherbench
 from train import train
 from training.bad_steps import TrainingDiverged
-from training.checkpoint_files import complete_steps
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()

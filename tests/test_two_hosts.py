@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.files import complete_steps
 from tests.jobs import Job, losses, write_config
-from training.checkpoint_files import complete_steps
 
 PREFIX = "10.213.97"
 HOSTS = ("rossby-a", "rossby-b")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from jobs.hang_report import Beat, accusation, process_state, ranges, table, to_blame
+from jobs.heartbeat import Activity
+from jobs.watchdog import is_lost_connection
 from tests.jobs import write_config
 from tests.test_launch import launch
-from training.activity import Activity
-from training.hang_report import Beat, accusation, process_state, ranges, table, to_blame
-from training.watchdog import is_lost_connection
 
 TRAINING = Beat(
     0, 0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0, where="train.py:1 train"

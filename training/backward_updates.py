@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from checkpoints.checkpointer import Checkpointer
+from errors import ConfigError
 from training.bad_steps import BadSteps, step_unless
-from training.checkpoint import Checkpointer
 from training.gradients import summed
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -21,7 +22,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 class BackwardUpdates:
     """Hooks on `parameters`, of which `optimizer` updates one at a time.
 
-    `share`, the loss to be given to forward_backward, judges the step. ValueError: gradients are accumulated.
+    `share`, the loss to be given to forward_backward, judges the step. ConfigError: gradients accumulate.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class BackwardUpdates:
         accumulation: int,
     ) -> None:
         if accumulation > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"optimizer.in_backward = true: the global batch is made of {accumulation} micro-batches a "
                 "rank, whose gradients would have to be added up; set it to false, or take more ranks"
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from training.profiler import part_times
+from traces.profiler import part_times
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".

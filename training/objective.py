@@ -10,9 +10,9 @@ from torch import Tensor
 
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
+from jobs.heartbeat import activity
 from models.build import WeatherModel
 from parallelisms.parallelize import Shards
-from training.activity import activity
 from training.losses import (
     change_weights,
     mse_loss,

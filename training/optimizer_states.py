@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from errors import ConfigError
 from parallelisms.float8 import plain_weight
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}  # int8: codes of a table
@@ -126,7 +127,7 @@ def empty_moment(
 ) -> Tensor:
     """What `optimizer.state[parameter][name]` is loaded into, sharded like the parameter.
 
-    ValueError: it was saved in another `optimizer.state_dtype`.
+    ConfigError: it was saved in another `optimizer.state_dtype`.
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if name == "step":  # a fused kernel wants it where the weights are, others on the host
@@ -136,7 +137,7 @@ def empty_moment(
     wanted = STORED[asked] if is_compact(parameter, asked) and not is_scale else torch.float32
     if dtype != wanted or (is_scale and asked != "int8"):
         saved = "int8" if is_scale else {v: k for k, v in STORED.items()}.get(dtype, str(dtype))
-        raise ValueError(
+        raise ConfigError(
             f'optimizer.state_dtype = "{asked}": the states to go on from are {saved}; set it to "{saved}"'
         )
     return zero_scales(parameter) if is_scale else zeros_like(parameter, dtype)

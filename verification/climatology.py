@@ -20,6 +20,7 @@ from datasets.grid import Grid
 from datasets.layouts import StoredField, coordinate_role, stored_fields
 from datasets.normalization import stream
 from datasets.variables import nearest_name, split_name, units
+from errors import DataError
 
 DAYS, WINDOW = 366, 61
 SUMS_BYTES = 2**31  # of sums held at once
@@ -39,7 +40,7 @@ def day_of_year(times: np.ndarray | np.datetime64) -> np.ndarray:
 
 
 def window_weights(window: int = WINDOW) -> np.ndarray:
-    """Triangle (window,) from 0 over 1 back to 0; ValueError where the number of days is even."""
+    """Triangle (window,) from 0 over 1 back to 0; DataError where the number of days is even."""
     if window % 2 == 0 or window < 3:
         raise ValueError(f"window of {window} days: it needs a middle; take an odd number, 3 or more")
     rising = np.linspace(0, 1, window // 2 + 1)
@@ -77,13 +78,13 @@ def compute_climatology(
 ) -> None:
     """Computes the climatology of `dates` (places in archive.times) and writes it to a Zarr store at `path`.
 
-    hour 0, step_hours, ... 18; missing values count in no mean. ValueError where an hour has no date at all.
+    hour 0, step_hours, ... 18; missing values count in no mean. DataError where an hour has no date at all.
     """
     times = archive.times[dates]
     hours = list(range(0, 24, step_hours))
     empty = next((hour for hour in hours if hour not in hour_of_day(times)), None)
     if empty is not None:
-        raise ValueError(
+        raise DataError(
             f"climatology: none of {len(times)} dates is at {empty} h; take another step than {step_hours} h"
         )
     by_day = covers_a_year(times)
@@ -188,19 +189,19 @@ class Climatology:
         self.variables = list(self._places)
 
     def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray:
-        """The mean (V, H, W) float32 for the hour and day of year of a date; ValueError for an hour or a
+        """The mean (V, H, W) float32 for the hour and day of year of a date; DataError for an hour or a
         variable that it has not.
         """
         hour, day = int(hour_of_day(time)), int(day_of_year(time))
         if hour not in self.hours:
-            raise ValueError(f"{self.path!r} has the hours {self.hours.tolist()}: no climatology of {time}")
+            raise DataError(f"{self.path!r} has the hours {self.hours.tolist()}: no climatology of {time}")
         row = int(np.flatnonzero(self.hours == hour)[0])
         wanted = {"hour": slice(row, row + 1), "dayofyear": slice(day - 1, day)}
         out = np.empty((len(variables), *self.grid.shape), np.float32)
         levels: dict[StoredField, list[tuple[int, int]]] = {}
         for place, name in enumerate(variables):
             if name not in self._places:
-                raise ValueError(f"{self.path!r} has no {name!r}{nearest_name(name, self.variables)}")
+                raise DataError(f"{self.path!r} has no {name!r}{nearest_name(name, self.variables)}")
             field, position = self._places[name]
             levels.setdefault(field, []).append((place, position))
         for field, pairs in levels.items():
@@ -212,12 +213,12 @@ class Climatology:
 
 
 def open_climatology(path: str) -> Climatology:
-    """Open a climatology in WeatherBench2's schema; ValueError naming the path where it is none."""
+    """Open a climatology in WeatherBench2's schema; DataError naming the path where it is none."""
     file = open_file(find_files(path)[0])
     found, _ = stored_fields(file, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
-        raise ValueError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
+        raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
     names = [name for name in file.arrays if coordinate_role(file, name, CLIMATOLOGY_ROLES) == "hour"]
     hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
     return Climatology(path, fields, hours)

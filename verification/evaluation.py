@@ -30,6 +30,7 @@ from torch import Tensor
 
 from datasets.era5 import Archive
 from datasets.variables import nearest_name
+from errors import DataError
 from verification.details import Details
 from verification.matching import FieldsByValidTime, ForecastFields, Matcher, Pair
 from verification.score_tables import by_variable, lead_coordinate
@@ -96,7 +97,7 @@ def evaluate(
     share: rank and number of ranks, each of which scores every so many-th block of dates; all of them get the
     same result, to the bit that of one rank (maps and spectra: to rounding). progress is called with
     the number of dates just finished. Evaluated on the forecast's or the truth's grid, the coarser of both;
-    the rest is regridded conservatively. ValueError where a name, lead, date or region is not there, or no
+    the rest is regridded conservatively. DataError where a name, lead, date or region is not there, or no
     date has a truth.
     """
     kept_regions = regions[:1] if regions_by_date is None else regions_by_date
@@ -129,12 +130,12 @@ def make_plan(
     regions: Sequence[str],
     regions_by_date: Sequence[str],
 ) -> Plan:
-    """Checks what is asked for against the forecast. Raises ValueError."""
+    """Checks what is asked for against the forecast. Raises DataError."""
     names = list(forecast.variables if variables is None else variables)
     missing = next((name for name in names if name not in forecast.variables), None)
     if missing is not None:
         hint = nearest_name(missing, forecast.variables)
-        raise ValueError(f"the forecast has no variable {missing!r}{hint}; name one that it has")
+        raise DataError(f"the forecast has no variable {missing!r}{hint}; name one that it has")
     astray = next((name for name in regions_by_date if name not in regions), None)
     if astray is not None:
         raise ValueError(f"region {astray!r} is kept by date but not scored; add it to the regions")
@@ -151,21 +152,21 @@ def make_plan(
 
 
 def places_of_leads(forecast: ForecastFields, hours: Sequence[int]) -> list[int]:
-    """Where these leads stand in the forecast; ValueError for one that is not there."""
+    """Where these leads stand in the forecast; DataError for one that is not there."""
     known = {int(lead // np.timedelta64(1, "h")): place for place, lead in enumerate(forecast.leads)}
     missing = next((hour for hour in hours if hour not in known), None)
     if missing is not None:
-        raise ValueError(f"the forecast has no lead of {missing} h; it has {', '.join(map(str, known))} h")
+        raise DataError(f"the forecast has no lead of {missing} h; it has {', '.join(map(str, known))} h")
     return sorted(known[hour] for hour in set(hours))
 
 
 def places_of_dates(forecast: ForecastFields, dates: np.ndarray) -> list[int]:
-    """Where these initial dates stand in the forecast; ValueError for one that is not there."""
+    """Where these initial dates stand in the forecast; DataError for one that is not there."""
     wanted = np.unique(np.asarray(dates).astype("datetime64[s]"))
     missing = wanted[~np.isin(wanted, forecast.times)]
     if len(missing):
         span = f"{forecast.times[0]} .. {forecast.times[-1]}"
-        raise ValueError(f"the forecast has no initial date {missing[0]}; it has {span}")
+        raise DataError(f"the forecast has no initial date {missing[0]}; it has {span}")
     return np.flatnonzero(np.isin(forecast.times, wanted)).tolist()
 
 
@@ -275,7 +276,7 @@ class Totals:
             first = (
                 forecast.times[plan.dates[0]] + forecast.leads[plan.leads[0]] if plan.dates else "any date"
             )
-            raise ValueError(
+            raise DataError(
                 f"the truth has no analysis for any date and lead of the forecast, such as {first}"
             )
 

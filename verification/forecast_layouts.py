@@ -15,6 +15,7 @@ from datasets.files import StoredFile, open_file
 from datasets.grid import Grid
 from datasets.layouts import SECONDS, StoredField, coordinate_role, coordinate_times, stored_fields
 from datasets.variables import nearest_name
+from errors import DataError
 
 FORECAST_ROLES = {
     "prediction_timedelta": "lead",
@@ -72,7 +73,7 @@ class StoredForecast:
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W), float32: each array is read once for all its levels.
 
-        ValueError for a variable that is not there.
+        DataError for a variable that is not there.
         """
         count = (dates.stop - dates.start, leads.stop - leads.start, max(1, self.num_members))
         out = np.empty((*count, len(variables), *self.grid.shape), np.float32)
@@ -92,18 +93,18 @@ class StoredForecast:
         if name not in self._places:
             why = self.unreadable.get(name.partition(":")[0])
             hint = f": {why}" if why else nearest_name(name, self.variables)
-            raise ValueError(f"{self.path!r} has no forecast of {name!r}{hint}")
+            raise DataError(f"{self.path!r} has no forecast of {name!r}{hint}")
         return self._places[name]
 
 
 def open_forecast(path: str) -> StoredForecast:
     """Open forecasts in a Zarr store (folder or fsspec URL) or a NetCDF file.
 
-    ValueError, one line naming path and reason, where there is none.
+    DataError, one line naming path and reason, where there is none.
     """
     files = find_files(path)
     if len(files) > 1:
-        raise ValueError(
+        raise DataError(
             f"{path!r} holds {len(files)} files: name one store of forecasts, such as {files[0]!r}"
         )
     file = open_file(files[0])
@@ -111,14 +112,14 @@ def open_forecast(path: str) -> StoredForecast:
     fields = [field for field in found if "lead" in field.roles]
     if not fields:
         reason = "; ".join(f"{name}: {why}" for name, why in list(unreadable.items())[:3])
-        raise ValueError(
+        raise DataError(
             f"cannot read {path!r} as forecasts: no variable has a lead time (prediction_timedelta) beside "
             f"latitude and longitude{'; ' * bool(reason)}{reason}"
         )
     times, leads = initial_times(file, fields[0]), lead_times(file)
     for name, axis in (("time", times), ("lead time", leads)):
         if len(axis) > 1 and not (np.diff(axis) > np.timedelta64(0, "s")).all():
-            raise ValueError(f"cannot read {path!r} as forecasts: its {name} does not ascend without repeats")
+            raise DataError(f"cannot read {path!r} as forecasts: its {name} does not ascend without repeats")
     return StoredForecast(path, times, leads, fields, unreadable)
 
 
@@ -134,7 +135,7 @@ def initial_times(file: StoredFile, field: StoredField) -> np.ndarray:
     shared = [name for name in file.arrays if coordinate_role(file, name, FORECAST_ROLES) == "time"]
     single = [name for name in shared if file.arrays[name].shape == () and name.lower() != "valid_time"]
     if not single:
-        raise ValueError(f"cannot read {file.path!r} as forecasts: it has no initial date")
+        raise DataError(f"cannot read {file.path!r} as forecasts: it has no initial date")
     return np.atleast_1d(coordinate_times(file, single[0]))
 
 
@@ -147,7 +148,7 @@ def lead_times(file: StoredFile) -> np.ndarray:
     unit = str(attrs.get("units", "hours")).strip().lower()
     scale = scale_of(unit)
     if scale is None:
-        raise ValueError(
+        raise DataError(
             f"cannot read {file.path!r}: its lead time {names[0]!r} has units {unit!r}, not hours"
         )
     seconds = np.atleast_1d(values) * (int(scale) if values.dtype.kind in "iu" and scale >= 1 else scale)

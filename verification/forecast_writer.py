@@ -26,6 +26,7 @@ from torch import Tensor
 
 from datasets.grid import Grid
 from datasets.variables import split_name, units
+from errors import ConfigError
 
 FINISHED = ".finished"
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
@@ -80,7 +81,7 @@ class ForecastStore:
         self.arrays: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
-        """Makes the store, or takes the one that is there. ValueError: that is another forecast's."""
+        """Makes the store, or takes the one that is there. ConfigError: that is another forecast's."""
         if self.path.exists():
             self._check_same(about)
             self.finished_folder.mkdir(exist_ok=True)
@@ -126,14 +127,14 @@ class ForecastStore:
         try:
             stored = json.loads((self.path / ".zattrs").read_text())[ATTRIBUTE]
         except (OSError, ValueError, KeyError):
-            raise ValueError(
+            raise ConfigError(
                 f"forecast.path = '{self.path}': is there and no forecast of ours; {fix}"
             ) from None
         theirs, ours = json.loads(stored), json.loads(json.dumps(about))
         other = [key for key in ours if theirs.get(key) != ours[key]]
         if other:
             shown = f"{other[0]} is {_short(theirs.get(other[0]))} there and {_short(ours[other[0]])} here"
-            raise ValueError(f"forecast.path = '{self.path}': holds another forecast: {shown}; {fix}")
+            raise ConfigError(f"forecast.path = '{self.path}': holds another forecast: {shown}; {fix}")
 
     # -- what is finished ----------------------------------------------------------------------------
 

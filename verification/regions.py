@@ -12,6 +12,7 @@ import numpy as np
 
 from datasets.grid import Grid, area_weights
 from datasets.variables import nearest_name
+from errors import ConfigError
 
 Interval = tuple[float, float]
 EVERYWHERE: tuple[Interval, ...] = ((-90.0, 90.0),)
@@ -47,11 +48,11 @@ REGIONS = {
 def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
 
-    A region without a cell on the grid has only zeros. ValueError for a name that WeatherBench2 has not.
+    A region without a cell on the grid has only zeros. ConfigError for a name that WeatherBench2 has not.
     """
     unknown = next((name for name in names if name not in REGIONS), None)
     if unknown is not None:
-        raise ValueError(
+        raise ConfigError(
             f"region {unknown!r}: not one of {', '.join(REGIONS)}{nearest_name(unknown, REGIONS)}"
         )
     area, east = area_weights(grid.latitude), grid.longitude % 360

@@ -15,6 +15,7 @@ import numpy as np
 import xarray as xr
 
 from datasets.variables import split_name
+from errors import ConfigError
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
 LEADS_SHOWN = 6  # of a table; CSV and NetCDF have all
@@ -135,27 +136,27 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> "Gate":
-        """ValueError, with an example, for what is none."""
+        """ConfigError, with an example, for what is none."""
         match = GATE.match(text.replace(" ", ""))
         if not match:
-            raise ValueError(f"--gate {text!r}: write for example rmse/geopotential:500@120h<340")
+            raise ConfigError(f"--gate {text!r}: write for example rmse/geopotential:500@120h<340")
         metric, variable, lead, sign, limit = match.groups()
         try:
             return cls(metric, variable, int(lead), sign, float(limit))
         except ValueError:
-            raise ValueError(f"--gate {text!r}: {limit!r} is not a number") from None
+            raise ConfigError(f"--gate {text!r}: {limit!r} is not a number") from None
 
     def value(self, scores: xr.Dataset) -> float:
-        """ValueError, with what there is, where there is no such score."""
+        """ConfigError, with what there is, where there is no such score."""
         hours = lead_hours(scores)
         if self.metric not in scores["metric"].values:
             valid = ", ".join(map(str, scores["metric"].values))
-            raise ValueError(f"--gate: no metric {self.metric!r}; there are {valid}")
+            raise ConfigError(f"--gate: no metric {self.metric!r}; there are {valid}")
         if self.variable not in variable_names(scores):
             valid = ", ".join(variable_names(scores))
-            raise ValueError(f"--gate: no variable {self.variable!r}; there are {valid}")
+            raise ConfigError(f"--gate: no variable {self.variable!r}; there are {valid}")
         if self.lead not in hours:
-            raise ValueError(f"--gate: no lead of {self.lead} h; there are {hours}")
+            raise ConfigError(f"--gate: no lead of {self.lead} h; there are {hours}")
         return float(select(scores, self.metric, self.variable)[hours.index(self.lead)])
 
     def judge(self, scores: xr.Dataset) -> tuple[bool, str]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
+from errors import DataError
+
 RESAMPLES_AT_ONCE = 2**24  # elements of the means of resamples held at once
 
 
@@ -30,7 +32,7 @@ def draw_dates(num_dates: int, block_length: int, resamples: int, seed: int) -> 
     """How often each date is drawn in each resample, (N, n) float64 of row sum n.
 
     Blocks of `block_length` consecutive dates begin at random ones (1: single dates); the last is cut.
-    ValueError where a block is longer than the dates.
+    DataError where a block is longer than the dates.
     """
     if not 1 <= block_length <= num_dates:
         raise ValueError(
@@ -93,15 +95,15 @@ def compare(first: xr.Dataset, second: xr.Dataset, metric: str, **options) -> xr
 
     metric: a statistic of by_date, or "rmse" (roots of means of mse). Dims (quantity, region, lead_time[,
     level]), quantity: difference, lower, upper, significant (1 or 0, NaN where undefined). Leads, regions,
-    levels and dates are those that both have; ValueError where nothing is.
+    levels and dates are those that both have; DataError where nothing is.
     """
     names = [name for name in first.data_vars if name in second.data_vars]
     if not names:
-        raise ValueError("the two forecasts have no variable in common: nothing to compare")
+        raise DataError("the two forecasts have no variable in common: nothing to compare")
     pick = {"metric": "mse" if metric == "rmse" else metric}
     ours, theirs = xr.align(first[names].sel(pick), second[names].sel(pick), join="inner")
     if not ours.sizes["time"] or not ours.sizes["lead_time"]:
-        raise ValueError("the two forecasts have no initial date and lead in common: score them on the same")
+        raise DataError("the two forecasts have no initial date and lead in common: score them on the same")
     results = {}
     for name in names:
         a, b = ours[name].transpose("time", ...), theirs[name].transpose("time", ...)

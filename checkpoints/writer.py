@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from training.checkpoint_files import INCOMPLETE, prune, sync_folder, write_durably, write_manifest
+from checkpoints.files import INCOMPLETE, prune, sync_folder, write_durably, write_manifest
 
 ROOT = Path(__file__).parents[1]
 ALIGNMENT = 64  # bytes: where a tensor begins in the arena
@@ -224,7 +224,7 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socketpair()
         # Not with -m: what it sends would then be of classes in its __main__.
-        program = "from training.checkpoint_writer import main; main()"
+        program = "from checkpoints.writer import main; main()"
         command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])

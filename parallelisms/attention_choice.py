@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from errors import ConfigError
 from models.attention import Kernel, attention, check_backend
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees
@@ -49,7 +50,7 @@ def choose_attention(
 
 
 def choose(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The fastest backend, and seconds of all. ValueError where it is not what a Hopper should run."""
+    """The fastest backend, and seconds of all. ConfigError where it is not what a Hopper should run."""
     seconds = measure(shape, dtype, device)
     name = min(seconds, key=lambda backend: seconds[backend])
     said = ", ".join(f"{backend} {1e3 * value:.2f} ms" for backend, value in seconds.items())
@@ -108,11 +109,11 @@ def kernel_name(name: str, shape: Shape, dtype: torch.dtype, device: torch.devic
 
 
 def check_hopper(kernel: str, name: str, device: torch.device) -> None:
-    """On Hopper only cuDNN and FlashAttention-3 or later come near its rate: ValueError for another."""
+    """On Hopper only cuDNN and FlashAttention-3 or later come near its rate: ConfigError for another."""
     if torch.cuda.get_device_capability(device) < HOPPER:
         return
     if not any(part in kernel for part in HOPPER_KERNELS):
-        raise ValueError(
+        raise ConfigError(
             f'model.attention_backend = "auto": {name} runs {kernel}, which is none of Hopper\'s; install '
             'flash-attn 3 or a torch with cuDNN 9, or set "sdpa" to take what there is'
         )

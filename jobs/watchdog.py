@@ -25,8 +25,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
-from training.activity import activity
-from training.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
+from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
+from jobs.heartbeat import activity
 
 logger = logging.getLogger(__name__)
 FAILED = 1  # exit code
@@ -77,7 +77,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def launched() -> bool:
-    """Whether training/launch.py started this rank."""
+    """Whether jobs/launch.py started this rank."""
     return "ROSSBY_LAUNCHER" in os.environ
 
 

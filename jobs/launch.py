@@ -1,10 +1,10 @@
 """Starts the ranks of this host, forwards signals to them, restarts them after a crash, passes on exit codes.
 
-    python -m training.launch --nproc_per_node 4 [--nnodes 1:2 --rdzv_endpoint host:port] train.py ...
+    python -m jobs.launch --nproc_per_node 4 [--nnodes 1:2 --rdzv_endpoint host:port] train.py ...
 
 torchrun's agent with other manners: SIGTERM and SIGUSR1 go to the ranks, which save and leave in their own
 time; when a rank dies the others are told where it was and leave within seconds; the exit code is theirs.
-0: done. 2: bad input. 75: saved, start it again (training/preemption.py). 1: failed.
+0: done. 2: bad input. 75: saved, start it again (jobs/preemption.py). 1: failed.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
-from training.preemption import EXIT_SAVED, STOP_SIGNALS
-from training.watchdog import announce, open_store, read_beats, read_verdict
+from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
+from jobs.watchdog import announce, open_store, read_beats, read_verdict
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 LEAVE_SECONDS = 8.0  # that ranks have to notice a dead one, to write their stacks, and to leave
@@ -268,7 +268,7 @@ def interface_of(address: str) -> str | None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m training.launch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jobs.launch", description=__doc__)
     parser.add_argument("--nproc_per_node", type=int, default=1, help="ranks on this host")
     parser.add_argument("--nnodes", default="1", help='hosts, or the fewest and the most: "1:2"')
     parser.add_argument("--rdzv_endpoint", default="", help="host:port; that host's launcher serves there")

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from config import Profiling
-from training.activity import activity
+from jobs.heartbeat import activity
 
 # Each recording is written and forgotten: that is what torch warns of.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")

@@ -27,6 +27,8 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from errors import ConfigError, DataError
+
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
@@ -52,7 +54,7 @@ ALLOWED = {
 }
 
 
-class Damaged(ValueError):
+class Damaged(DataError):
     """A checkpoint that cannot be trusted: `file` and why."""
 
 
@@ -68,10 +70,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def check_steps(folder: Path, steps: int) -> None:
-    """ValueError when a folder already holds more steps than the run asks for: it would train nothing."""
+    """ConfigError when a folder already holds more steps than the run asks for: it would train nothing."""
     done = complete_steps(folder)
     if done and done[-1] > steps:
-        raise ValueError(
+        raise ConfigError(
             f"training.steps = {steps}: {folder} already holds step {done[-1]}; "
             "ask for more steps, choose another job.dump_folder, or remove that folder"
         )
@@ -242,7 +244,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """An open file that keeps other runs out as long as it stays open. ValueError where another run is in."""
+    """An open file that keeps other runs out as long as it stays open. ConfigError: another run is in."""
     file, deadline = (folder / ".lock").open("w"), time.monotonic() + PATIENCE
     while True:
         try:
@@ -252,7 +254,7 @@ def lock_folder(folder: Path) -> IO[str]:
             if time.monotonic() > deadline:
                 file.close()
                 reason = "another run writes there; wait for it, or choose another job.dump_folder"
-                raise ValueError(f"{folder}: {reason}") from None
+                raise ConfigError(f"{folder}: {reason}") from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning(

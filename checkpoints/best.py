@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder, write_durably
 from parallelisms.mesh import from_first_rank
-from training.checkpoint import Checkpointer
-from training.checkpoint_files import INCOMPLETE, complete_steps, remove, step_folder, write_durably
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Where the time of a step goes, from the traces that a run has written: a table, a picture, and advice.
 
-    .venv/bin/python -m training.inspect_trace outputs/demo           a run's newest traces, all its ranks
-    .venv/bin/python -m training.inspect_trace outputs/a outputs/b    two runs (or files) side by side
-    .venv/bin/python -m training.inspect_trace some/trace.json.gz     a file of torch.profiler, anyone's
+    .venv/bin/python -m traces.inspect_trace outputs/demo           a run's newest traces, all its ranks
+    .venv/bin/python -m traces.inspect_trace outputs/a outputs/b    two runs (or files) side by side
+    .venv/bin/python -m traces.inspect_trace some/trace.json.gz     a file of torch.profiler, anyone's
 
 A run writes them with --profiling.enable_profiling true --profiling.profile_freq 20. The picture goes into
 the run's plots/, or beside the file. docs/profiling.md says how to read it. Exit codes: 0, 2 bad input.
@@ -11,18 +11,18 @@ the run's plots/, or beside the file. docs/profiling.md says how to read it. Exi
 import sys
 from pathlib import Path
 
-from config import one_line_errors
-from training.trace_advice import advice
-from training.trace_events import find_traces, read_trace
-from training.trace_memory import MemoryTimeline, read_memory, snapshot_beside
-from training.trace_plots import plot_breakdown, plot_memory
-from training.trace_report import MAX_RANKS, comparison, ranks_table, report
-from training.trace_timeline import Timeline, build_timeline
-from training.trace_work import rates_of
+from errors import ConfigError, one_line_errors
+from traces.advice import advice
+from traces.events import find_traces, read_trace
+from traces.memory import MemoryTimeline, read_memory, snapshot_beside
+from traces.plots import plot_breakdown, plot_memory
+from traces.report import MAX_RANKS, comparison, ranks_table, report
+from traces.timeline import Timeline, build_timeline
+from traces.work import rates_of
 
 
 def inspect(where: Path) -> list[Timeline]:
-    """The timelines of a run's newest traces, by rank. Raises ValueError."""
+    """The timelines of a run's newest traces, by rank. Raises ConfigError."""
     return [build_timeline(read_trace(path)) for path in find_traces(where)]
 
 
@@ -65,11 +65,11 @@ def tell_memory(memory: list[MemoryTimeline]) -> None:
 
 
 def parse(argv: list[str]) -> list[Path]:
-    """One place or two. Raises ValueError."""
+    """One place or two. Raises ConfigError."""
     unknown = [word for word in argv if word.startswith("-")]
     if unknown or len(argv) not in (1, 2):
         what = f"{unknown[0]}: no such option" if unknown else f"{len(argv)} places given"
-        raise ValueError(f"inspect_trace: {what}; name a run's folder or a trace, or two to compare")
+        raise ConfigError(f"inspect_trace: {what}; name a run's folder or a trace, or two to compare")
     return [Path(word) for word in argv]
 
 

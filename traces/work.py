@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from errors import DataError
+from traces.classes import ATTENTION, COPIES, ELEMENTWISE, GEMM, OPTIMIZER
+from traces.events import DATA, Event, Trace
+from traces.timeline import Timeline
 from training.metrics import PEAK_TFLOPS
-from training.trace_classes import ATTENTION, COPIES, ELEMENTWISE, GEMM, OPTIMIZER
-from training.trace_events import DATA, Event, Trace
-from training.trace_timeline import Timeline
 
 ITEM_BYTES = {
     "double": 8,
@@ -179,7 +180,7 @@ def peak_of_run(trace: Trace) -> float:
     try:
         return tomllib.loads(config.read_text()).get("metrics", {}).get("peak_tflops", 0.0)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{config}: {error}") from error
+        raise DataError(f"{config}: {error}") from error
 
 
 def operator_times(timeline: Timeline) -> dict[Event, float]:

@@ -1,8 +1,8 @@
 """What a run has to know to go on as if it had not stopped, and how it is restored on any layout.
 
-Names are the model's own, whatever wraps the model (parallelisms/names.py). Tensors are DTensors where they
-are sharded: torch.distributed.checkpoint cuts them anew for the layout that loads them. The order of samples
-and what is drawn at random are functions of (seed, step), so that no generator has to be kept.
+Names are the model's own, whatever wraps the model (parallelisms/parameter_names.py). Tensors are DTensors
+where they are sharded: torch.distributed.checkpoint cuts them anew for the layout that loads them. The order
+of samples and what is drawn at random are functions of (seed, step), so that no generator has to be kept.
 """
 
 import logging
@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from checkpoints.checkpointer import Checkpointer, State
+from checkpoints.files import step_folder, stored_tensors
+from errors import ConfigError
 from parallelisms.float8 import plain_weight
 from training.bad_steps import BadSteps, TrainingDiverged
-from training.checkpoint import Checkpointer, State
-from training.checkpoint_files import step_folder, stored_tensors
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizer_states import empty_moment
@@ -93,7 +94,7 @@ class RunState:
 
 
 def resume(checkpointer: Checkpointer, run: RunState) -> bool:
-    """Restores the newest checkpoint that can be trusted. ValueError: it does not fit this model."""
+    """Restores the newest checkpoint that can be trusted. ConfigError: it does not fit this model."""
     step = checkpointer.newest()
     if step is not None:
         restore(checkpointer, step, run)
@@ -148,11 +149,11 @@ def go_back(checkpointer: Checkpointer | None, run: RunState, bad_steps: BadStep
 def global_batch_size(asked: int, smallest: int, progress: Progress) -> int:
     """Samples a step. -1 asks for what the run has taken so far, or else for the smallest batch there is.
 
-    ValueError: what the run has taken cannot be dealt out to this number of ranks.
+    ConfigError: what the run has taken cannot be dealt out to this number of ranks.
     """
     stored = progress.global_batch
     if asked == -1 and stored % smallest:
-        raise ValueError(
+        raise ConfigError(
             f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
             f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
             "training.global_batch_size to what you want from here on"

@@ -28,6 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 from config import FaultTolerance
+from errors import ConfigError
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Replicas:
 
         They are more than this replica had done where others went on without it: its state is then theirs.
         The first step waits for all replicas, for `patience` seconds. Asked again before `commit`, it answers
-        the same. ValueError: another replica's settings are not these. ReplicaLost: no quorum.
+        the same. ConfigError: another replica's settings are not these. ReplicaLost: no quorum.
         """
         if not self.has_quorum:
             self._form_quorum()
@@ -192,7 +193,7 @@ class Replicas:
         for key, value in theirs["settings"].items():
             if self.settings.get(key) != value:
                 reason = f"another replica has {value!r}; start all of them with one configuration"
-                raise ValueError(f"{key} = {self.settings.get(key)!r}: {reason}")
+                raise ConfigError(f"{key} = {self.settings.get(key)!r}: {reason}")
         self.take(theirs["state"])
         self.started |= theirs["started"]
         logger.info("took over the state of another replica after step %d", self.manager.current_step())
@@ -279,12 +280,12 @@ def lighthouse_of(place: FaultTolerance) -> str:
 
 
 def check_replicas(place: FaultTolerance) -> None:
-    """ValueError where torchft is missing or its lighthouse cannot be reached."""
+    """ConfigError where torchft is missing or its lighthouse cannot be reached."""
     try:
         import_torchft()
     except ImportError as error:
         fix = f"{sys.executable} -m pip install {TORCHFT}"
-        raise ValueError(f"fault_tolerance.enable = True: needs torchft ({error}); {fix}") from error
+        raise ConfigError(f"fault_tolerance.enable = True: needs torchft ({error}); {fix}") from error
     address, fix = lighthouse_of(place), "start it with torchft_lighthouse --min_replicas 1"
     try:
         url = urlsplit(address)
@@ -293,9 +294,9 @@ def check_replicas(place: FaultTolerance) -> None:
         host = port = None
     if not address.startswith("http://") or not host or not port:
         reason = f"expected http://host:port of torchft's lighthouse; {fix}"
-        raise ValueError(f"fault_tolerance.lighthouse = {address!r}: {reason}")
+        raise ConfigError(f"fault_tolerance.lighthouse = {address!r}: {reason}")
     if problem := unreachable(host, port):
-        raise ValueError(f"fault_tolerance.lighthouse = {address!r}: {problem}; {fix}")
+        raise ConfigError(f"fault_tolerance.lighthouse = {address!r}: {problem}; {fix}")
 
 
 def unreachable(host: str, port: int) -> str:

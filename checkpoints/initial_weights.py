@@ -17,11 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
-from datasets.variables import expand_levels
-from parallelisms.float8 import plain_weight
-from parallelisms.parallelize import copy_part
-from training.checkpoint import problem_of
-from training.checkpoint_files import (
+from checkpoints.checkpointer import problem_of
+from checkpoints.files import (
     MANIFEST,
     Damaged,
     TensorReader,
@@ -30,7 +27,11 @@ from training.checkpoint_files import (
     step_folder,
     stored_tensors,
 )
-from training.run_state import Parameters
+from checkpoints.run_state import Parameters
+from datasets.variables import expand_levels
+from errors import ConfigError
+from parallelisms.float8 import plain_weight
+from parallelisms.parallelize import copy_part
 
 logger = logging.getLogger(__name__)
 # Where a model's channels are: parameter -> (dim that counts them, whose they are).
@@ -57,20 +58,20 @@ class Channels:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint, or the newest in a folder of them, or in a run's folder. ValueError: there is none."""
+    """A checkpoint, or the newest in a folder of them, or in a run's folder. ConfigError: there is none."""
     for folder in (path, path / "checkpoints"):
         if (folder / ".metadata").exists():
             return folder
         if steps := complete_steps(folder):
             return step_folder(folder, steps[-1])
     reason = "no checkpoint there; name a run's folder, or a step-... in it"
-    raise ValueError(f"checkpoint.initial_load_path = '{path}': {reason}")
+    raise ConfigError(f"checkpoint.initial_load_path = '{path}': {reason}")
 
 
 def load_initial_weights(path: Path, parameters: Parameters, channels: Channels) -> None:
     """Fills the parameters, which have their initial weights, from a checkpoint; says what stays as it was.
 
-    ValueError where it is damaged, has none of this model's weights, or has them in another shape.
+    ConfigError where it is damaged, has none of this model's weights, or has them in another shape.
     """
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     folder = find_checkpoint(path)
@@ -96,7 +97,7 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
 def _check(
     folder: Path, theirs: dict[str, torch.Size], by_channel: list[str], parameters: Parameters, group: Any
 ) -> None:
-    """ValueError on all ranks when a parameter of one of them has another shape, or none is there."""
+    """ConfigError on all ranks when a parameter of one of them has another shape, or none is there."""
     problem = "" if theirs else "has none of this model's weights"
     for name, shape in theirs.items():
         if name not in by_channel and shape != parameters[name].shape:
@@ -104,7 +105,7 @@ def _check(
     problems: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     if problem := next(filter(None, problems), ""):
-        raise ValueError(f"checkpoint.initial_load_path: {folder}: {problem}; take the model of that run")
+        raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}; take the model of that run")
 
 
 def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> None:
@@ -119,7 +120,7 @@ def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, 
     if fits != list(stored.shape) or whole.shape[dim] != size * len(new_names):
         shapes = f"{list(stored.shape)} for {len(old_names)} channels there and {list(whole.shape)} for"
         reason = f"{name} is {shapes} {len(new_names)} in this model; take the model of that run"
-        raise ValueError(f"checkpoint.initial_load_path: {reason}")
+        raise ConfigError(f"checkpoint.initial_load_path: {reason}")
     for place, channel in enumerate(new_names):
         if channel in old_names:
             part = stored.narrow(dim, old_names.index(channel) * size, size)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from errors import DataError
+
 STEP = "ProfilerStep#"
 DATA = "data"  # the part of the loop that waits for a batch; in other people's loops, torch's own span
 # Chrome's categories -> what they are here; others ("python_function", "gpu_user_annotation") are left out.
@@ -125,7 +127,7 @@ class Trace:
 def find_traces(where: Path) -> list[Path]:
     """The newest traces of a run (its folder, or its traces/), one a rank; or the one file that is named.
 
-    Raises ValueError where there is none.
+    Raises DataError where there is none.
     """
     if where.is_file():
         return [where]
@@ -133,13 +135,13 @@ def find_traces(where: Path) -> list[Path]:
     found = {path: FILE_NAME.fullmatch(path.name) for path in folder.glob("*.json.gz")}
     numbers = {path: (int(match[1]), int(match[2])) for path, match in found.items() if match}
     if not numbers:
-        raise ValueError(f"{where}: {'no trace' if where.is_dir() else 'no such folder or file'}; {HOW_TO}")
+        raise DataError(f"{where}: {'no trace' if where.is_dir() else 'no such folder or file'}; {HOW_TO}")
     newest = max(step for step, _ in numbers.values())
     return sorted((path for path in numbers if numbers[path][0] == newest), key=lambda path: numbers[path][1])
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises ValueError for what is no trace, or one without a whole step."""
+    """Raises DataError for what is no trace, or one without a whole step."""
     record = _read_json(path)
     events = list(_events(record["traceEvents"]))
     threads: dict[Hashable, list[Event]] = defaultdict(list)
@@ -150,7 +152,7 @@ def read_trace(path: Path) -> Trace:
         nest(thread)
     steps = [e for e in events if e.kind == "span" and e.name.startswith(STEP)]
     if not steps:
-        raise ValueError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
+        raise DataError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
     distributed = record.get("distributedInfo", {})
     match = FILE_NAME.fullmatch(path.name)
@@ -171,9 +173,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             record = json.load(file)
     except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a trace ({error})") from error
+        raise DataError(f"{path}: cannot be read as a trace ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
-        raise ValueError(f"{path}: no trace of torch.profiler (it has no list traceEvents)")
+        raise DataError(f"{path}: no trace of torch.profiler (it has no list traceEvents)")
     return record
 
 

@@ -7,7 +7,7 @@ that is not known (a CUDA graph, a compiled kernel) its own name has to do.
 import re
 from functools import cache
 
-from training.trace_events import DATA, Event
+from traces.events import DATA, Event
 
 GEMM, ATTENTION, ELEMENTWISE = "GEMM", "attention", "norm, elementwise"
 OPTIMIZER, COMMUNICATION, COPIES = "optimiser", "communication", "copies"

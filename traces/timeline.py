@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from training.trace_classes import (
+from traces.classes import (
     CLASSES,
     COMMUNICATION,
     COMPUTE,
@@ -27,7 +27,7 @@ from training.trace_classes import (
     kernel_class,
     working_operator,
 )
-from training.trace_events import Event, Interval, Loop, Trace, stretches
+from traces.events import Event, Interval, Loop, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from training.trace_classes import (
+from traces.classes import (
     AROUND,
     ATTENTION,
     CLASSES,
@@ -24,10 +24,10 @@ from training.trace_classes import (
     IDLE,
     OPTIMIZER,
 )
-from training.trace_events import Interval, Loop
-from training.trace_memory import MemoryTimeline
-from training.trace_timeline import Timeline
-from training.trace_work import Rates, work_by_class
+from traces.events import Interval, Loop
+from traces.memory import MemoryTimeline
+from traces.timeline import Timeline
+from traces.work import Rates, work_by_class
 
 # Work in cool colours, what a step need not have in warm ones.
 COLOURS = {

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from training.trace_classes import (
+from traces.classes import (
     AROUND,
     ATTENTION,
     CLASSES,
@@ -16,9 +16,9 @@ from training.trace_classes import (
     GEMM,
     IDLE,
 )
-from training.trace_events import Event, Trace
-from training.trace_timeline import Piece, Timeline
-from training.trace_work import ClassWork, Rates, dims, loaded_bytes, work_by_class, work_of
+from traces.events import Event, Trace
+from traces.timeline import Piece, Timeline
+from traces.work import ClassWork, Rates, dims, loaded_bytes, work_by_class, work_of
 
 WAITING = (COMMUNICATION, DATA_WAIT, AROUND, IDLE)  # a step need have none of them
 TOP = 8  # rows of a list

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from checkpoints.run_state import RunState
 from config import Config, settings_of_replicas
-from parallelisms.replicas import Replicas, State, local
+from errors import ConfigError
+from jobs.replicas import Replicas, State, local
 from training.bad_steps import BadSteps
 from training.optimizer_states import empty_moment
-from training.run_state import RunState
 
 
 def hand_over(run: RunState, bad_steps: BadSteps) -> State:
@@ -20,7 +21,7 @@ def hand_over(run: RunState, bad_steps: BadSteps) -> State:
 
 @torch.no_grad()
 def take_over(run: RunState, bad_steps: BadSteps, state: State) -> None:
-    """Makes another replica's state this one's. ValueError where the two have another layout."""
+    """Makes another replica's state this one's. ConfigError where the two have another layout."""
     for key, value in state["optimizer"].items():
         _allocate_moment(run, key, value)
     for part, mine in _tensors(run, bad_steps).items():
@@ -43,7 +44,7 @@ def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:
     name, _, moment = key.rpartition(".")
     parameter = run.parameters.get(name)
     if parameter is None:
-        raise ValueError(f"optimizer.{key}: only another replica has it; start all of them with one layout")
+        raise ConfigError(f"optimizer.{key}: only another replica has it; start all of them with one layout")
     if moment in run.optimizer.state[parameter]:
         return
     empty = empty_moment(run.optimizer, parameter, moment, value.dtype)
@@ -51,12 +52,12 @@ def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:
 
 
 def _copy(part: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Into place. A tensor that only one of the two has, or of another shape, is a ValueError."""
+    """Into place. A tensor that only one of the two has, or of another shape, is a ConfigError."""
     for name in mine | theirs:
         sizes = [list(local(t[name]).shape) if name in t else "nothing" for t in (mine, theirs)]
         if sizes[0] != sizes[1]:
             reason = f"{sizes[0]} here and {sizes[1]} in another replica"
-            raise ValueError(f"{part}.{name}: {reason}; start all of them with one layout")
+            raise ConfigError(f"{part}.{name}: {reason}; start all of them with one layout")
         local(mine[name]).copy_(theirs[name])
 
 

@@ -2,7 +2,7 @@
 
 A save is: copy this rank's part into host memory that every save reuses (during the next forward and
 backward), write it from another process, gather what was written, and let rank 0 complete the folder
-(training/checkpoint_files.py). At most one is in flight: the next waits for it.
+(checkpoints/files.py). At most one is in flight: the next waits for it.
 """
 
 import logging
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from training.checkpoint_files import (
+from checkpoints.files import (
     DAMAGED,
     INCOMPLETE,
     Damaged,
@@ -40,7 +40,7 @@ from training.checkpoint_files import (
     step_folder,
     stored_tensors,
 )
-from training.checkpoint_writer import (
+from checkpoints.writer import (
     Arena,
     Copying,
     Finish,
@@ -49,6 +49,7 @@ from training.checkpoint_writer import (
     finish,
     write_tensors,
 )
+from errors import DataError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Checkpointer:
         return lock
 
     def _on_first(self, do: Callable[[], T]) -> T | None:
-        """Rank 0 does it; a ValueError or OSError of its is everybody's ValueError."""
+        """Rank 0 does it; a DataError or OSError of its is everybody's DataError."""
         result, problem = None, [""]
         if self.is_first:
             try:
@@ -110,7 +111,7 @@ class Checkpointer:
                 problem = [str(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         if problem[0]:
-            raise ValueError(problem[0])
+            raise DataError(problem[0])
         return result
 
     # -- saving --------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class Checkpointer:
 
     def newest(self, at_most: float = math.inf) -> int | None:
         """The step of the newest checkpoint whose every byte is what was written; damaged ones are named
-        and set aside. ValueError when there are only damaged ones: nobody wants to start over unasked.
+        and set aside. DataError when there are only damaged ones: nobody wants to start over unasked.
         """
         self.wait()
         while True:
@@ -269,7 +270,7 @@ class Checkpointer:
         names: list[Any] = [[path.name for path in aside]]
         dist.broadcast_object_list(names, src=0, group=self.group)
         if names[0]:
-            raise ValueError(
+            raise DataError(
                 f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
                 f"({', '.join(names[0])}); remove them to start over, or choose another job.dump_folder"
             )
@@ -294,7 +295,7 @@ class Checkpointer:
     def load(self, step: int, state: State) -> None:
         """Fills the tensors of `state` from the checkpoint of `step`, whatever layout wrote it.
 
-        ValueError, naming the tensor, where one does not fit.
+        DataError, naming the tensor, where one does not fit.
         """
         load(step_folder(self.folder, step), state, self.group)
 
@@ -323,14 +324,14 @@ def problem_of(folder: Path, group: dist.ProcessGroup) -> str:
 
 
 def load(folder: Path, state: State, group: dist.ProcessGroup) -> None:
-    """Fills the tensors of `state` from a checkpoint. ValueError where a tensor does not fit."""
+    """Fills the tensors of `state` from a checkpoint. DataError where a tensor does not fit."""
     stored, tensors = stored_tensors(folder), flatten(state)
     for name, tensor in tensors.items():
         if name not in stored:
-            raise ValueError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
+            raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
         if stored[name].size != tensor.shape:
             shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
-            raise ValueError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+            raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
     with reading(folder):
         reader = TensorReader(str(folder))
         state_dict_loader.load(cast(dict[str, Any], tensors), storage_reader=reader, process_group=group)

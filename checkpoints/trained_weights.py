@@ -11,14 +11,15 @@ import numpy as np
 import tomli
 import torch.distributed as dist
 
+from checkpoints.checkpointer import load, problem_of
+from checkpoints.files import MANIFEST, complete_steps, reading, step_folder, stored_tensors
+from checkpoints.initial_weights import Channels
+from checkpoints.run_state import Parameters
 from config import Config
 from datasets.normalization import Statistics
+from errors import DataError
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import from_first_rank
-from training.checkpoint import load, problem_of
-from training.checkpoint_files import MANIFEST, complete_steps, reading, step_folder, stored_tensors
-from training.initial_weights import Channels
-from training.run_state import Parameters
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def candidates(path: Path) -> Iterator[Path]:
 def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> Trained:
     """The newest checkpoint at `path` whose bytes are what was written. Called by all ranks together.
 
-    averaged: take averaged weights where it has them. ValueError: there is none, it was trained with other
+    averaged: take averaged weights where it has them. DataError: there is none, it was trained with other
     variables, or the statistics of its run are missing.
     """
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
@@ -62,7 +63,7 @@ def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> T
         logger.warning("%s; taking the one before", problem)
     else:
         reason = "all its checkpoints are damaged" if found else "no checkpoint there"
-        raise ValueError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
+        raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
     _check_channels(folder, config)
     has_averages = any(name.startswith("ema.") for name in stored_tensors(folder))
     # A run's folder holds checkpoints/step-... and best/step-...
@@ -79,20 +80,20 @@ def _check_channels(folder: Path, config: Config) -> None:
     theirs, ours = Channels.of(tomli.loads(stored.read_text())["data"]), Channels.of(asdict(config)["data"])
     if theirs != ours:
         shown = f"{theirs.inputs} there and {ours.inputs} in this configuration"
-        raise ValueError(f"{folder}: its channels are {shown}; take the configuration beside its weights")
+        raise DataError(f"{folder}: its channels are {shown}; take the configuration beside its weights")
 
 
 def read_statistics(path: Path) -> Statistics:
     """What the weights were trained with; the data they came from need not be there any more."""
     if not path.exists():
-        raise ValueError(f"{path}: is missing; copy it from the folder of the run that trained the weights")
+        raise DataError(f"{path}: is missing; copy it from the folder of the run that trained the weights")
     with np.load(path) as stored:
         arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
         return Statistics(**arrays, fingerprint=str(stored["fingerprint"]))
 
 
 def load_weights(trained: Trained, parameters: Parameters) -> None:
-    """Fills the parameters, cut as they are on this rank. ValueError: another model's."""
+    """Fills the parameters, cut as they are on this rank. DataError: another model's."""
     part = "ema" if trained.averaged else "model"
     tensors = {name: plain_weight(parameter.detach()) for name, parameter in parameters.items()}
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))

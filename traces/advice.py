@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from training.trace_classes import (
+from traces.classes import (
     AROUND,
     ATTENTION,
     COMMUNICATION,
@@ -14,9 +14,9 @@ from training.trace_classes import (
     GEMM,
     OPTIMIZER,
 )
-from training.trace_events import DATA, Event, Trace
-from training.trace_timeline import Timeline
-from training.trace_work import Rates, dims, operator_times, work_by_class
+from traces.events import DATA, Event, Trace
+from traces.timeline import Timeline
+from traces.work import Rates, dims, operator_times, work_by_class
 
 WORTH_SAYING = 0.03  # of a step
 SENTENCES = 4

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from errors import DataError
+
 TRACE_NAME = re.compile(r"(step-\d+-rank\d+)\.json\.gz")
 OURS = ("train.py", "models/", "parallelisms/", "training/", "datasets/", "verification/")
 
@@ -45,7 +47,7 @@ def snapshot_beside(trace: Path) -> Path | None:
 
 
 def read_memory(path: Path) -> list[MemoryTimeline]:
-    """One a GPU that did anything. Raises ValueError for what is no snapshot, or carries code."""
+    """One a GPU that did anything. Raises DataError for what is no snapshot, or carries code."""
     try:
         with path.open("rb") as file:
             snapshot = PlainUnpickler(file).load()
@@ -55,7 +57,7 @@ def read_memory(path: Path) -> list[MemoryTimeline]:
             if any(event["action"] == "alloc" for event in events)
         ]
     except (pickle.UnpicklingError, OSError, EOFError, KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as a memory snapshot ({error})") from error
+        raise DataError(f"{path}: cannot be read as a memory snapshot ({error})") from error
 
 
 def active_bytes(segments: list[dict[str, Any]], device: int) -> int:

@@ -1,0 +1,44 @@
+"""What a user can get wrong, said in one line; every other error is ours, and keeps its traceback."""
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+BAD_INPUT = 2  # exit code
+
+
+class UserError(ValueError):
+    """Bad input: one line on stderr that names what, where and the fix, then exit code 2."""
+
+
+class ConfigError(UserError):
+    """What the configuration or the command line asks for cannot be done: key, value, reason, fix."""
+
+
+class DataError(UserError):
+    """A file is not there, cannot be read, or does not hold what was asked of it: path, reason, fix."""
+
+
+def refuse(key: str, value: Any, reason: str) -> NoReturn:
+    raise ConfigError(f"{key} = {value!r}: {reason}")
+
+
+def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
+    """'did you mean X?' for a typo, else the list of valid names."""
+    names = [str(v) for v in valid]
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
+    return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """The guard around a program: a user's mistake ends it after one line, said by one rank a host."""
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
