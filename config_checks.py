@@ -4,10 +4,10 @@ fix.
 
 import math
 import os
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from config import Config, Data, Model, Validation
+from datasets.dates import parse_period
 from datasets.variables import expand_levels
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout, number_in_environment
@@ -91,28 +91,6 @@ def _check_periods(data: Data) -> None:
     if train and validation and train[0] <= validation[1] and validation[0] <= train[1]:
         reason = f"overlaps data.train_period = {list(data.train_period)}"
         refuse("data.validation_period", list(data.validation_period), f"{reason}; move one of them")
-
-
-def parse_period(name: str, period: tuple[str, ...]) -> tuple[datetime, datetime] | None:
-    """First and last instant (UTC) of ["first", "last"]; a last day without an hour counts to its end."""
-    if not period:
-        return None
-    if len(period) != 2:
-        refuse(name, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
-    first, last = (_parse_date(name, text) for text in period)
-    if len(period[1]) <= len("2001-01-01"):
-        last += timedelta(days=1, seconds=-1)
-    if last < first:
-        refuse(name, list(period), "the last date lies before the first; exchange them")
-    return first, last
-
-
-def _parse_date(name: str, text: str) -> datetime:
-    try:
-        date = datetime.fromisoformat(text)
-    except ValueError:
-        refuse(name, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
-    return date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
 
 
 def _check_training(config: Config) -> None:

@@ -6,13 +6,12 @@ there raises a ConfigError of one line. Shapes: S static variables, H latitudes,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 
 import numpy as np
 
 from config import Data
-from config_checks import parse_period
 from datasets import simulated
+from datasets.dates import is_whole_day, parse_period
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
 from datasets.variables import expand_levels, nearest_name
@@ -119,8 +118,8 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
             raise ConfigError(f"{key} = {list(period)}: no date {_span(archive.times)}")
         return found
     first, last = _ends(key, period)
-    whole_day = len(period[1]) <= len("2001-01-01")
-    last = min(last, max(archive.times[-1], last.astype("datetime64[D]"))) if whole_day else last
+    if is_whole_day(period[1]):
+        last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
     count = int((last - first) / np.timedelta64(interval_hours, "h")) + 1
     wanted = first + np.arange(count) * np.timedelta64(interval_hours, "h")
     try:
@@ -185,11 +184,7 @@ def _ends(key: str, period: tuple[str, ...]) -> tuple[np.datetime64, np.datetime
     """The first and the last instant of a period that is not empty."""
     span = parse_period(key, period)
     assert span
-    return np.datetime64(_naive(span[0]), "s"), np.datetime64(_naive(span[1]), "s")
-
-
-def _naive(instant: datetime) -> datetime:
-    return instant.replace(tzinfo=None)  # numpy's datetimes are UTC without saying so
+    return np.datetime64(span[0], "s"), np.datetime64(span[1], "s")
 
 
 def _span(times: np.ndarray) -> str:

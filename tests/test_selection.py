@@ -7,6 +7,7 @@ import pytest
 import xarray as xr
 
 from config import Data
+from datasets.dates import parse_period
 from datasets.selection import evenly_spaced, open_selection
 from tests.archives import analyses, weatherbench
 
@@ -31,6 +32,12 @@ def data(tmp_path):
         validation_period=("2020-01-04", "2020-01-05"),
         static_variables=("land_sea_mask",),
     )
+
+
+def test_dates_with_an_offset_become_utc() -> None:
+    first, last = parse_period("p", ("2020-01-01T06:00+02:00", "2020-01-01")) or (None, None)
+    assert first and first.isoformat() == "2020-01-01T04:00:00"
+    assert last and last.isoformat() == "2020-01-01T23:59:59"
 
 
 def test_samples_keep_to_their_period_and_make_nothing_of_gaps(data):
