@@ -23,12 +23,12 @@ import xarray as xr
 from benchmarks.results_file import record
 from datasets.era5 import open_archive
 from datasets.grid import Grid
+from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.regions import REGIONS
-from verification.regrid import Regridder
 from verification.spectra import mean_over_latitudes
 
 TOLERANCE = 1e-6

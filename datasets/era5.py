@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from datasets.files import DATA_FILES, is_url, is_zarr, open_file
-from datasets.grid import Grid, regrid_conservative
+from datasets.grid import Grid
 from datasets.layouts import StoredField, stored_fields
+from datasets.regrid import Regridder
 from datasets.variables import nearest_name
 from errors import DataError
 
@@ -293,7 +295,7 @@ def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
     source, values = place[0].orientation.grid, _read_place(*place)
     if source.same_as(target):
         return values
-    regridded = regrid_conservative(values, source, target).astype(np.float32)
+    regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()
     if np.isnan(regridded).all():
         raise DataError(
             f"{path!r} has {name!r} nowhere on the grid wanted: latitudes {target.latitude[[0, -1]]}"

@@ -1,9 +1,8 @@
-"""Latitude-longitude grids: their cells, the one definition of the area weight, and conservative regridding.
+"""Latitude-longitude grids: their cells and the one definition of the area weight.
 
 A grid point stands for its cell; the cells' bounds lie half-way between points. The area between two
 latitudes is proportional to the difference of their sines, so areas are differences of sin(latitude) times
-differences of longitude, and everything here is separable: one small matrix for the rows, one for the
-columns. Shapes: H latitudes, W longitudes. Degrees everywhere.
+differences of longitude. Shapes: H latitudes, W longitudes. Degrees everywhere.
 """
 
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ import numpy as np
 
 # Coordinates stored as float32 are off by up to 4e-6 degrees at 90 and 1.5e-5 at 360.
 FLOAT32_DEGREES = 2e-5
-# Two cells that only touch can overlap by rounding; below this part of a cell an overlap counts as none.
-SLIVER = 1e-6
 
 
 def equal_spacing(coordinate: np.ndarray) -> np.ndarray:
@@ -127,47 +124,3 @@ def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
         return np.concatenate([[seam], middle, [seam + 360]])
     first, last = values[0] - (middle[0] - values[0]), values[-1] + (values[-1] - middle[-1])
     return np.concatenate([[first], middle, [last]])
-
-
-def _overlap(target: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Lengths (N_t, N_s) that the intervals between ascending bounds have in common."""
-    upper = np.minimum(target[1:, None], source[None, 1:])
-    lower = np.maximum(target[:-1, None], source[None, :-1])
-    common = np.maximum(upper - lower, 0)
-    common[common < SLIVER * np.diff(target)[:, None]] = 0
-    return common
-
-
-def conservative_weights(source: Grid, target: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Overlaps of the cells of two grids: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees.
-
-    The area that target cell (i, j) shares with source cell (k, l) is rows[i, k] * columns[j, l], but for a
-    constant. Longitudes overlap modulo 360.
-    """
-    bounds = [np.sin(np.deg2rad(latitude_bounds(grid.latitude)))[::-1] for grid in (target, source)]
-    rows = _overlap(*bounds)[::-1, ::-1]  # ascending for the overlap, then back to north first
-    target_columns, source_columns = longitude_bounds(target.longitude), longitude_bounds(source.longitude)
-    turns = 360 * np.arange(-2, 3)  # -180..180 against 0..360, and cells that straddle the seam
-    columns = sum(_overlap(target_columns, source_columns + turn) for turn in turns)
-    return np.ascontiguousarray(rows), np.asarray(columns)
-
-
-def regrid_conservative(field: np.ndarray, source: Grid, target: Grid) -> np.ndarray:
-    """First-order conservative regridding of a field (..., H_s, W_s) -> (..., H_t, W_t), in float64.
-
-    A target value is the area mean of the source cells under it (Jones 1999). NaN counts as no area: the mean
-    is over the rest, and NaN where nothing valid lies below. Where the target lies inside a source without
-    NaN the integral is kept. ValueError where the field's last two axes are not the source grid's.
-    """
-    if field.shape[-2:] != source.shape:
-        raise ValueError(f"field of shape {field.shape} is not on the source grid {source.shape}")
-    rows, columns = conservative_weights(source, target)
-    values = np.asarray(field, np.float64)
-    valid = np.isfinite(values)
-    if valid.all():
-        area = rows.sum(1)[:, None] * columns.sum(1)
-        total = rows @ (values @ columns.T)
-    else:
-        area = rows @ (valid @ columns.T)
-        total = rows @ (np.where(valid, values, 0) @ columns.T)
-    return np.divide(total, area, out=np.full(total.shape, np.nan), where=area > 0)

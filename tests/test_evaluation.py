@@ -11,7 +11,7 @@ import torch.distributed as dist
 import xarray as xr
 
 from datasets.era5 import Archive, open_archive
-from datasets.grid import regrid_conservative
+from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification import matching
 from verification.baselines import AnalysesForecast, damped_persistence, persistence
@@ -176,7 +176,7 @@ def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
     fine = open_forecast(write(forecasts(fine_truth, 4, LEADS), folder / "fine.zarr"))
     found = evaluate(fine, coarse, variables=["geopotential:500"]).scores.geopotential.sel(metric="bias")
     field = fine.read_block(slice(0, 4), slice(0, 1), ["geopotential:500"])[:, 0, 0]
-    forecast = regrid_conservative(field, fine.grid, coarse.grid)
+    forecast = Regridder(fine.grid, coarse.grid)(torch.from_numpy(field)).numpy()
     times = [coarse.index(time + np.timedelta64(6, "h")) for time in fine.times]
     truth = np.stack([coarse.read(i, ["geopotential:500"])[0] for i in times])
     area = np.sin(np.deg2rad(coarse.grid.latitude + 15)) - np.sin(np.deg2rad(coarse.grid.latitude - 15))

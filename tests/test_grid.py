@@ -1,20 +1,9 @@
-"""Areas against integrals done by hand, regridding against overlaps summed cell by cell."""
-
-import itertools
+"""Areas against integrals done by hand, and what counts as a grid."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from datasets.grid import (
-    Grid,
-    area_weights,
-    conservative_weights,
-    latitude_bounds,
-    longitude_bounds,
-    regrid_conservative,
-)
+from datasets.grid import Grid, area_weights, latitude_bounds, longitude_bounds
 
 POLES = np.linspace(90, -90, 721)
 CELLS = np.linspace(87.1875, -87.1875, 32)
@@ -106,93 +95,3 @@ def test_grid():
 def test_grid_errors(latitude: list, longitude: list, message: str):
     with pytest.raises(ValueError, match=message):
         Grid(np.array(latitude, "f8"), np.array(longitude, "f8"))
-
-
-def overlap_by_hand(source: Grid, target: Grid, field: np.ndarray) -> np.ndarray:
-    """Every pair of cells, on every turn of the circle, one at a time."""
-    rows = [np.sin(np.deg2rad(latitude_bounds(g.latitude))) for g in (source, target)]
-    columns = [longitude_bounds(g.longitude) for g in (source, target)]
-    out = np.full(target.shape, np.nan)
-    for i, j in itertools.product(*map(range, target.shape)):
-        total = area = 0.0
-        for k, m in itertools.product(*map(range, source.shape)):
-            height = min(rows[1][i], rows[0][k]) - max(rows[1][i + 1], rows[0][k + 1])
-            for turn in (-720, -360, 0, 360, 720):
-                west, east = columns[0][m] + turn, columns[0][m + 1] + turn
-                width = min(columns[1][j + 1], east) - max(columns[1][j], west)
-                if height > 1e-9 and width > 1e-9 and np.isfinite(field[k, m]):
-                    area, total = area + height * width, total + height * width * field[k, m]
-        out[i, j] = total / area if area else np.nan
-    return out
-
-
-GRIDS = [
-    globe(4, 6),
-    globe(5, 8, poles=True),
-    globe(3, 5, start=10),
-    globe(4, 4, start=-180),
-    region(60, 20, -20, 40, 4, 5),
-    region(80, -80, 350, 390, 5, 3),
-    region(90, 60, 100, 220, 3, 4),
-]
-
-
-@pytest.mark.parametrize("source", range(len(GRIDS)))
-@pytest.mark.parametrize("target", range(len(GRIDS)))
-@pytest.mark.parametrize("holes", [False, True])
-def test_regrid_against_brute_force(source: int, target: int, holes: bool):
-    rng = np.random.default_rng(source)
-    field = rng.normal(size=GRIDS[source].shape)
-    if holes:
-        field[rng.random(field.shape) < 0.4] = np.nan
-    ours = regrid_conservative(field, GRIDS[source], GRIDS[target])
-    np.testing.assert_allclose(ours, overlap_by_hand(GRIDS[source], GRIDS[target], field), atol=1e-12)
-
-
-grids = st.builds(globe, st.integers(2, 24), st.integers(3, 25), st.booleans(), st.floats(-180, 180))
-
-
-@settings(max_examples=60, deadline=None)
-@given(grids, grids, st.integers(0, 9))
-def test_regrid_conserves_the_area_mean(source: Grid, target: Grid, seed: int):
-    field = np.random.default_rng(seed).normal(size=(2, *source.shape))
-    new = regrid_conservative(field, source, target)
-    pairs = ((field, source), (new, target))
-    means = [(values * area_weights(grid.latitude)[:, None]).mean((1, 2)) for values, grid in pairs]
-    np.testing.assert_allclose(*means, atol=1e-5)  # slivers below 1e-6 of a cell are left out
-    assert new.min() >= field.min() - 1e-12 and new.max() <= field.max() + 1e-12
-    constant = regrid_conservative(np.full(source.shape, 3.25), source, target)
-    np.testing.assert_allclose(constant, 3.25, rtol=1e-12)
-
-
-def test_overlaps_add_up_to_the_cells():
-    source, target = globe(721, 1440, poles=True), globe(121, 240, poles=True)
-    rows, columns = conservative_weights(source, target)
-    assert rows.shape == (121, 721) and columns.shape == (240, 1440)
-    np.testing.assert_allclose(rows.sum(1) * 121 / 2, area_weights(target.latitude), rtol=1e-9)
-    np.testing.assert_allclose(columns.sum(1), 1.5, rtol=1e-9)
-    np.testing.assert_allclose(columns.sum(0), 0.25, rtol=1e-9)
-
-
-def test_same_grid_is_the_identity():
-    for grid in GRIDS:
-        field = np.random.default_rng(1).normal(size=grid.shape).astype("f4")
-        np.testing.assert_allclose(regrid_conservative(field, grid, grid), field, rtol=1e-12)
-
-
-def test_nan_only_where_nothing_valid_lies_below():
-    source, target = globe(8, 16), globe(4, 8)
-    field = np.ones(source.shape)
-    field[:2, :2] = np.nan  # under target (0, 0), whose columns straddle the seam, only half of it
-    field[4:6, 3] = np.nan
-    new = regrid_conservative(field, source, target)
-    assert np.isfinite(new).all() and np.allclose(new, 1)
-    field[:2, 15] = np.nan
-    assert np.flatnonzero(np.isnan(regrid_conservative(field, source, target))).tolist() == [0]
-    outside = regrid_conservative(np.ones((4, 5)), region(60, 20, -20, 40, 4, 5), globe(4, 8))
-    assert np.isnan(outside[2:]).all() and outside[0, 0] == 1
-
-
-def test_wrong_shape():
-    with pytest.raises(ValueError, match=r"field of shape \(4, 8\) is not on the source grid \(8, 16\)"):
-        regrid_conservative(np.ones((4, 8)), globe(8, 16), globe(4, 8))

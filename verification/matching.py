@@ -18,7 +18,7 @@ from torch import Tensor
 
 from datasets.era5 import Archive
 from datasets.grid import Grid
-from verification.regrid import Regridder
+from datasets.regrid import Regridder
 
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more only if a single field is larger
 KEPT_BYTES = 2**30  # of truth and of climatology kept for later dates

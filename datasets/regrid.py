@@ -1,0 +1,69 @@
+"""First-order conservative regridding (Jones 1999) on torch.
+
+Cells of two latitude-longitude grids overlap separably: one small matrix for the rows, one for the columns.
+Shapes: H latitudes, W longitudes; _s of the source, _t of the target.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from datasets.grid import Grid, latitude_bounds, longitude_bounds
+
+# Two cells that only touch can overlap by rounding; below this fraction of a cell an overlap counts as none.
+SLIVER = 1e-6
+
+
+class Regridder:
+    """Fields (..., H_s, W_s) on one grid -> (..., H_t, W_t) on another, computed in float64.
+
+    A target value is the area mean of the source cells under it. NaN counts as no area: the mean is over the
+    rest, and NaN where nothing valid lies below. Where the target lies inside a source without NaN the
+    integral is kept. An infinite cell makes the cells above it infinite: it is no missing value but a
+    forecast that blew up.
+    """
+
+    def __init__(self, source: Grid, target: Grid, device: torch.device | str = "cpu") -> None:
+        self.source = source
+        rows, columns = conservative_weights(source, target)
+        self.rows = torch.from_numpy(rows).to(device)  # (H_t, H_s)
+        self.columns = torch.from_numpy(columns).T.contiguous().to(device)  # (W_s, W_t)
+        self.area = self.rows.sum(1)[:, None] * self.columns.sum(0)  # (H_t, W_t), 0 outside the source
+
+    def __call__(self, fields: Tensor) -> Tensor:
+        """The result has the dtype of `fields`."""
+        assert fields.shape[-2:] == self.source.shape
+        total, area = self._overlaid(fields.double()), self.area
+        if not torch.isfinite(total).all():
+            area = self._overlaid(torch.isfinite(fields).double())
+            total = self._overlaid(torch.nan_to_num(fields.double(), 0, 0, 0))
+            burst = self._overlaid(torch.isinf(fields).double()) > 0
+            total, area = torch.where(burst, torch.inf, total), torch.where(burst, 1.0, area)
+        return torch.where(area > 0, total / area, torch.nan).to(fields.dtype)
+
+    def _overlaid(self, fields: Tensor) -> Tensor:
+        """Sums over overlaps, rows first: to a coarser grid that is half the work of columns first."""
+        return self.rows @ fields @ self.columns
+
+
+def conservative_weights(source: Grid, target: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """Overlaps of the cells of two grids: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees.
+
+    The area that target cell (i, j) has in common with source cell (k, l) is rows[i, k] * columns[j, l], but
+    for a constant. Longitudes overlap modulo 360.
+    """
+    bounds = [np.sin(np.deg2rad(latitude_bounds(grid.latitude)))[::-1] for grid in (target, source)]
+    rows = _overlap(*bounds)[::-1, ::-1]  # ascending for the overlap, then back to north first
+    target_columns, source_columns = longitude_bounds(target.longitude), longitude_bounds(source.longitude)
+    turns = 360 * np.arange(-2, 3)  # -180..180 against 0..360, and cells that straddle the seam
+    columns = sum(_overlap(target_columns, source_columns + turn) for turn in turns)
+    return np.ascontiguousarray(rows), np.asarray(columns)
+
+
+def _overlap(target: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Lengths (N_t, N_s) that the intervals between ascending bounds have in common."""
+    upper = np.minimum(target[1:, None], source[None, 1:])
+    lower = np.maximum(target[:-1, None], source[None, :-1])
+    common = np.maximum(upper - lower, 0)
+    common[common < SLIVER * np.diff(target)[:, None]] = 0
+    return common
