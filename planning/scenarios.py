@@ -6,26 +6,26 @@ planner's functions. The number in a remark, (1) to (9), is that of a contradict
 
 import inspect
 import math
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from errors import ConfigError
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
-from planning.case_study import CHANNELS as CHANNELS_OF_CASE
-from planning.case_study import GRID, RATES, case_study_rows
+from planning.case_study import STEP_AT_64, case_study_rows, gb, task, verdict, vit
 from planning.clusters import load_cluster
 from planning.cost import HOUR, Fleet, Saves, checkpoint_storage, expected_time
 from planning.memory import memory, scores_bytes, state_bytes
 from planning.report import checkpointing, layout
-from planning.scenario_table import Row, billions, gb, percent, table
-from planning.search import Plan, best_layouts, capacity, plan
+from planning.search import best_layouts, capacity, plan
 from planning.step_time import bubble
 from planning.workload import Workload
+from text_tables import text_table
 from training.lr_schedules import peak_lr
 
-ERA5 = (360, 720)  # the tutorial's grid
-CHANNELS = 20
+REMARK = 34  # characters of a line of remarks
+ERA5, CHANNELS = (360, 720), 20  # the tutorial's
 LLAMA_70B = Architecture(
     tokens=8192,
     dim=8192,
@@ -43,13 +43,12 @@ LLAMA_70B = Architecture(
     causal=True,
     rotary=True,
 )
-TEXTBOOK_RULES = ("fits on one GPU", "nearly fits", "far too large")
 TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
 
 
 def scenario_tables(name: str) -> str:
     """The tables of `name`, or of "all". ConfigError for any other name."""
-    scenarios: dict[str, Callable[[], list[Row]]] = {
+    scenarios: dict[str, Callable[[], str]] = {
         "case_study": case_study_rows,
         "tutorial": tutorial_rows,
         "textbook": textbook_rows,
@@ -58,7 +57,23 @@ def scenario_tables(name: str) -> str:
     if name != "all" and name not in scenarios:
         raise ConfigError(f"--scenario {name!r}: no such scenario; give one of {', '.join(scenarios)} or all")
     chosen = scenarios if name == "all" else {name: scenarios[name]}
-    return "\n\n".join(table(title, rows()) for title, rows in chosen.items())
+    return "\n\n".join(scenario_table(title, rows()) for title, rows in chosen.items())
+
+
+def scenario_table(title: str, text: str) -> str:
+    """One scenario as a table whose remarks are wrapped."""
+    lines = [(title, "source", "computed", "", "remark"), ("-" * 110,)]
+    for what, source, computed, remark in cells(text):
+        first, *more = textwrap.wrap(remark, REMARK) or [""]
+        lines.append((what, source, computed, "", first))
+        lines += [("", "", "", "", rest) for rest in more]
+    return text_table(f"<41 >16 >18 <1 <{REMARK}", lines)
+
+
+def cells(text: str) -> list[tuple[str, ...]]:
+    """(what, the source's figure, the computed one, remark) of lines that have | between them."""
+    lines = [line.split("|") for line in text.splitlines() if line]
+    return [(what.rstrip(), *(cell.strip() for cell in rest)) for what, *rest in lines]
 
 
 # -- the tutorial
@@ -70,208 +85,191 @@ def tutorial_model(dim: int, grid: tuple[int, int] = ERA5) -> Architecture:
 
 def tutorial_work(dim: int, batch: int, degrees: Degrees, **changes: object) -> Workload:
     """`batch`: samples of all ranks."""
-    made = Workload(tutorial_model(dim), degrees, batch // degrees.dp, batch)
-    return with_fields(made, CHANNELS * ERA5[0] * ERA5[1]).replace(**changes)
+    values, model = CHANNELS * math.prod(ERA5), tutorial_model(dim)
+    work = Workload(model, degrees, batch // degrees.dp, batch, field_values=values, input_values=values)
+    return work.replace(**changes)
 
 
-def tutorial_rows() -> list[Row]:
+def tutorial_rows() -> str:
     small, large = tutorial_model(384), tutorial_model(1536)
     blocks = large.layers * large.block_parameters / (small.layers * small.block_parameters)
-    rows = [
-        Row("parameters, d = 384, 360 x 720", "23.8 M", f"{small.parameters / 1e6:.1f} M"),
-        Row(
-            "  the same at 64 x 128",
-            "22.3 M",
-            f"{tutorial_model(384, (64, 128)).parameters / 1e6:.1f} M",
-            "fewer positions to learn",
-        ),
-        Row("larger model, d = 1536", "about 16 x", f"{large.parameters / small.parameters:.1f} x",
-            f"of the blocks alone {blocks:.1f} x; {large.parameters / 1e6:.0f} M"),
-        Row("head size", "48", f"{small.head_dim}", f"{large.head_dim} of the larger one, also 8 heads"),
-        Row("tokens", "4,050", f"{small.tokens:,}"),
-    ]  # fmt: skip
-    for batch in (16, 64, 256, 1024):
-        lr = peak_lr(5e-4, "sqrt", 16, batch, float("inf"))
-        said = {16: "5e-4", 64: "1e-3", 256: "2e-3", 1024: "4e-3"}[batch]
-        rows.append(Row(f"learning rate of bs{batch}_opt", said, f"{lr:.0e}".replace("e-0", "e-")))
-    return [*rows, *tutorial_speed(), *tutorial_memory()]
+
+    def lr(batch: int) -> str:
+        return f"{peak_lr(5e-4, 'sqrt', 16, batch, float('inf')):.0e}".replace("e-0", "e-")
+
+    return f"""
+parameters, d = 384, 360 x 720 | 23.8 M | {small.parameters / 1e6:.1f} M |
+  the same at 64 x 128 | 22.3 M | {tutorial_model(384, (64, 128)).parameters / 1e6:.1f} M |\
+ fewer positions to learn
+larger model, d = 1536 | about 16 x | {large.parameters / small.parameters:.1f} x |\
+ of the blocks alone {blocks:.1f} x; {large.parameters / 1e6:.0f} M
+head size | 48 | {small.head_dim} | {large.head_dim} of the larger one, also 8 heads
+tokens | 4,050 | {small.tokens:,} |
+learning rate of bs16_opt | 5e-4 | {lr(16)} |
+learning rate of bs64_opt | 1e-3 | {lr(64)} |
+learning rate of bs256_opt | 2e-3 | {lr(256)} |
+learning rate of bs1024_opt | 4e-3 | {lr(1024)} |
+{tutorial_speed()}{tutorial_memory()}"""
 
 
-def tutorial_speed() -> list[Row]:
+def tutorial_speed() -> str:
     """Samples/s; what the tutorial's loader and optimiser cost is not in the model of a step."""
-    one, node, four = (load_cluster(name) for name in ("a100-40x1", "a100-40x4", "a100-40x16"))
-    rows = []
-    for what, source, remark, changes in (
-        ("as written", "8.8", "fp32; it waits for its data", {"dtype": "float32"}),
-        ("8 workers", "12", "the same: no step's time, a loader's", {"dtype": "float32"}),
-        ("fp16 or bf16", "37.5", "a step alone, data there", {}),
-        ("compile, fused Adam", "42", "a step alone, data there", {"compiled": True}),
-    ):
-        made = plan(tutorial_work(384, 16, Degrees(), **changes), one)
-        rows.append(Row(f"samples/s, batch 16: {what}", source, rate(made), remark))
-    data = plan(tutorial_work(1536, 16, Degrees(dp_replicate=4), compiled=True), node)
-    cut = plan(tutorial_work(1536, 64, Degrees(dp_replicate=4, tp=4), compiled=True), four)
-    a_gpu = cut.time.samples_per_second / 4 / data.time.samples_per_second
-    return [
-        *rows,
-        Row("large model, 4 GPUs, data parallel", "51", rate(data), "its batch is not said: 4 a GPU here"),
-        Row("  16 GPUs, tensor parallel 4", "72", rate(cut), "it reduces 2 + 4 times a block, Rossby 2 + 2"),
-        Row("  of the rate a GPU", "35 %", percent(a_gpu)),
-        Row("u10 RMSE after 22k steps", "0.13", "-", "a score: measured there, not computable"),
-    ]
+
+    def rate(dim: int, batch: int, degrees: Degrees, **changes: object) -> float:
+        cluster = load_cluster(f"a100-40x{degrees.world}")
+        return plan(tutorial_work(dim, batch, degrees, **changes), cluster).time.samples_per_second
+
+    fp32 = rate(384, 16, Degrees(), dtype="float32")
+    data = rate(1536, 16, Degrees(dp_replicate=4), compiled=True)
+    tensor = rate(1536, 64, Degrees(dp_replicate=4, tp=4), compiled=True)
+    return f"""
+samples/s, batch 16: as written | 8.8 | {fp32:.0f} | fp32; it waits for its data
+samples/s, batch 16: 8 workers | 12 | {fp32:.0f} | the same: no step's time, a loader's
+samples/s, batch 16: fp16 or bf16 | 37.5 | {rate(384, 16, Degrees()):.0f} | a step alone, data there
+samples/s, batch 16: compile, fused Adam | 42 | {rate(384, 16, Degrees(), compiled=True):.0f} |\
+ a step alone, data there
+large model, 4 GPUs, data parallel | 51 | {data:.0f} | its batch is not said: 4 a GPU here
+  16 GPUs, tensor parallel 4 | 72 | {tensor:.0f} | it reduces 2 + 4 times a block, Rossby 2 + 2
+  of the rate a GPU | 35 % | {tensor / 4 / data:.0%} |
+u10 RMSE after 22k steps | 0.13 | - | a score: measured there, not computable
+"""
 
 
-def tutorial_memory() -> list[Row]:
+def tutorial_memory() -> str:
     """Batch 16, at which 8.8 to 42 samples/s were measured."""
     room = capacity(load_cluster("a100-40x1"))
-    whole = memory(tutorial_work(1536, 16, Degrees())).peak
-    cut = memory(tutorial_work(1536, 16, Degrees(tp=4))).peak
-    verdict = "fits" if whole <= room else "does not fit"
-    return [
-        Row("large model on one GPU", "54 GB", gb(whole), "torch's share; the source counts the process"),
-        Row("  on 40 GB", "out of memory", verdict, f"{gb(room)} can be used"),
-        Row("  tensor parallel 4", "38 GB", gb(cut), "there each rank keeps the whole residual stream"),
-    ]
-
-
-def rate(made: Plan) -> str:
-    return f"{made.time.samples_per_second:.0f}"
+    whole, tensor = (memory(tutorial_work(1536, 16, Degrees(tp=tp))).peak for tp in (1, 4))
+    return f"""
+large model on one GPU | 54 GB | {gb(whole)} | torch's share; the source counts the process
+  on 40 GB | out of memory | {verdict(whole, room)} | {gb(room)} can be used
+  tensor parallel 4 | 38 GB | {gb(tensor)} | there each rank keeps the whole residual stream
+"""
 
 
 # -- the textbook
 
 
-def textbook_rows() -> list[Row]:
-    return [*states_rows(), *rule_rows(), *llama_rows(), *habits_rows()]
+def textbook_rows() -> str:
+    return states_rows() + rule_rows() + llama_rows() + habits_rows()
 
 
-def states_rows() -> list[Row]:
+def states_rows() -> str:
     """16-bit weights and gradients, 8 B of Adam: 12 B a parameter; Rossby keeps float32 masters: 16."""
     size = 7e9
-    parts = {"weights": 2 * size, "gradients": 2 * size, "Adam": 8 * size}
-    bytes_each = {"weights": "14 GB", "gradients": "14 GB", "Adam": "56 GB"}
-    rows = [Row(f"7 B parameters: {name}", bytes_each[name], gb(value)) for name, value in parts.items()]
-    own = gb(16 * size)
-    return [*rows, Row("  together", "84 GB", gb(sum(parts.values())), f"with float32 weights {own}")]
+    return f"""
+7 B parameters: weights | 14 GB | {gb(2 * size)} |
+7 B parameters: gradients | 14 GB | {gb(2 * size)} |
+7 B parameters: Adam | 56 GB | {gb(8 * size)} |
+  together | 84 GB | {gb(12 * size)} | with float32 weights {gb(16 * size)}
+"""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A row of the decision table in docs/planning.md; `kind` is what `--layout auto` has to find."""
+class Decision(NamedTuple):
+    """A row of the decision table in docs/planning.md."""
 
+    situation: str
     job: str
-    rule: str  # what the textbook calls it
-    kind: str
-    work: Workload
+    source: str  # what the textbook takes; "-" where it does not say
+    kind: str  # what `--layout auto` has to find
+    work: Workload  # its layout and micro-batch are only where the search starts
     cluster: str
 
 
 def decisions() -> list[Decision]:
-    """Micro-batches and layouts of the workloads are only where the search starts."""
-    small = Architecture(1024, 512, 12, 8, 2048, 1280, 1280)
-    ddp = Workload(small, Degrees(dp_shard=4), 16, 64)
+    small, values = Architecture(1024, 512, 12, 8, 2048, 1280, 1280), 256 * 256 * 20
+    ddp = Workload(small, Degrees(dp_shard=4), 16, 64, field_values=values, input_values=values)
+    fine = wide(1536, 24, (4, 4)).replace(degrees=Degrees(dp_shard=16, cp=4), global_batch=16)
     return [
-        Decision("45 M, 4 GPUs", "fits on one GPU", "DDP", with_fields(ddp, 256 * 256 * 20), "a100x4"),
-        Decision("1.4 B, 64 GPUs", "fits on one GPU", "DDP", case_study(1536, 24), "a100x64"),
-        Decision("5.5 B, 64 GPUs", "nearly fits", "FSDP", case_study(3072, 24), "a100x64"),
-        Decision("30 B, 64 GPUs", "too large", "tensor", case_study(7168, 56), "a100-8hdrx64"),
-        Decision("131,072 tokens, batch 16", "field too large", "context", fine_patches(), "a100x64"),
-        Decision("Llama-3-70B, 64 GPUs", "far too large", "3D", llama(1), "a100-8hdrx64"),
+        Decision("fits on one GPU", "45 M, 4 GPUs", "DDP", "DDP", ddp, "a100x4"),
+        Decision("fits on one GPU", "1.4 B, 64 GPUs", "DDP", "DDP", wide(1536, 24), "a100x64"),
+        Decision("nearly fits", "5.5 B, 64 GPUs", "FSDP", "FSDP", wide(3072, 24), "a100x64"),
+        Decision("too large", "30 B, 64 GPUs", "-", "tensor", wide(7168, 56), "a100-8hdrx64"),
+        Decision("field too large", "131,072 tokens, batch 16", "-", "context", fine, "a100x64"),
+        Decision("far too large", "Llama-3-70B, 64 GPUs", "3D", "3D", llama(), "a100-8hdrx64"),
     ]
 
 
-def case_study(dim: int, heads: int, patch: tuple[int, int] = (16, 16), batch: int = 256) -> Workload:
+def wide(dim: int, heads: int, patch: tuple[int, int] = (16, 16)) -> Workload:
     """The case study's task with 48 blocks of another width, compiled, on 64 GPUs."""
-    shape = vit_architecture(GRID, patch, CHANNELS_OF_CASE, CHANNELS_OF_CASE, dim, 48, heads)
-    made = Workload(shape, Degrees(dp_shard=64), 1, batch, compiled=True)
-    return with_fields(made, CHANNELS_OF_CASE * GRID[0] * GRID[1])
+    return task(1, Degrees(dp_shard=64), vit(patch, dim, heads), compiled=True, global_batch=256)
 
 
-def fine_patches() -> Workload:
-    """4 x 4 cells a patch: 131,072 tokens, and fewer samples than GPUs."""
-    return case_study(1536, 24, (4, 4), batch=16).replace(degrees=Degrees(dp_shard=16, cp=4))
-
-
-def llama(batch: int) -> Workload:
-    return Workload(LLAMA_70B, Degrees(dp_shard=64), batch, 128, compiled=True)
-
-
-def with_fields(work: Workload, values: int) -> Workload:
-    return work.replace(field_values=values, input_values=values)
+def llama() -> Workload:
+    return Workload(LLAMA_70B, Degrees(dp_shard=64), 1, 128, compiled=True)
 
 
 def kind(degrees: Degrees) -> str:
     """What splits a sample or, where nothing does, whether states are sharded."""
-    if degrees.splits_model:
-        names = {"3D": degrees.tp > 1 and degrees.pp > 1, "context": degrees.cp > 1, "tensor": degrees.tp > 1}
-        return next((name for name, here in names.items() if here), "pipeline")
-    return "FSDP" if degrees.dp_shard > 1 else "DDP"
+    if degrees.tp > 1 and degrees.pp > 1:
+        return "3D"
+    for axis, name in (("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"), ("dp_shard", "FSDP")):
+        if getattr(degrees, axis) > 1:
+            return name
+    return "DDP"
 
 
-def rule_rows() -> list[Row]:
-    rows = []
-    for decision in decisions():
-        best = best_layouts(decision.work, load_cluster(decision.cluster), number=1)[0].work
-        said = decision.kind if decision.rule in TEXTBOOK_RULES else "-"
+def rule_rows() -> str:
+    rows = ""
+    for made in decisions():
+        best = best_layouts(made.work, load_cluster(made.cluster), number=1)[0].work
         chosen = f"{layout(best).split(' (')[0]}, checkpointing {checkpointing(best)}"
-        rows.append(Row(f"{decision.rule}: {decision.job}", said, kind(best.degrees), chosen))
+        rows += f"{made.situation}: {made.job} | {made.source} | {kind(best.degrees)} | {chosen}\n"
     return rows
 
 
-def llama_rows() -> list[Row]:
+def llama_rows() -> str:
     """The layout that the chapter names among all that fit; a link for each GPU of a node, or one for all."""
-    number = LLAMA_70B.parameters
-    states = sum(state_bytes(Workload(LLAMA_70B, TEXTBOOK_LAYOUT, 32, 128)).values())
-    rows = [
-        Row("Llama-3-70B on 64 A100: states", "840 GB", gb(12 * number), f"{billions(number)} x 12 B"),
-        Row("  tp 8 x pp 2 x dp 4: of a rank", "-", gb(states), "with float32 weights and gradients"),
-    ]
-    for name in ("a100-8hdrx64", "a100x64"):
-        cluster = load_cluster(name)
-        found = best_layouts(llama(1), cluster, number=99)
-        place = next(i for i, p in enumerate(found, 1) if p.work.degrees == TEXTBOOK_LAYOUT)
-        slower = found[place - 1].time.total / found[0].time.total - 1
-        best = layout(found[0].work).split(" (")[0]
-        link = cluster.between.bandwidth / 1e9
-        what, computed = f"  its place, {link:.0f} GB/s a node", f"{place} of {len(found)}"
-        rows.append(Row(what, "the layout", computed, f"{slower:+.0%} time; first: {best}"))
     work = Workload(LLAMA_70B, TEXTBOOK_LAYOUT, 32, 128)
-    share = bubble(work, 1.0) / (bubble(work, 1.0) + work.micro_batches)
-    return [*rows, Row("  its bubble, 32 micro-batches", "-", percent(share), "(p - 1)/(m + p - 1)")]
+    number, states, idle = LLAMA_70B.parameters, sum(state_bytes(work).values()), bubble(work, 1.0)
+    return f"""
+Llama-3-70B on 64 A100: states | 840 GB | {gb(12 * number)} | {number / 1e9:.3g} B x 12 B
+  tp 8 x pp 2 x dp 4: of a rank | - | {gb(states)} | with float32 weights and gradients
+{rank_of_textbook_layout("a100-8hdrx64")}
+{rank_of_textbook_layout("a100x64")}
+  its bubble, 32 micro-batches | - | {idle / (idle + work.micro_batches):.0%} | (p - 1)/(m + p - 1)
+"""
 
 
-def habits_rows() -> list[Row]:
+def rank_of_textbook_layout(name: str) -> str:
+    cluster = load_cluster(name)
+    found = best_layouts(llama(), cluster, number=99)
+    rank = next(i for i, p in enumerate(found, 1) if p.work.degrees == TEXTBOOK_LAYOUT)
+    slower = found[rank - 1].time.total / found[0].time.total - 1
+    best = layout(found[0].work).split(" (")[0]
+    what = f"  its rank, {cluster.between.bandwidth / 1e9:.0f} GB/s a node"
+    return f"{what} | the layout | {rank} of {len(found)} | {slower:+.0%} time; first: {best}"
+
+
+def habits_rows() -> str:
     """Defaults of fp16's scaler, checkpoints kept, and what a failed node costs."""
     from torch.amp.grad_scaler import GradScaler  # here: torch takes a second
 
     scaler = {name: p.default for name, p in inspect.signature(GradScaler).parameters.items()}
     kept = checkpoint_storage(12 * LLAMA_70B.parameters, 5, 100_000, 1000)
-    fleet, interval = Fleet(load_cluster("a100x64"), 1), 1000 * 3072 / RATES[64]
-    lost = expected_time(30 * 86_400, Saves(interval, restart=1800), fleet.rate)
+    fleet = Fleet(load_cluster("a100x64"), on_demand_nodes=1)
+    lost = expected_time(30 * 86_400, Saves(1000 * STEP_AT_64, restart=1800), fleet.rate)
     each = (lost.restarts + lost.redone) / lost.preemptions / HOUR
     scores = scores_bytes(Workload(LLAMA_70B, Degrees(), 1, 1, attention="math"))
-    return [
-        Row("fp16: first scale", "2^16", f"2^{math.log2(scaler['init_scale']):.0f}"),
-        Row("  after good steps", "2,000", f"{scaler['growth_interval']:,}"),
-        Row("  times", "x 2", f"x {scaler['growth_factor']:g}"),
-        Row("  after an overflow", "x 0.5", f"x {scaler['backoff_factor']:g}"),
-        Row("checkpointing every sqrt(L)", "sqrt(L)", f"every {round(LLAMA_70B.layers**0.5)}", "80 blocks"),
-        Row("flash attention, Llama-3-70B", "-", gb(scores), "a block's scores, which it never keeps"),
-        Row("checkpoints kept, every 1,000 steps", "5", gb(kept), "of 70 B, with the one being written"),
-        Row("a node lost", "30 min", f"{each:.1f} h", "30 min and half of 1,000 of the case study's steps"),
-        Row("GPU utilisation", "over 90 %", "-", "measured while training, not computable"),
-    ]
+    return f"""
+fp16: first scale | 2^16 | 2^{math.log2(scaler["init_scale"]):.0f} |
+  after good steps | 2,000 | {scaler["growth_interval"]:,} |
+  times | x 2 | x {scaler["growth_factor"]:g} |
+  after an overflow | x 0.5 | x {scaler["backoff_factor"]:g} |
+checkpointing every sqrt(L) | sqrt(L) | every {round(LLAMA_70B.layers**0.5)} | 80 blocks
+flash attention, Llama-3-70B | - | {gb(scores)} | a block's scores, which it never keeps
+checkpoints kept, every 1,000 steps | 5 | {gb(kept)} | of 70 B, with the one being written
+a node lost | 30 min | {each:.1f} h | 30 min and half of 1,000 of the case study's steps
+GPU utilisation | over 90 % | - | measured while training, not computable
+"""
 
 
 # -- the geoscience guide
 
 
-def geoscience_rows() -> list[Row]:
-    grid, levels = (721, 1440), 5 * 13
-    state = 73 * grid[0] * grid[1] * 4
-    return [
-        Row("channels", "65", f"{levels}", "5 variables x 13 levels"),
-        Row("  with 8 surface variables", "73", f"{levels + 8}"),
-        Row("a state in fp32", "303 MB", f"{state / 1e6:.0f} MB", "73 channels on 721 x 1440"),
-        Row("  k steps of a rollout", "k x", "k x", "activations: plan.py --rollout_steps k"),
-    ]
+def geoscience_rows() -> str:
+    return f"""
+channels | 65 | {5 * 13} | 5 variables x 13 levels
+  with 8 surface variables | 73 | {5 * 13 + 8} |
+a state in fp32 | 303 MB | {73 * 721 * 1440 * 4 / 1e6:.0f} MB | 73 channels on 721 x 1440
+  k steps of a rollout | k x | k x | activations: plan.py --rollout_steps k
+"""

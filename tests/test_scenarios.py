@@ -12,13 +12,16 @@ from parallelisms.degrees import Degrees
 from planning.case_study import case_study_rows
 from planning.clusters import load_cluster
 from planning.compute import DeviceRates, block_seconds
-from planning.scenario_table import Row, table
 from planning.scenarios import (
     TEXTBOOK_LAYOUT,
     Decision,
+    cells,
+    cells,
     decisions,
     kind,
     llama,
+    scenario_table,
+    scenario_table,
     scenario_tables,
     textbook_rows,
     tutorial_rows,
@@ -29,13 +32,13 @@ from planning.step_time import SPREAD, step_time
 ROOT = Path(__file__).parent.parent
 
 
-def named(rows: list[Row]) -> dict[str, Row]:
-    """By source figure, too, where a name stands several times."""
-    return {f"{row.what.strip()}: {row.source}": row for row in rows}
+def named(rows: str) -> dict[str, str]:
+    """The computed figures; by source figure, too, where a name stands several times."""
+    return {f"{what.strip()}: {source}": computed for what, source, computed, _ in cells(rows)}
 
 
-def computed(rows: list[Row], name: str) -> float:
-    found = re.search(r"[\d,.]+", named(rows)[name].computed)
+def computed(rows: str, name: str) -> float:
+    found = re.search(r"[\d,.]+", named(rows)[name])
     assert found, name
     return float(found[0].replace(",", ""))
 
@@ -64,7 +67,7 @@ def test_figures_of_the_case_study(name, value, within):
 def test_figures_of_the_tutorial_and_the_textbook():
     tutorial, textbook = tutorial_rows(), textbook_rows()
     assert computed(tutorial, "large model on one GPU: 54 GB") > 40.8
-    assert named(tutorial)["on 40 GB: out of memory"].computed == "does not fit"
+    assert named(tutorial)["on 40 GB: out of memory"] == "does not fit"
     assert computed(tutorial, "tensor parallel 4: 38 GB") < 40
     assert computed(textbook, "together: 84 GB") == 84
     assert computed(textbook, "Llama-3-70B on 64 A100: states: 840 GB") == pytest.approx(840, rel=0.01)
@@ -95,13 +98,13 @@ def test_the_decision_table_is_what_the_search_finds(decision: Decision):
 
 def test_the_layout_of_the_textbook_is_among_the_best():
     """Within a tenth of the best where each GPU has its own link between nodes."""
-    found = best_layouts(llama(1), load_cluster("a100-8hdrx64"))
+    found = best_layouts(llama(), load_cluster("a100-8hdrx64"))
     (made,) = [p for p in found if p.work.degrees == TEXTBOOK_LAYOUT]
     assert made.time.total < 1.1 * found[0].time.total
 
 
 def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share():
-    work, cluster = llama(1), load_cluster("a100-8hdrx64")
+    work, cluster = llama(), load_cluster("a100-8hdrx64")
     time = step_time(work, cluster)
     waits = ("exposed", "bubble", "host", "stragglers")
     busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
@@ -112,7 +115,7 @@ def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share()
 
 def test_float8_is_faster_and_pays_for_its_casts():
     rates = DeviceRates(load_cluster("h100x8").device)
-    work = llama(1)
+    work = llama()
     half, eighth = (block_seconds(work.replace(float8=on), rates, False) for on in (False, True))
     assert eighth["matmul"] < 0.6 * half["matmul"] and "float8 casts" not in half
     assert sum(eighth.values()) < sum(half.values())
@@ -135,4 +138,4 @@ def test_a_scenario_that_does_not_exist():
 
 
 def test_long_remarks_wrap():
-    assert len(table("t", [Row("a", "1", "2", "word " * 20)]).splitlines()) > 3
+    assert len(scenario_table("t", "a | 1 | 2 | " + "word " * 20).splitlines()) > 3
