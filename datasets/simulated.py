@@ -24,7 +24,7 @@ import torch
 import xarray as xr
 from numcodecs import Blosc
 
-from datasets.spherical_harmonics import NUM_LAT, NUM_LON, RADIUS, TRUNCATION, SphericalHarmonics
+from datasets.spherical_harmonics import RADIUS, SphericalHarmonics
 from errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,10 @@ NUM_YEARS, NUM_DAYS, FIRST_YEAR = 9, 100, 2001  # 1 January to 10 April of 2001.
 FINGERPRINT = "rossby_simulated"  # the attribute by which a store is known to be ours
 SAMPLES_PER_DAY = 4
 
+TRUNCATION, NUM_LAT, NUM_LON = 21, 32, 64  # 3 * 21 + 1 <= 64: no product of two fields is aliased
 LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees: the record's, without poles
 LONGITUDE = 360 / NUM_LON * np.arange(NUM_LON)
+RADIANS_EAST = 2 * np.pi / NUM_LON * np.arange(NUM_LON)
 ROTATION, GRAVITY = 7.292e-5, 9.80665  # s-1, m s-2
 LEVELS = (300, 850)  # hPa: what the upper and the lower layer are called in the record
 VARIABLES = [
@@ -103,7 +105,7 @@ class TwoLayerModel:
     def __init__(self, parameters: Parameters, dtype: torch.dtype, forced: bool = True) -> None:
         self.p, self.forced, self.dtype = parameters, forced, dtype
         self.mu, weights = np.polynomial.legendre.leggauss(NUM_LAT)  # sines of latitude, south to north
-        self.transform = SphericalHarmonics(self.mu, weights, dtype)
+        self.transform = SphericalHarmonics(self.mu, RADIANS_EAST, TRUNCATION, weights, dtype)
         mu = torch.from_numpy(self.mu).to(dtype)[None, :, None, None]  # (1, H, 1, 1), as all grids
         self.cos2, self.coriolis = 1 - mu**2, 2 * ROTATION * mu
         ratio, n = parameters.density_ratio, torch.arange(TRUNCATION + 1)
@@ -267,7 +269,8 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = 
         spectra = integrate(model, num_years, num_days, seed)
         if not spectra.isfinite().all():
             raise ValueError(f"parameters = {parameters}: the flow blew up; shorten step or weaken the jets")
-        transform = SphericalHarmonics(np.sin(np.radians(LATITUDE)), None, model.dtype)
+        sines = np.sin(np.radians(LATITUDE))
+        transform = SphericalHarmonics(sines, RADIANS_EAST, TRUNCATION, dtype=model.dtype)
         members = enumerate(spectra.unbind(-1), FIRST_YEAR)
         seasons = [_season(model, transform, member, year) for year, member in members]
         height = transform.synthesize(model.orography)[:, :, 0, 0].T

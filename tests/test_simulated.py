@@ -76,7 +76,7 @@ def test_synthesis_at_other_latitudes_and_derivatives_in_closed_form(model: TwoL
     """f = sin(lat) cos2(lat) sin(2 lon), harmonic (3, 2): known slopes, and the Laplacian is -12 f / a2."""
     lat, lon = np.radians(LATITUDE)[None], np.radians(simulated.LONGITUDE)[:, None]
     spectrum = model.project(np.sin(2 * lon) * model.mu * (1 - model.mu**2))
-    output = SphericalHarmonics(np.sin(lat[0]), None, torch.float64)
+    output = SphericalHarmonics(np.sin(lat[0]), lon[:, 0], simulated.TRUNCATION)
     zero, laplacian = torch.zeros_like(spectrum), model.transform.laplacian[:, None, None]
     got = [
         output.synthesize(spectrum),

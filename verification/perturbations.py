@@ -1,15 +1,16 @@
-"""Initial states of an ensemble: random fields without a preferred place or direction on the sphere.
+"""Initial states of an ensemble: random fields without a preferred position or direction on the sphere.
 
-Shapes: V variables, H latitudes, W longitudes; l total and m zonal wavenumbers, 0 .. TRUNCATION.
+Shapes: V variables, H latitudes, W longitudes.
 """
 
 import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import assoc_legendre_p_all
+import torch
 
 from datasets.grid import Grid
+from datasets.spherical_harmonics import SphericalHarmonics
 
 TRUNCATION = 20  # the shortest wave is 2,000 km long: analyses err in whole weather systems, not in cells
 
@@ -22,24 +23,19 @@ class RandomFields:
     """
 
     def __init__(self, grid: Grid) -> None:
-        n = TRUNCATION
-        sines = np.sin(np.deg2rad(grid.latitude)).clip(
-            -1 + 1e-12, 1 - 1e-12
-        )  # at 1 scipy 1.17 forgets `norm`
-        table = assoc_legendre_p_all(n, n, sines, norm=True)[0]
-        table = table[:, : n + 1]  # (l, m, H), of unit integral over sin(latitude)
-        table[:, 1:] *= np.sqrt(2)  # cosine and sine each count twice as much as the zonal mean
-        self.legendre = table * np.sqrt(2) / (n + 1)  # the squares add up to (n + 1)^2 / 2
-        angle = np.arange(n + 1)[:, None] * np.deg2rad(grid.longitude)
-        self.cosine, self.sine = np.cos(angle), np.sin(angle)  # (m, W)
+        sines, self.shape = np.sin(np.deg2rad(grid.latitude)), grid.shape
+        self.harmonics = SphericalHarmonics(sines, np.deg2rad(grid.longitude), TRUNCATION)
+        number = np.arange(TRUNCATION + 1)  # zonal
+        # Cosine and sine each count twice as much as the zonal mean; the squares of all add up to 1.
+        self.size = np.sqrt(np.where(number > 0, 4, 2)) / len(number)
 
     def draw(self, key: str) -> np.ndarray:
         """(H, W) float64, a function of `key` alone."""
-        digest = hashlib.sha256(key.encode()).digest()
-        shape = (2, *self.legendre.shape[:2])
-        even, odd = np.random.default_rng(int.from_bytes(digest[:16], "little")).standard_normal(shape)
-        rows = [np.einsum("lm,lmh->hm", part, self.legendre) for part in (even, odd)]
-        return rows[0] @ self.cosine + rows[1] @ self.sine
+        digest, count = hashlib.sha256(key.encode()).digest(), len(self.size)
+        generator = np.random.default_rng(int.from_bytes(digest[:16], "little"))
+        normal = generator.standard_normal((2, count, count)) * self.size  # cosine and sine, total, zonal
+        spectrum = normal.transpose(0, 2, 1).reshape(2 * count, count, 1)
+        return self.harmonics.synthesize(torch.from_numpy(spectrum))[:, :, 0].T.numpy()
 
 
 def perturbation(
@@ -54,9 +50,8 @@ def perturbation(
 
     scale (V,): standard deviation in units of each variable. A function of (seed, date, member, variable).
     """
-    shape = (len(variables), fields.legendre.shape[2], fields.cosine.shape[1])
     if member == 0:
-        return np.zeros(shape, np.float32)
+        return np.zeros((len(variables), *fields.shape), np.float32)
     start = f"{seed}/{date.astype('datetime64[s]')}/{member}"
     drawn = [size * fields.draw(f"{start}/{name}") for size, name in zip(scale, variables, strict=True)]
     return np.stack(drawn).astype(np.float32)
