@@ -34,12 +34,12 @@ from datasets.variables import expand_levels, units
 from errors import ConfigError, DataError, one_line_errors
 from jobs.log_setup import start_logging
 from models.build import build_model
-from models.export import Description, OneStep, export_step, write_safetensors
 from parallelisms.degrees import resolve_degrees
 from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
 from training.determinism import set_determinism
+from verification.export import Description, OneStep, export_step, write_safetensors
 from verification.forecast_writer import ForecastPlan, ForecastStore, ForecastWriter
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
