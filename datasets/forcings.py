@@ -4,14 +4,13 @@ Shapes: B dates, F forcings, H latitudes, W longitudes. Angles are in float64: s
 float32; results are float32, of order one. MPS has no float64: use a CPU.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from errors import ConfigError
+from errors import nearest, refuse
 
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.2425  # Gregorian mean
@@ -99,10 +98,8 @@ def compute_forcings(
     """Forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 
     `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
-    `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2. ConfigError for an unknown name
-    and for times that are not int64.
+    `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2.
     """
-    check_forcings(names)
     if times.dtype != torch.int64:
         raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
     at = Instant(
@@ -121,6 +118,4 @@ def check_forcings(names: Sequence[str]) -> None:
     """ConfigError with the nearest valid name for the first unknown one."""
     for name in names:
         if name not in FORCINGS:
-            nearest = difflib.get_close_matches(name, FORCINGS, n=1, cutoff=0.0)[0]
-            known = ", ".join(FORCINGS)
-            raise ConfigError(f"data.forcings = {name!r}: unknown; did you mean {nearest!r}? Known: {known}")
+            refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")

@@ -10,13 +10,15 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from datasets.files import StoredArray, StoredFile
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
-from datasets.variables import ATMOSPHERIC, SHORT_NAMES, join_name
+from datasets.variables import ON_LEVELS, SHORT_NAMES, join_name
 from errors import DataError
 
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
@@ -29,15 +31,6 @@ ROLES = {
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 AXES = ("time", "level", "expver", "latitude", "longitude")
-SECONDS = {
-    "days": 86400,
-    "hours": 3600,
-    "minutes": 60,
-    "seconds": 1,
-    "milliseconds": 1e-3,
-    "microseconds": 1e-6,
-    "nanoseconds": 1e-9,
-}
 # The channels of the NERSC tutorial's `fields`, in FourCastNet's order (Pathak et al. 2022).
 FOURCASTNET = (
     "u10 v10 t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
@@ -198,19 +191,24 @@ def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "")
         return values.astype("datetime64[s]")
     unit, _, start = (str(attrs.get("units", "")) or f"hours since {reference}").partition(" since ")
     match = re.match(r"\s*(\d+)[- ](\d+)[- ](\d+)(?:[T ]+(\d+):(\d+)(?::(\d+))?)?", start)
-    unit = unit.strip().lower()
-    scale = next((SECONDS[name] for name in SECONDS if unit in (name, name[:-1], name[0], name[:3])), None)
-    if not match or not scale:
+    if not match:
         raise DataError(f"its time has units {attrs.get('units')!r}, not 'hours since <date>'")
-    year, month, day, *clock = (int(part or 0) for part in match.groups())
+    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups())
     calendar = attrs.get("calendar", "standard")
     if calendar not in ("standard", "gregorian", "proleptic_gregorian") or year < 1583:
         raise DataError(f"its time has calendar {calendar!r} from year {year}: not that of analyses")
-    origin = np.datetime64(f"{year:04d}-{month:02d}-{day:02d}", "s")
-    origin = origin + np.timedelta64(clock[0] * 3600 + clock[1] * 60 + clock[2], "s")
-    whole = values.dtype.kind in "iu" and scale >= 1
+    return np.datetime64(datetime(year, month, day, hour, minute, second), "s") + durations(values, unit)
+
+
+def durations(values: np.ndarray, unit: str) -> np.ndarray:
+    """timedelta64[s] of numbers of a unit of time ("hours", "hour", "h"); DataError for other units."""
+    try:
+        scale = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()
+    except ValueError:
+        raise DataError(f"its time has units {unit!r}, not those of a time such as 'hours'") from None
+    whole = values.dtype.kind in "iu" and scale >= 1  # of any size: nothing is rounded
     seconds = values.astype(np.int64) * int(scale) if whole else np.round(values * scale)
-    return origin + seconds.astype(np.int64).astype("timedelta64[s]")
+    return seconds.astype(np.int64).astype("timedelta64[s]")
 
 
 def stored_fields(
@@ -301,7 +299,7 @@ def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...
     if name == "LSMASK":
         return ("land_sea_mask",)
     full = SHORT_NAMES.get(name, name)
-    if level_dim or (scalar and full in ATMOSPHERIC):
+    if level_dim or (scalar and full in ON_LEVELS):
         return tuple(join_name(full, level) for level in _levels(file, level_dim or str(scalar)))
     # z without a level is the surface's: CDS single levels, and most files of static fields.
     return ("geopotential_at_surface" if name == "z" else full,)
@@ -323,7 +321,7 @@ def _levels(file: StoredFile, name: str) -> list[int]:
 def _channel_name(text: str) -> str:
     """ "z500", "z_500" -> "geopotential:500"; "u10" -> "10m_u_component_of_wind"; unknown names stay."""
     match = re.fullmatch(r"([a-z]\w*?)_?(\d+)", text)
-    if text not in SHORT_NAMES and match and SHORT_NAMES.get(match[1]) in ATMOSPHERIC:
+    if text not in SHORT_NAMES and match and SHORT_NAMES.get(match[1]) in ON_LEVELS:
         return join_name(SHORT_NAMES[match[1]], int(match[2]))
     return "geopotential_at_surface" if text == "z" else SHORT_NAMES.get(text, text)
 

@@ -15,9 +15,9 @@ RADIUS = 6.371e6  # m
 class SphericalHarmonics:
     """Transforms between spectra (C, N, ...) and grids (W, H, ...) at the sines of latitude `mu` (H,).
 
-    Longitudes (W,) are in radians, `truncation` is the largest wavenumber. Real basis P_nm(mu) cos(m lon), P_nm(mu) sin(m lon), with P normalised to a unit integral of P^2 over mu.
-    Analysis needs longitudes all round and the Gaussian `weights` (H,) of those latitudes; synthesis is exact
-    anywhere.
+    Longitudes (W,) are in radians, `truncation` is the largest wavenumber. Real basis P_nm(mu) cos(m lon),
+    P_nm(mu) sin(m lon), with P normalised to a unit integral of P^2 over mu. Analysis needs longitudes all
+    round and the Gaussian `weights` (H,) of those latitudes; synthesis is exact anywhere.
     A vector is given as its components times cos(latitude), which are regular at the poles.
     """
 

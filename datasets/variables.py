@@ -11,118 +11,60 @@ from collections.abc import Iterable, Sequence
 
 from errors import ConfigError
 
-# Short name -> WeatherBench2 name. The first short name of a variable is its label: t2m, not GRIB's 2t.
-SHORT_NAMES = {
-    "z": "geopotential",
-    "t": "temperature",
-    "u": "u_component_of_wind",
-    "v": "v_component_of_wind",
-    "q": "specific_humidity",
-    "w": "vertical_velocity",
-    "r": "relative_humidity",
-    "vo": "vorticity",
-    "d": "divergence",
-    "pv": "potential_vorticity",
-    "o3": "ozone_mass_mixing_ratio",
-    "clwc": "specific_cloud_liquid_water_content",
-    "ciwc": "specific_cloud_ice_water_content",
-    "cc": "fraction_of_cloud_cover",
-    "ws": "wind_speed",
-    "t2m": "2m_temperature",
-    "2t": "2m_temperature",
-    "d2m": "2m_dewpoint_temperature",
-    "2d": "2m_dewpoint_temperature",
-    "u10": "10m_u_component_of_wind",
-    "10u": "10m_u_component_of_wind",
-    "v10": "10m_v_component_of_wind",
-    "10v": "10m_v_component_of_wind",
-    "ws10": "10m_wind_speed",
-    "u100": "100m_u_component_of_wind",
-    "100u": "100m_u_component_of_wind",
-    "v100": "100m_v_component_of_wind",
-    "100v": "100m_v_component_of_wind",
-    "msl": "mean_sea_level_pressure",
-    "sp": "surface_pressure",
-    "tcwv": "total_column_water_vapour",
-    "tcw": "total_column_water",
-    "tcc": "total_cloud_cover",
-    "tp": "total_precipitation",
-    "tp6": "total_precipitation_6hr",
-    "tp24": "total_precipitation_24hr",
-    "sst": "sea_surface_temperature",
-    "skt": "skin_temperature",
-    "siconc": "sea_ice_cover",
-    "ci": "sea_ice_cover",
-    "sd": "snow_depth",
-    "swvl1": "volumetric_soil_water_layer_1",
-    "stl1": "soil_temperature_level_1",
-    "tisr": "toa_incident_solar_radiation",
-    "ssr": "surface_net_solar_radiation",
-    "str": "surface_net_thermal_radiation",
-    "ssrd": "surface_solar_radiation_downwards",
-    "sshf": "surface_sensible_heat_flux",
-    "slhf": "surface_latent_heat_flux",
-    "lsm": "land_sea_mask",
-    "zs": "geopotential_at_surface",
-    "slt": "soil_type",
-    "sdor": "standard_deviation_of_orography",
-    "slor": "slope_of_sub_gridscale_orography",
+# WeatherBench2 name -> units and short names, of which the first is the label: t2m, not GRIB's 2t.
+ON_LEVELS = {  # in WeatherBench2 and the CDS
+    "geopotential": ("m2 s-2", "z"),
+    "temperature": ("K", "t"),
+    "u_component_of_wind": ("m s-1", "u"),
+    "v_component_of_wind": ("m s-1", "v"),
+    "specific_humidity": ("kg kg-1", "q"),
+    "vertical_velocity": ("Pa s-1", "w"),
+    "relative_humidity": ("%", "r"),
+    "vorticity": ("s-1", "vo"),
+    "divergence": ("s-1", "d"),
+    "potential_vorticity": ("K m2 kg-1 s-1", "pv"),
+    "ozone_mass_mixing_ratio": ("kg kg-1", "o3"),
+    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc"),
+    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc"),
+    "fraction_of_cloud_cover": ("1", "cc"),
+    "wind_speed": ("m s-1", "ws"),
 }
-
-UNITS = {
-    "geopotential": "m2 s-2",
-    "temperature": "K",
-    "u_component_of_wind": "m s-1",
-    "v_component_of_wind": "m s-1",
-    "specific_humidity": "kg kg-1",
-    "vertical_velocity": "Pa s-1",
-    "relative_humidity": "%",
-    "vorticity": "s-1",
-    "divergence": "s-1",
-    "potential_vorticity": "K m2 kg-1 s-1",
-    "ozone_mass_mixing_ratio": "kg kg-1",
-    "specific_cloud_liquid_water_content": "kg kg-1",
-    "specific_cloud_ice_water_content": "kg kg-1",
-    "fraction_of_cloud_cover": "1",
-    "wind_speed": "m s-1",
-    "2m_temperature": "K",
-    "2m_dewpoint_temperature": "K",
-    "10m_u_component_of_wind": "m s-1",
-    "10m_v_component_of_wind": "m s-1",
-    "10m_wind_speed": "m s-1",
-    "100m_u_component_of_wind": "m s-1",
-    "100m_v_component_of_wind": "m s-1",
-    "mean_sea_level_pressure": "Pa",
-    "surface_pressure": "Pa",
-    "total_column_water_vapour": "kg m-2",
-    "total_column_water": "kg m-2",
-    "total_cloud_cover": "1",
-    "total_precipitation": "m",
-    "total_precipitation_6hr": "m",
-    "total_precipitation_24hr": "m",
-    "sea_surface_temperature": "K",
-    "skin_temperature": "K",
-    "sea_ice_cover": "1",
-    "snow_depth": "m",
-    "volumetric_soil_water_layer_1": "m3 m-3",
-    "soil_temperature_level_1": "K",
-    "toa_incident_solar_radiation": "J m-2",
-    "surface_net_solar_radiation": "J m-2",
-    "surface_net_thermal_radiation": "J m-2",
-    "surface_solar_radiation_downwards": "J m-2",
-    "surface_sensible_heat_flux": "J m-2",
-    "surface_latent_heat_flux": "J m-2",
-    "land_sea_mask": "1",
-    "geopotential_at_surface": "m2 s-2",
-    "soil_type": "1",
-    "standard_deviation_of_orography": "m",
-    "slope_of_sub_gridscale_orography": "1",
+ON_ONE_SURFACE = {
+    "2m_temperature": ("K", "t2m 2t"),
+    "2m_dewpoint_temperature": ("K", "d2m 2d"),
+    "10m_u_component_of_wind": ("m s-1", "u10 10u"),
+    "10m_v_component_of_wind": ("m s-1", "v10 10v"),
+    "10m_wind_speed": ("m s-1", "ws10"),
+    "100m_u_component_of_wind": ("m s-1", "u100 100u"),
+    "100m_v_component_of_wind": ("m s-1", "v100 100v"),
+    "mean_sea_level_pressure": ("Pa", "msl"),
+    "surface_pressure": ("Pa", "sp"),
+    "total_column_water_vapour": ("kg m-2", "tcwv"),
+    "total_column_water": ("kg m-2", "tcw"),
+    "total_cloud_cover": ("1", "tcc"),
+    "total_precipitation": ("m", "tp"),
+    "total_precipitation_6hr": ("m", "tp6"),
+    "total_precipitation_24hr": ("m", "tp24"),
+    "sea_surface_temperature": ("K", "sst"),
+    "skin_temperature": ("K", "skt"),
+    "sea_ice_cover": ("1", "siconc ci"),
+    "snow_depth": ("m", "sd"),
+    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1"),
+    "soil_temperature_level_1": ("K", "stl1"),
+    "toa_incident_solar_radiation": ("J m-2", "tisr"),
+    "surface_net_solar_radiation": ("J m-2", "ssr"),
+    "surface_net_thermal_radiation": ("J m-2", "str"),
+    "surface_solar_radiation_downwards": ("J m-2", "ssrd"),
+    "surface_sensible_heat_flux": ("J m-2", "sshf"),
+    "surface_latent_heat_flux": ("J m-2", "slhf"),
+    "land_sea_mask": ("1", "lsm"),
+    "geopotential_at_surface": ("m2 s-2", "zs"),
+    "soil_type": ("1", "slt"),
+    "standard_deviation_of_orography": ("m", "sdor"),
+    "slope_of_sub_gridscale_orography": ("1", "slor"),
 }
-
-# Variables that have a level axis in WeatherBench2 and the CDS; all others stand on one surface.
-ATMOSPHERIC = frozenset(list(SHORT_NAMES.values())[:15])
-
-_LABELS = {name: short for short, name in reversed(SHORT_NAMES.items())}
+VARIABLES = ON_LEVELS | ON_ONE_SURFACE
+SHORT_NAMES = {short: name for name, (_, shorts) in VARIABLES.items() for short in shorts.split()}
 
 
 def split_name(text: str) -> tuple[str, int | None]:
@@ -145,7 +87,7 @@ def join_name(name: str, level: int | None) -> str:
 
 def units(variable: str) -> str:
     """Units of a variable with or without level, as printed ("m2 s-2"); "" for an unknown name."""
-    return UNITS.get(split_name(variable)[0], "")
+    return VARIABLES.get(split_name(variable)[0], ("", ""))[0]
 
 
 def short_label(variable: str) -> str:
@@ -155,9 +97,9 @@ def short_label(variable: str) -> str:
     whole.
     """
     name, level = split_name(variable)
-    if name not in _LABELS:
+    if name not in VARIABLES:
         return variable
-    label = f"{_LABELS[name]}{'' if level is None else level}"
+    label = f"{VARIABLES[name][1].split()[0]}{'' if level is None else level}"
     return label + "hPa" if SHORT_NAMES.get(label, name) != name else label
 
 
@@ -169,7 +111,7 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     expanded = []
     for text in names:
         name, level = split_name(text)
-        if level is None and name in ATMOSPHERIC and levels:
+        if level is None and name in ON_LEVELS and levels:
             expanded += [join_name(name, int(each)) for each in levels]
         else:
             expanded.append(join_name(name, level))

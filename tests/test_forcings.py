@@ -125,7 +125,7 @@ def test_shape_type_order_and_size() -> None:
 
 
 def test_unknown_names_and_wrong_times_are_refused() -> None:
-    with pytest.raises(ValueError, match="'sin_latitud'.*'sin_latitude'"):
+    with pytest.raises(ValueError, match="'sin_latitud'.*sin_latitude"):
         check_forcings(["cos_latitude", "sin_latitud"])
     with pytest.raises(ValueError, match="int64"):
         compute_forcings(["sin_latitude"], torch.zeros(1), LATITUDE, LONGITUDE)

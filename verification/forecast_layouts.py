@@ -6,14 +6,14 @@ is a lead of 0 h. All of it is found out from the content, by the code that read
 (datasets/layouts.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from datasets.era5 import find_files
 from datasets.files import StoredFile, open_file
 from datasets.grid import Grid
-from datasets.layouts import SECONDS, StoredField, coordinate_role, coordinate_times, stored_fields
+from datasets.layouts import StoredField, coordinate_role, coordinate_times, durations, stored_fields
 from datasets.variables import nearest_name
 from errors import DataError
 
@@ -145,16 +145,7 @@ def lead_times(file: StoredFile) -> np.ndarray:
     values, attrs = file.fetch(names[0]), file.arrays[names[0]].attrs
     if values.dtype.kind == "m":
         return np.atleast_1d(values).astype("timedelta64[s]")
-    unit = str(attrs.get("units", "hours")).strip().lower()
-    scale = scale_of(unit)
-    if scale is None:
-        raise DataError(
-            f"cannot read {file.path!r}: its lead time {names[0]!r} has units {unit!r}, not hours"
-        )
-    seconds = np.atleast_1d(values) * (int(scale) if values.dtype.kind in "iu" and scale >= 1 else scale)
-    return np.round(seconds).astype(np.int64).astype("timedelta64[s]")
-
-
-def scale_of(unit: str, seconds: Mapping[str, float] = SECONDS) -> float | None:
-    """Seconds of a unit of time ("hours", "hour", "h"); None for anything else."""
-    return next((seconds[name] for name in seconds if unit in (name, name[:-1], name[0])), None)
+    try:
+        return durations(np.atleast_1d(values), str(attrs.get("units", "hours")))
+    except DataError as error:
+        raise DataError(f"cannot read {file.path!r}: {names[0]!r}: {error}") from None
