@@ -22,11 +22,6 @@ class Fleet:
     cluster: Cluster
     on_demand_nodes: int
 
-    def __post_init__(self) -> None:
-        nodes = self.cluster.nodes
-        if not 0 <= self.on_demand_nodes <= nodes:
-            raise ValueError(f"{self.on_demand_nodes} nodes on demand: {self.cluster.name} has {nodes}")
-
     @property
     def spot_nodes(self) -> int:
         return self.cluster.nodes - self.on_demand_nodes
@@ -42,8 +37,7 @@ class Fleet:
     @property
     def dollars_an_hour(self) -> float:
         """Of all devices, whether they compute or wait."""
-        of_spot = dollars(1.0, self.spot_devices, self.cluster.spot)
-        return dollars(1.0, self.on_demand_devices, self.cluster.on_demand) + of_spot
+        return self.on_demand_devices * self.cluster.on_demand + self.spot_devices * self.cluster.spot
 
     @property
     def rate(self) -> float:
@@ -63,11 +57,6 @@ def fleets(cluster: Cluster) -> dict[str, Fleet]:
     return {"on demand": Fleet(cluster, nodes)} | mixed | {"spot": Fleet(cluster, 0)}
 
 
-def dollars(hours: float, devices: int, price: float) -> float:
-    """`price` is of a device-hour."""
-    return hours * devices * price
-
-
 # -- time
 
 
@@ -79,10 +68,6 @@ class Saves:
     stall: float = 0.0  # that a save costs training
     write: float = 0.0  # from then until it can be resumed from; training goes on (an asynchronous save)
     restart: float = 0.0  # from a preemption to the next step
-
-    def __post_init__(self) -> None:
-        if not self.interval > 0 or min(self.stall, self.write, self.restart) < 0:
-            raise ValueError(f"{self}: give an interval above 0, and other times of at least 0")
 
 
 def interval_of(steps: int, step_seconds: float, minutes: float = 0.0) -> float:
@@ -159,7 +144,6 @@ class Cost:
     """Of one run on one fleet, expected."""
 
     fleet: Fleet
-    samples: float
     time: Time
 
     @property
@@ -172,7 +156,7 @@ class Cost:
 
     @property
     def kwh(self) -> float:
-        """Devices draw while they wait, too: an upper bound by the share that they wait."""
+        """An upper bound: devices that wait draw less than `watts`."""
         return self.time.wall * self.fleet.watts / JOULES_PER_KWH
 
     @property
@@ -187,9 +171,7 @@ class Cost:
 
 def run_cost(samples: float, samples_per_second: float, fleet: Fleet, saves: Saves) -> Cost:
     """Of training on `samples` (epochs x samples of an epoch) at a steady rate over all devices."""
-    if not samples_per_second > 0:
-        raise ValueError(f"{samples_per_second} samples/s: give a rate above 0")
-    return Cost(fleet, samples, expected_time(samples / samples_per_second, saves, fleet.rate))
+    return Cost(fleet, expected_time(samples / samples_per_second, saves, fleet.rate))
 
 
 # -- storage
@@ -199,8 +181,3 @@ def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, in
     """Bytes of a run's checkpoints at their most: those kept, and the one being written (keep 0: all)."""
     saved = math.ceil(steps / interval)
     return checkpoint_bytes * (min(keep_latest_k + 1, saved) if keep_latest_k else saved)
-
-
-def data_storage(time_steps: int, variables: int, grid_shape: tuple[int, int], itemsize: int) -> int:
-    """Bytes of an archive before compression."""
-    return time_steps * variables * math.prod(grid_shape) * itemsize

@@ -8,6 +8,7 @@ from planning.memory import GIB, Memory
 from planning.search import Plan, capacity
 from planning.step_time import StepTime
 from planning.workload import Workload
+from text_tables import text_table
 
 
 def describe(work: Workload, cluster: Cluster) -> str:
@@ -23,12 +24,11 @@ def describe(work: Workload, cluster: Cluster) -> str:
 
 
 def layout(work: Workload) -> str:
-    """As short as it can be said: "dp_shard 8 x tp 4"."""
-    named = {axis: n for axis, n in vars(work.degrees).items() if n > 1}
-    said = " x ".join(f"{axis} {n}" for axis, n in named.items()) or "one rank"
+    """In short: "dp_shard 8 x tp 4"."""
+    text = " x ".join(f"{axis} {n}" for axis, n in vars(work.degrees).items() if n > 1) or "one rank"
     if work.degrees.pp > 1:
-        said += f" ({work.schedule}, {work.micro_batches} micro-batches of {work.micro_batch})"
-    return said + (", zero1" if work.zero1 else "") + (", cpu_offload" if work.offload else "")
+        text += f" ({work.schedule}, {work.micro_batches} micro-batches of {work.micro_batch})"
+    return text + (", zero1" if work.zero1 else "") + (", cpu_offload" if work.offload else "")
 
 
 def checkpointing(work: Workload) -> str:
@@ -38,35 +38,33 @@ def checkpointing(work: Workload) -> str:
 def memory_table(memory: Memory, cluster: Cluster) -> str:
     """Components at the peak, and the peaks of all moments of the step."""
     room = capacity(cluster)
-    rows = [f"{'memory of a rank':<36}{'GiB':>10}   at the peak: {memory.peak_moment}"]
+    least = 0.005 * GIB if memory.peak >= GIB else 0.0
     parts = sorted(memory.components.items(), key=lambda item: -item[1])
-    rows += [
-        f"  {name:<34}{value / GIB:>10.2f}"
-        for name, value in parts
-        if value > 0.005 * GIB or memory.peak < GIB
-    ]
     verdict = "fits" if memory.peak <= room else "DOES NOT FIT"
-    rows.append(
-        f"  {'peak':<34}{memory.peak / GIB:>10.2f}   {verdict}: {room / GIB:.2f} of a device can be used"
-    )
-    moments = ", ".join(f"{name} {sum(m.values()) / GIB:.2f}" for name, m in memory.moments.items())
-    rows.append(f"  moments: {moments}")
-    host = ", ".join(f"{name} {value / GIB:.2f}" for name, value in memory.host.items() if value)
-    return "\n".join([*rows, f"  host memory a rank: {host}"] if host else rows)
+    rows = [
+        ("memory of a rank", "GiB", f"   at the peak: {memory.peak_moment}"),
+        *((f"  {name}", size / GIB) for name, size in parts if size > least),
+        ("  peak", memory.peak / GIB, f"   {verdict}: {room / GIB:.2f} of a device can be used"),
+    ]
+    moments = {name: sum(parts.values()) for name, parts in memory.moments.items()}
+    lines = [text_table("<36 >10.2f <0", rows), f"  moments: {in_gib(moments)}"]
+    return "\n".join(lines + ([f"  host memory a rank: {host}"] if (host := in_gib(memory.host)) else []))
+
+
+def in_gib(sizes: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size)
 
 
 def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
     """Classes add up to the step."""
-    rows = [f"{'a step':<36}{'s':>10}{'share':>9}"]
-    for name, value in sorted(time.classes.items(), key=lambda item: -item[1]):
-        rows.append(f"  {name:<34}{value:>10.3f}{value / time.total:>9.1%}")
+    classes = sorted(time.classes.items(), key=lambda item: -item[1])
+    rows = [(f"  {name}", value, value / time.total) for name, value in classes]
     again = hardware_flops(work) / (3 * work.model.flops()) - 1  # attention's own recomputation counts
     ratio = time.communication / max(time.computation, 1e-12)
     peak = cluster.device.peak["bf16"]
     return "\n".join(
         [
-            *rows,
-            f"  {'total':<34}{time.total:>10.3f}",
+            text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)]),
             f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
             f"of {peak / 1e12:,.0f} TFLOP/s; kernels run {again:.0%} more FLOPs than the model has",
             f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
@@ -76,18 +74,15 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
-    rows = [
-        f"{'':>3} {'layout':<44}{'batch':>6}{'accum':>6}{'checkpointing':>16}{'GiB':>8}"
-        f"{'step s':>9}{'MFU':>7}{'exposed':>9}"
+    rows: list[tuple[object, ...]] = [
+        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "MFU", "exposed")
     ]
     for number, plan in enumerate(plans, 1):
         work, time = plan.work, plan.time
-        rows.append(
-            f"{number:>3} {layout(work):<44}{work.micro_batch:>6}{work.accumulation:>6}"
-            f"{checkpointing(work):>16}{plan.memory.peak / GIB:>8.1f}{time.total:>9.3f}"
-            f"{time.mfu(work, cluster.device.peak['bf16']):>7.1%}{time.exposed / time.total:>9.1%}"
-        )
-    return "\n".join(rows)
+        mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
+        batch = (work.micro_batch, work.accumulation, checkpointing(work))
+        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, time.total, mfu, exposed))
+    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >7.1% >9.1%", rows)
 
 
 def reason(first: Plan, second: Plan) -> str:
@@ -95,33 +90,32 @@ def reason(first: Plan, second: Plan) -> str:
     names = first.time.classes | second.time.classes
     gains = {name: second.time.classes.get(name, 0) - first.time.classes.get(name, 0) for name in names}
     largest = sorted(gains.items(), key=lambda item: -abs(item[1]))[:2]
-    said = ", ".join(f"{name} {-gain:+.3f} s" for name, gain in largest if abs(gain) > 1e-4) or "nothing else"
+    where = ", ".join(f"{name} {-gain:+.3f} s" for name, gain in largest if abs(gain) > 1e-4)
     gap = first.time.total / second.time.total - 1
-    simpler = " and it is simpler" if first.techniques < second.techniques else ""
     if gap > 0:
-        return (
-            f"1 before 2: {gap:.1%} slower, simpler ({first.techniques} techniques, not {second.techniques})"
-        )
-    return f"1 before 2: {-gap:.1%} faster ({said}){simpler}"
+        fewer = f"{first.techniques} techniques, not {second.techniques}"
+        return f"1 before 2: {gap:.1%} slower, simpler ({fewer})"
+    simpler = " and it is simpler" if first.techniques < second.techniques else ""
+    return f"1 before 2: {-gap:.1%} faster ({where or 'nothing else'}){simpler}"
 
 
 def keys(work: Workload) -> str:
     """The options that give this layout to train.py."""
     d = work.degrees
-    options = {
-        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
-        "parallelism.tensor_parallel_degree": d.tp,
-        "parallelism.context_parallel_degree": d.cp,
-        "parallelism.pipeline_parallel_degree": d.pp,
+    options = {  # key -> (value, default)
+        "parallelism.data_parallel_replicate_degree": (d.dp_replicate, 1),
+        "parallelism.tensor_parallel_degree": (d.tp, 1),
+        "parallelism.context_parallel_degree": (d.cp, 1),
+        "parallelism.pipeline_parallel_degree": (d.pp, 1),
+        "parallelism.fsdp_reshard_after_forward": (work.reshard, "default"),
+        "parallelism.pipeline_parallel_microbatch_size": (
+            work.micro_batch,
+            work.micro_batch if d.pp == 1 else 0,
+        ),
+        "training.local_batch_size": (work.local_batch, 0),
+        "activation_checkpoint.mode": (work.ac_mode, ""),
     }
-    said = [f"--{key} {value}" for key, value in options.items() if value > 1]
-    said += [f"--parallelism.fsdp_reshard_after_forward {work.reshard}"] if work.reshard != "default" else []
-    said += [f"--parallelism.pipeline_parallel_microbatch_size {work.micro_batch}"] if d.pp > 1 else []
-    said += [
-        f"--training.local_batch_size {work.local_batch}",
-        f"--activation_checkpoint.mode {work.ac_mode}",
-    ]
-    return " ".join(said)
+    return " ".join(f"--{key} {value}" for key, (value, default) in options.items() if value != default)
 
 
 def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any]:
