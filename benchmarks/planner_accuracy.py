@@ -33,9 +33,10 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.calibrate import Shapes, calibrate, vit_shapes
-from planning.clusters import Cluster, load_cluster
+from planning.clusters import load_cluster
 from planning.communication import step_collectives
 from planning.compute import Rates
+from planning.hardware import Cluster
 from planning.memory import memory, stored_bytes
 from planning.step_time import step_time
 from planning.workload import Workload

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.results_file import record
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture
-from planning.clusters import Cluster, load_cluster
+from planning.clusters import load_cluster
+from planning.hardware import Cluster
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 

@@ -4,29 +4,29 @@ All operations take turns, so that what else the machine does meets all alike an
 operands in the cache because it has just used them.
 """
 
-import dataclasses
-import json
 import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
+from errors import ConfigError
 from models.attention import attention, check_backend
 from models.vit import Block
-from planning.calibration import Calibration, Timing, processor_name, timing_of, torch_version
-from planning.clusters import Link
+from planning.calibration import Calibration, Timing, processor_name, torch_version
+from planning.hardware import Link
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Larger products and tensors have the rates of these, and would take minutes.
@@ -40,7 +40,7 @@ REPETITIONS = (3, 25)  # at least, whatever they take; at most
 DISTURBED = 1.25
 TIMED_SECONDS = 2e-4  # an operation that takes less is timed several times over
 PAYLOADS = (2**10, 2**16, 2**20, 2**22, 2**24)  # bytes that are all-reduced
-LINK_REPETITIONS, LINK_CALLS = 9, 3
+LINK_REPETITIONS, LINK_CALLS = (10, 10), 3
 JOIN_SECONDS = 120  # that a rank waits for the others
 
 
@@ -86,7 +86,7 @@ def calibrate(
     """Times of a rank of `threads` threads on `device` while `ranks` such ranks do the same on this host.
 
     Ranks on a CPU share its caches and its memory: let as many measure as will train at once. TF32 is on or
-    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. ValueError where
+    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. ConfigError where
     the device has no kernel for a backend that is asked for.
     """
     check(shapes, device.type)
@@ -94,14 +94,13 @@ def calibrate(
     if jobs == 1:
         timings, launch = measure(shapes, device, threads, seconds)
     else:
-        rows, launch = together(_measure_rank, jobs, "gloo", shapes, threads, seconds)
-        timings = tuple(timing_of(row) for row in rows)
+        timings, launch = together(measure, jobs, "gloo", shapes, device, threads, seconds)
     on_gpu = device.type == "cuda"
     world = torch.cuda.device_count() if on_gpu else 2
     link = None
     if world > 1:
         backend, link_threads = "nccl" if on_gpu else "gloo", max(threads * jobs // world, 1)
-        link = Link(*together(_measure_link, world, backend, device.type, link_threads))
+        link = together(_measure_link, world, backend, device.type, link_threads)
     return Calibration(
         torch_version=torch_version(),
         device_type=device.type,
@@ -127,7 +126,7 @@ def check(shapes: Shapes, device_type: str) -> None:
 def has_kernel(backend: str, device_type: str, dtype: str) -> bool:
     try:
         check_backend(backend, device_type, DTYPES[dtype])
-    except ValueError:
+    except ConfigError:
         return False
     return True
 
@@ -276,11 +275,22 @@ def measure(
 
 
 def repeat(todo: list[Operation], device: torch.device, seconds: float) -> list[Timing]:
-    """Each in turn, round after round, after a first round that is not counted."""
-    end = time.perf_counter() + seconds
-    calls = [calls_for(operation, device) for operation in todo]
+    """Each as often as `seconds` allow, after a first round that is not counted."""
+    return rounds(todo, [calls_for(operation, device) for operation in todo], REPETITIONS, device, seconds)
+
+
+def rounds(
+    todo: list[Operation],
+    calls: list[int],
+    repetitions: tuple[int, int],
+    device: torch.device,
+    seconds: float = math.inf,
+) -> list[Timing]:
+    """Each operation in turn, called so many times, round after round: the least number of repetitions, and
+    more of them until `seconds` have passed.
+    """
+    end, (least, most) = time.perf_counter() + seconds, repetitions
     times: list[list[float]] = [[] for _ in todo]
-    least, most = REPETITIONS
     for repetition in range(most):
         if repetition >= least and time.perf_counter() > end:
             break
@@ -323,15 +333,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def together(job: Callable[..., Any], world: int, backend: str, *arguments: Any) -> Any:
-    """What job(*arguments) returns on rank 0 of `world` ranks of this host: numbers, text and lists."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (job, world, backend, folder, arguments), nprocs=world)  # raises what a rank raises
-        return json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
+    """What job(*arguments) returns on rank 0 of `world` ranks of this host."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, get_context("spawn")) as pool:
+        ranks = [pool.submit(_rank, job, world, backend, folder, rank, arguments) for rank in range(world)]
+        for finished in as_completed(ranks):
+            finished.result()  # raises what a rank raises
+        return ranks[0].result()
 
 
 def _rank(
-    rank: int, job: Callable[..., Any], world: int, backend: str, folder: str, arguments: tuple[Any, ...]
-) -> None:
+    job: Callable[..., Any], world: int, backend: str, folder: str, rank: int, arguments: tuple[Any, ...]
+) -> Any:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     timeout = timedelta(seconds=JOIN_SECONDS)
@@ -339,47 +351,28 @@ def _rank(
     try:
         dist.barrier()
         answer = job(*arguments)
-        if rank == 0:
-            Path(folder, "answer.json").write_text(json.dumps(answer), encoding="utf-8")
         dist.barrier()  # a rank that leaves early would free the machine for those that still measure
+        return answer
     finally:
         dist.destroy_process_group()
 
 
-def _measure_rank(shapes: Shapes, threads: int, seconds: float) -> Any:
-    timings, launch = measure(shapes, torch.device("cpu"), threads, seconds)
-    return [dataclasses.asdict(timing) for timing in timings], launch
-
-
-def _measure_link(device_type: str, threads: int) -> list[float]:
-    """Latency and bandwidth of this group."""
+def _measure_link(device_type: str, threads: int) -> Link:
     torch.set_num_threads(threads)
     device = torch.device(device_type)
     payloads = [torch.ones(size // 4, device=device) for size in PAYLOADS]
     todo = [
         Operation("allreduce", "float32", (4 * p.numel(),), lambda p=p: dist.all_reduce(p)) for p in payloads
     ]
-    times: list[list[float]] = [[] for _ in todo]
-    for repetition in range(LINK_REPETITIONS + 1):  # the same number on all ranks
-        for operation, found in zip(todo, times, strict=True):
-            seconds = seconds_of(operation, LINK_CALLS, device)
-            if repetition:
-                found.append(seconds)
-    link = fit_link(dist.get_world_size(), PAYLOADS, [undisturbed(found) for found in times])
-    return [link.latency, link.bandwidth]
+    # The same number of calls on all ranks; the first, slow one is not near the fastest.
+    timings = rounds(todo, [LINK_CALLS] * len(todo), LINK_REPETITIONS, device)
+    return fit_link(dist.get_world_size(), PAYLOADS, [timing.seconds for timing in timings])
 
 
 def fit_link(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     """The ring T = 2 (n-1) a + 2 (n-1)/n S/B through measured all-reduces, by least squares of relative
     errors; the latency is that of the smallest where the line would go below zero.
     """
-    weights = [second**-2 for second in seconds]
-    mean = sum(weights)
-    mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / mean
-    mean_time = sum(w * t for w, t in zip(weights, seconds, strict=True)) / mean
-    rows = list(zip(weights, sizes, seconds, strict=True))
-    slope = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
-    slope /= sum(w * (s - mean_size) ** 2 for w, s, _ in rows)
-    base = mean_time - slope * mean_size
+    slope, base = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds)).tolist()
     steps = 2 * (ranks - 1)
     return Link((base if base > 0 else seconds[0]) / steps, steps / ranks / slope)

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from errors import DataError
-from planning.clusters import Cluster, Link
+from planning.hardware import Cluster, Link
+from text_tables import text_table
 
 FORMAT = 1  # of the file
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}  # torch's names -> those of clusters.toml
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
+UNITS = {"elementwise": ("GB/s", 1e9), "blocks": ("blocks/s", 1.0)}  # of rates, and what they are
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,11 @@ class Timing:
     matmul/<forward|input_gradient|weight_gradient>  (m, k, n) of the product   2 m k n FLOP
     attention/<backend>/<forward|backward>           (batch, heads, T, E)       4 (8) batch heads T^2 E FLOP
     elementwise/<operation>                          (bytes read and written,)  bytes
-    blocks/<backend>, forward and backward: (number, batch, T, D, heads, M)
+    blocks/<backend>, forward and backward           (number, batch, T, D, heads, M)    blocks
+
+    With x (rows, inputs) and a weight (outputs, inputs), "forward" is x w^T, (m, k, n) = (rows, inputs,
+    outputs); "input_gradient" is dy w, (rows, outputs, inputs); "weight_gradient" is dy^T x, (outputs, rows,
+    inputs). Their operands lie differently in memory and their rates differ.
     """
 
     kind: str
@@ -41,13 +47,17 @@ class Timing:
     median: float  # of all
 
     @property
-    def work(self) -> float:
-        """FLOP, or bytes of an elementwise operation."""
-        if self.kind.startswith("matmul/"):
-            return matmul_flops(*self.sizes)
-        if self.kind.startswith("attention/"):
-            return attention_flops(*self.sizes, backward=self.kind.endswith("/backward"))
-        return float(self.sizes[0])
+    def rate(self) -> float:
+        """Work a second."""
+        return work_of(self.kind, self.sizes) / self.seconds
+
+
+def work_of(kind: str, sizes: tuple[int, ...]) -> float:
+    if kind.startswith("matmul/"):
+        return matmul_flops(*sizes)
+    if kind.startswith("attention/"):
+        return attention_flops(*sizes, backward=kind.endswith("/backward"))
+    return float(sizes[0])
 
 
 def matmul_flops(m: int, k: int, n: int) -> float:
@@ -75,45 +85,34 @@ class Calibration:
     allreduce: Link | None  # between two ranks of this host; None where there is one GPU
     timings: tuple[Timing, ...]
 
-    def matmul_seconds(self, m: int, k: int, n: int, dtype: str, orientation: str = "forward") -> float:
-        """Of an (m x k) by (k x n) product.
-
-        With x (rows, inputs) and a weight (outputs, inputs), "forward" is x w^T, (m, k, n) = (rows, inputs,
-        outputs); "input_gradient" is dy w, (rows, outputs, inputs); "weight_gradient" is dy^T x, (outputs,
-        rows, inputs). Their operands lie differently in memory and their rates differ.
-        """
-        return self._seconds(f"matmul/{orientation}", dtype, (m, k, n), matmul_flops(m, k, n))
-
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """A linear layer's forward, or both products of its backward."""
         if not backward:
-            return self.matmul_seconds(rows, inputs, outputs, dtype)
-        return self.matmul_seconds(rows, outputs, inputs, dtype, "input_gradient") + self.matmul_seconds(
-            outputs, rows, inputs, dtype, "weight_gradient"
-        )
+            return self._seconds("matmul/forward", dtype, (rows, inputs, outputs))
+        of_input = self._seconds("matmul/input_gradient", dtype, (rows, outputs, inputs))
+        return of_input + self._seconds("matmul/weight_gradient", dtype, (outputs, rows, inputs))
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
         """Of attention between q, k, v of (batch, heads, tokens, head_dim), or of its backward alone."""
         kind = f"attention/{backend}/{'backward' if backward else 'forward'}"
-        work = attention_flops(batch, heads, tokens, head_dim, backward)
-        return self._seconds(kind, dtype, (batch, heads, tokens, head_dim), work)
+        return self._seconds(kind, dtype, (batch, heads, tokens, head_dim))
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         """Of an operation that reads and writes `size` bytes in all: one of planning/calibrate.py's."""
-        return self._seconds(f"elementwise/{operation}", dtype, (max(round(size), 1),), size)
+        return self._seconds(f"elementwise/{operation}", dtype, (max(round(size), 1),))
 
-    def _seconds(self, kind: str, dtype: str, sizes: tuple[int, ...], work: float) -> float:
+    def _seconds(self, kind: str, dtype: str, sizes: tuple[int, ...]) -> float:
         rows = [row for row in self.timings if (row.kind, row.dtype) == (kind, dtype)]
         if not rows:
             there = sorted({f"{row.kind} in {row.dtype}" for row in self.timings})
             raise DataError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
-        return max(work / interpolated_rate(rows, sizes), self.launch)
+        return max(work_of(kind, sizes) / interpolated_rate(rows, sizes), self.launch)
 
     @property
     def noise(self) -> float:
-        """How much longer an operation took than undisturbed, as a share: what others did on this machine."""
+        """How much longer an operation took than undisturbed, of 1: what others did on this machine."""
         return statistics.median([row.median / row.seconds - 1 for row in self.timings])
 
     def table(self) -> str:
@@ -123,26 +122,21 @@ class Calibration:
         if self.allreduce:
             alpha, beta = self.allreduce.latency * 1e6, self.allreduce.bandwidth / 1e9
             link = f"all-reduce {alpha:.0f} us a step and {beta:.2f} GB/s"
-        rows = [
-            f"{device}: {self.ranks} x {self.threads} threads, torch {self.torch_version}",
-            f"an operator takes {self.launch * 1e6:.1f} us; {link}; others slowed all by {self.noise:.0%}",
-            f"{'':<34}{'':<10}{'':<22}{'ms':>10}{'rate':>16}",
-        ]
+        rows: list[tuple[object, ...]] = [("", "", "", "ms", "rate")]
         for row in self.timings:
-            rate = row.work / row.seconds / 1e9
-            unit = "GB/s" if row.kind.startswith("elementwise/") else "GFLOP/s"
-            if row.kind.startswith("blocks/"):
-                rate, unit = row.sizes[0] / row.seconds, "blocks/s"
+            unit, size = UNITS.get(row.kind.partition("/")[0], ("GFLOP/s", 1e9))
             shape = " x ".join(map(str, row.sizes))
-            rows.append(
-                f"{row.kind:<34}{row.dtype:<10}{shape:<22}{row.seconds * 1e3:>10.3f}{rate:>8,.0f} {unit:<7}"
-            )
-        return "\n".join(line.rstrip() for line in rows)
+            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / size, f" {unit}"))
+        return (
+            f"{device}: {self.ranks} x {self.threads} threads, torch {self.torch_version}\n"
+            f"an operator takes {self.launch * 1e6:.1f} us; {link}; others slowed all by {self.noise:.0%}\n"
+            f"{text_table('<34 <10 <22 >10.3f >8,.0f <8', rows)}"
+        )
 
 
 def interpolated_rate(rows: Iterable[Timing], sizes: tuple[int, ...]) -> float:
     """Work a second at `sizes`: the nearest shapes' rates, weighted by 1/distance^2, all in logarithms."""
-    near = sorted((math.dist(logs(row.sizes), logs(sizes)), row.work / row.seconds) for row in rows)
+    near = sorted((math.dist(logs(row.sizes), logs(sizes)), row.rate) for row in rows)
     if near[0][0] == 0:
         return near[0][1]
     weights = [(distance**-2, rate) for distance, rate in near[:NEIGHBOURS]]
@@ -159,21 +153,22 @@ def logs(sizes: tuple[int, ...]) -> tuple[float, ...]:
 def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = None) -> Cluster:
     """`cluster` with the rates that were measured, and `devices` devices (None: a node's)."""
     if cluster.shared:  # ranks that share the cores of this host, not those of clusters.toml
+        own = {"devices_per_node": measured.cores, "host_memory": measured.memory, "devices": measured.cores}
         ranks = max(measured.cores // measured.threads, 1)
-        cluster = dataclasses.replace(cluster, devices_per_node=measured.cores, host_memory=measured.memory)
-        cluster = dataclasses.replace(cluster, devices=measured.cores).with_devices(ranks)
+        cluster = dataclasses.replace(cluster, **own).with_devices(ranks)
     device = cluster.device
-    matmul = matmul_rates(measured, lambda rates: sum(work for work, _ in rates) / sum(s for _, s in rates))
+    products = grouped(measured, "matmul/", lambda row: PRECISION.get(row.dtype))
     if cluster.shared:  # there is no data sheet of some cores: the best product measured is their peak
-        best = matmul_rates(measured, lambda rates: max(work / seconds for work, seconds in rates))
+        best = {precision: max(row.rate for row in rows) for precision, rows in products.items()}
         device = dataclasses.replace(device, peak=best, memory=measured.memory // cluster.devices)
+    elementwise = grouped(measured, "elementwise/", lambda row: "all")
     device = dataclasses.replace(
         device,
         name=f"{device.name}, calibrated",
-        matmul=device.matmul | matmul,
-        attention_forward=updated(device.attention_forward, attention_rates(measured, "/forward")),
-        attention_backward=updated(device.attention_backward, attention_rates(measured, "/backward")),
-        bandwidth=elementwise_bandwidth(measured) or device.bandwidth,
+        matmul=device.matmul | {precision: mean_rate(rows) for precision, rows in products.items()},
+        attention_forward=updated(device.attention_forward, measured, "/forward"),
+        attention_backward=updated(device.attention_backward, measured, "/backward"),
+        bandwidth=mean_rate(elementwise["all"]) if elementwise else device.bandwidth,
         launch=measured.launch,
     )
     inside = measured.allreduce or cluster.inside
@@ -181,44 +176,35 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
     return cluster if devices is None else cluster.with_devices(devices)
 
 
-Works = list[tuple[float, float]]  # (work, seconds)
-
-
-def matmul_rates(measured: Calibration, summary: Callable[[Works], float]) -> dict[str, float]:
-    """By precision, where there are measured products: `summary` of all of them."""
-    works: dict[str, Works] = {}
+def grouped(measured: Calibration, kind: str, key: Callable[[Timing], Any]) -> dict[Any, list[Timing]]:
+    """Timings of a kind by what `key` gives of each; without those of which it gives None."""
+    found: dict[Any, list[Timing]] = {}
     for row in measured.timings:
-        if row.kind.startswith("matmul/") and row.dtype in PRECISION:
-            works.setdefault(PRECISION[row.dtype], []).append((row.work, row.seconds))
-    return {precision: summary(rows) for precision, rows in works.items()}
+        if row.kind.startswith(kind) and key(row) is not None:
+            found.setdefault(key(row), []).append(row)
+    return found
 
 
-def elementwise_bandwidth(measured: Calibration) -> float:
-    """Bytes over time of all elementwise operations; 0 where none was measured."""
-    rows = [row for row in measured.timings if row.kind.startswith("elementwise/")]
-    return sum(row.work for row in rows) / sum(row.seconds for row in rows) if rows else 0.0
+def mean_rate(rows: list[Timing]) -> float:
+    """All work over all time."""
+    return sum(row.rate * row.seconds for row in rows) / sum(row.seconds for row in rows)
 
 
-def attention_rates(measured: Calibration, direction: str) -> dict[int, float]:
-    """FLOP/s in bfloat16 of the faster backend, by head size."""
-    rows = [row for row in measured.timings if row.kind.startswith("attention/") and row.dtype == "bfloat16"]
-    rates: dict[int, float] = {}
-    for row in rows:
-        if row.kind.endswith(direction):
-            head_size = row.sizes[-1]
-            rates[head_size] = max(rates.get(head_size, 0.0), row.work / row.seconds)
-    return rates
-
-
-def updated(table: dict[int, float], measured: dict[int, float]) -> dict[int, float]:
-    """Measured rates; head sizes that were not measured change as their nearest one did."""
+def updated(table: dict[int, float], measured: Calibration, way: str) -> dict[int, float]:
+    """FLOP/s in bfloat16 by head size, of the faster backend: `way` is "/forward" or "/backward". Head sizes
+    that were not measured change as their nearest one did.
+    """
+    chosen = lambda row: row.sizes[-1] if row.kind.endswith(way) and row.dtype == "bfloat16" else None  # noqa: E731
+    rates = {
+        size: max(row.rate for row in rows) for size, rows in grouped(measured, "attention/", chosen).items()
+    }
 
     def change(head_size: int) -> float:
-        near = min(measured, key=lambda size: abs(math.log(size / head_size)))
+        near = min(rates, key=lambda size: abs(math.log(size / head_size)))
         there = min(table, key=lambda size: abs(math.log(size / near)))
-        return measured[near] / table[there]
+        return rates[near] / table[there]
 
-    return {size: rate * change(size) for size, rate in table.items()} | measured if measured else table
+    return {size: rate * change(size) for size, rate in table.items()} | rates if rates else table
 
 
 # -- the file
@@ -233,11 +219,6 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def timing_of(row: dict[str, Any]) -> Timing:
-    """What dataclasses.asdict made of one, and JSON of that."""
-    return Timing(**{**row, "sizes": tuple(row["sizes"])})
-
-
 def load_calibration(path: Path) -> Calibration:
     """DataError, one line, for a file that is not there, not whole, or of another torch or processor."""
     again = "; measure with plan.py --calibrate"
@@ -245,7 +226,7 @@ def load_calibration(path: Path) -> Calibration:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values.pop("format") != FORMAT:
             raise ValueError(f"format is not {FORMAT}")
-        timings = tuple(timing_of(row) for row in values.pop("timings"))
+        timings = tuple(Timing(**row | {"sizes": tuple(row["sizes"])}) for row in values.pop("timings"))
         link = values.pop("allreduce")
         measured = Calibration(**values, timings=timings, allreduce=Link(**link) if link else None)
     except FileNotFoundError as error:

@@ -8,8 +8,9 @@ from datetime import datetime
 
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
-from planning.clusters import Link, load_cluster
+from planning.clusters import load_cluster
 from planning.cost import HOUR, Fleet
+from planning.hardware import Link
 from planning.memory import FLOAT32, Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import capacity, plan

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count
-from planning.clusters import Device
+from planning.hardware import Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 

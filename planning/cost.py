@@ -8,7 +8,7 @@ seconds unless a name says hours; money is in dollars.
 import math
 from dataclasses import dataclass
 
-from planning.clusters import Cluster
+from planning.hardware import Cluster
 
 HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6

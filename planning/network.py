@@ -6,7 +6,7 @@
 import math
 from dataclasses import dataclass
 
-from planning.clusters import Cluster, Link
+from planning.hardware import Cluster, Link
 from planning.workload import Workload
 
 

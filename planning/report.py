@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from planning.clusters import Cluster
 from planning.compute import hardware_flops
+from planning.hardware import Cluster
 from planning.memory import GIB, Memory
 from planning.search import Plan, capacity
 from planning.step_time import StepTime

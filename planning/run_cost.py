@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from config import Config
-from planning.clusters import Cluster
 from planning.cost import (
     HOUR,
     Cost,
@@ -17,6 +16,7 @@ from planning.cost import (
     run_cost,
     young_interval,
 )
+from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
 from text_tables import text_table

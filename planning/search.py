@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallelisms.degrees import Degrees
-from planning.clusters import Cluster
 from planning.compute import Rates
+from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload

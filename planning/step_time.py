@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
-from planning.clusters import Cluster
 from planning.communication import context_collectives, tensor_collectives
 from planning.compute import (
     DeviceRates,
@@ -22,6 +21,7 @@ from planning.compute import (
     slower_in_a_model,
     update_seconds,
 )
+from planning.hardware import Cluster
 from planning.memory import stage_shapes, unit_bytes
 from planning.network import Route, route, seconds
 from planning.workload import Workload

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from errors import ConfigError
-from planning.clusters import Cluster
 from planning.compute import Rates
+from planning.hardware import Cluster
 from planning.report import checkpointing, layout
 from planning.search import best_layouts
 from planning.workload import Workload

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planning.clusters import KEYS, MACHINES, Cluster, load_cluster, read_machines, split_name
+from planning.clusters import KEYS, MACHINES, load_cluster, read_machines, split_name
+from planning.hardware import Cluster
 
 NONE = Path("not-there.json")
 NAMES = list(read_machines(MACHINES))

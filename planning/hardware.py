@@ -1,0 +1,80 @@
+"""A cluster as the planner sees it: devices, the links between them, and what they cost.
+
+All figures are in base units: bytes, seconds, FLOP/s, bytes/s, watts, dollars. Where devices are shared (the
+ranks on a CPU), a node's figures are divided among its ranks.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the part of a CPU that a rank has."""
+
+    name: str
+    memory: int  # bytes, all that torch sees
+    reserved: int  # bytes of it lost to the CUDA context, NCCL's buffers and fragmentation
+    peak: dict[str, float]  # FLOP/s by precision, dense, from the data sheet
+    matmul: dict[str, float]  # FLOP/s by precision that large matrix products reach
+    attention_forward: dict[int, float]  # bf16 FLOP/s by head size: 4 T^2 d of them, not causal
+    attention_backward: dict[int, float]  # the same, of 8 T^2 d
+    bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
+    launch: float  # seconds that an operator costs however small it is
+    watts: float  # drawn while training, with the device's part of its node
+
+    def scaled(self, factor: float) -> "Device":
+        """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
+        changed: dict[str, Any] = {"memory": round(self.memory * factor)}
+        for name in ("peak", "matmul", "attention_forward", "attention_backward"):
+            changed[name] = {key: rate * factor for key, rate in getattr(self, name).items()}
+        for name in ("bandwidth", "watts"):
+            changed[name] = getattr(self, name) * factor
+        return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of s bytes takes latency + s / bandwidth."""
+
+    latency: float  # seconds of one step of a ring
+    bandwidth: float  # bytes/s sent while as many are received (NCCL's bus bandwidth)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`devices` devices of one kind in nodes of `devices_per_node`."""
+
+    name: str
+    device: Device
+    devices: int
+    devices_per_node: int
+    inside: Link  # between devices of a node; the bandwidth is of one device
+    # between nodes; the bandwidth is of a node: a ring through all devices of its nodes has it to itself, and
+    # rings of one device a node, one ring for each local rank, divide it by devices_per_node
+    between: Link
+    host_memory: int  # bytes a node
+    host_link: float  # bytes/s from one device to its host's memory
+    storage: float  # bytes/s of one node to and from the shared file system
+    on_demand: float  # $ a device-hour
+    spot: float  # $ a device-hour
+    spot_interruptions: float  # a node-hour, for spot nodes
+    pue: float  # power of the whole centre over that of its computers
+    shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.devices // self.devices_per_node)
+
+    def with_devices(self, devices: int) -> "Cluster":
+        """The same machine with another number of devices (of a shared machine: of ranks)."""
+        if devices < 1:
+            raise ConfigError(f"cluster {self.name} with {devices} devices: give at least 1")
+        if not self.shared:
+            return dataclasses.replace(self, devices=devices)
+        factor = min(self.devices, self.devices_per_node) / min(devices, self.devices_per_node)
+        prices = {"on_demand": self.on_demand * factor, "spot": self.spot * factor}
+        return dataclasses.replace(self, devices=devices, device=self.device.scaled(factor), **prices)
