@@ -27,8 +27,8 @@ import time
 
 from config import Config, start
 from errors import ConfigError, one_line_errors
-from planning.clusters import CALIBRATION, Cluster, load_cluster
-from planning.compute import Rates
+from planning.clusters import CALIBRATION, load_cluster
+from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
 from planning.run_cost import cost_table, costs_json, costs_of
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
@@ -87,14 +87,13 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
     work = job(config, cluster).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
-    rates = measured_rates(cluster)
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
-        print(sweep(work, cluster, options.sweep, config.job_folder / "plan", rates))
+        print(sweep(work, cluster, options.sweep, config.job_folder / "plan"))
         return 0
-    plans = best_layouts(work, cluster, rates) if options.layout == "auto" else []
-    made = plans[0] if plans else plan(work, cluster, rates)
+    plans = best_layouts(work, cluster) if options.layout == "auto" else []
+    made = plans[0] if plans else plan(work, cluster)
     cost = costs_of(config, made, cluster, options.restart_minutes)
     fits = made.memory.peak <= capacity(cluster)
     if options.json:
@@ -103,7 +102,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     print("\n\n".join(tables(plans, made, cluster, cost_table(cost))))
     if not fits:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
-        print(f"\n{nowhere}{advice(made, cluster, rates)}")
+        print(f"\n{nowhere}{advice(made, cluster)}")
     return 0 if fits else 1
 
 
@@ -115,14 +114,6 @@ def job(config: Config, cluster: Cluster) -> Workload:
     return workload_of(config, cluster.devices, grid_shape, len(variables))
 
 
-def measured_rates(cluster: Cluster) -> Rates | None:
-    """Of this machine, where it is the one that is planned for and was calibrated."""
-    from planning.calibration import load_calibration
-
-    this = cluster.name.startswith("this") or (cluster.shared and CALIBRATION.exists())
-    return load_calibration(CALIBRATION) if this else None
-
-
 def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[str]:
     found = [describe(made.work, cluster)]
     if plans:
@@ -131,13 +122,13 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[s
     return [*found, memory_table(made.memory, cluster), time_table(made.work, made.time, cluster), cost]
 
 
-def advice(made: Plan, cluster: Cluster, rates: Rates | None) -> str:
+def advice(made: Plan, cluster: Cluster) -> str:
     """What is missing, and the three cheapest changes with which it fits."""
     missing = (made.memory.peak - capacity(cluster)) / 2**30
     rows = [
         f"it does not fit: {missing:.2f} GiB a device are missing; the cheapest changes with which it does:"
     ]
-    for name, changed in changes_that_fit(made.work, cluster, rates):
+    for name, changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
         peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
         rows.append(f"  {name}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")

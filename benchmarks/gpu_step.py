@@ -315,18 +315,18 @@ def planner(session: Session) -> None:
     print("\n".join(rates.table().splitlines()[:2]))
     if not session.rehearse:
         save_calibration(rates, CALIBRATION)
-    cluster = load_cluster("cpu1" if device.type == "cpu" else "h200x1")
+    cluster = replace(load_cluster("cpu1" if device.type == "cpu" else "h200x1"), measured=rates)
     for row in measured:
-        session.attempt(f"planned: {row['what']}", partial(compare, session, row, cluster, rates))
+        session.attempt(f"planned: {row['what']}", partial(compare, session, row, cluster))
 
 
-def compare(session: Session, row: dict[str, Any], cluster: Any, rates: Any) -> None:
+def compare(session: Session, row: dict[str, Any], cluster: Any) -> None:
     patch = next(p for p in session.sizes.patches if session.sizes.tokens(p) == row["tokens"])
     float8 = next(recipe for recipe, name in PRECISIONS.items() if name == row["precision"])
     case = Case(patch, row["heads"], float8, row["mode"], row["batch"], row["backend"])
     work = case.workload(session.sizes)
     # The fields are on the device already.
-    predicted = step_time(work, cluster, rates).total - copy_seconds(work, cluster)
+    predicted = step_time(work, cluster).total - copy_seconds(work, cluster)
     error = predicted / row["step_seconds"] - 1
     session.add(f"time, planned: {row['what']}", error, "of measured", seconds=predicted, kind="time")
     if row["peak_bytes"]:

@@ -35,7 +35,6 @@ from planning.architecture import Architecture, vit_architecture
 from planning.calibrate import Shapes, calibrate, vit_shapes
 from planning.clusters import load_cluster
 from planning.communication import step_collectives
-from planning.compute import Rates
 from planning.hardware import Cluster
 from planning.memory import memory, stored_bytes
 from planning.step_time import step_time
@@ -160,9 +159,10 @@ def main() -> int:
     keep_freed_memory(DEVICE)  # as train.py does
     rates = calibrate(shapes(), DEVICE, torch.get_num_threads(), seconds=options.seconds)
     cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
+    cluster = dataclasses.replace(cluster, measured=rates)
     steps = [Step(case) for case in UNSEEN]
     measured = measure(steps, options.rounds)
-    rows = [judge(case, predict(case, cluster, rates), found) for case, found in measured.items()]
+    rows = [judge(case, predict(case, cluster), found) for case, found in measured.items()]
     counts = [*map(count_saved, UNSEEN), *count_collectives()]
     counts += [count_peak(step) for step in steps] if DEVICE.type == "cuda" else []
     record("planner_accuracy", [row | {"noise": rates.noise} for row in rows + counts])
@@ -176,9 +176,9 @@ def main() -> int:
     return 0 if within >= 5 * len(rows) / 6 and good == len(counts) else 1
 
 
-def predict(case: Case, cluster: Cluster, rates: Rates) -> float:
+def predict(case: Case, cluster: Cluster) -> float:
     """Seconds of a step whose data are there."""
-    time = step_time(case.workload, cluster, rates)
+    time = step_time(case.workload, cluster)
     return time.total - time.classes["fields"]
 
 

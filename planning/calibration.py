@@ -9,18 +9,16 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from errors import DataError
-from planning.hardware import Cluster, Link
+from planning.hardware import PRECISION, Cluster, Link
 from text_tables import text_table
 
 FORMAT = 1  # of the file
-PRECISION = {"bfloat16": "bf16", "float32": "fp32"}  # torch's names -> those of clusters.toml
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
 UNITS = {"elementwise": ("GB/s", 1e9), "blocks": ("blocks/s", 1.0)}  # of rates, and what they are
 
@@ -154,57 +152,17 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
     """`cluster` with the rates that were measured, and `devices` devices (None: a node's)."""
     if cluster.shared:  # ranks that share the cores of this host, not those of clusters.toml
         own = {"devices_per_node": measured.cores, "host_memory": measured.memory, "devices": measured.cores}
-        ranks = max(measured.cores // measured.threads, 1)
-        cluster = dataclasses.replace(cluster, **own).with_devices(ranks)
-    device = cluster.device
-    products = grouped(measured, "matmul/", lambda row: PRECISION.get(row.dtype))
-    if cluster.shared:  # there is no data sheet of some cores: the best product measured is their peak
-        best = {precision: max(row.rate for row in rows) for precision, rows in products.items()}
-        device = dataclasses.replace(device, peak=best, memory=measured.memory // cluster.devices)
-    elementwise = grouped(measured, "elementwise/", lambda row: "all")
-    device = dataclasses.replace(
-        device,
-        name=f"{device.name}, calibrated",
-        matmul=device.matmul | {precision: mean_rate(rows) for precision, rows in products.items()},
-        attention_forward=updated(device.attention_forward, measured, "/forward"),
-        attention_backward=updated(device.attention_backward, measured, "/backward"),
-        bandwidth=mean_rate(elementwise["all"]) if elementwise else device.bandwidth,
-        launch=measured.launch,
-    )
+        cluster = dataclasses.replace(cluster, **own).with_devices(max(measured.cores // measured.threads, 1))
+        peak: dict[str, float] = {}  # no data sheet has that of some cores: the best product measured
+        for row in measured.timings:
+            if row.kind.startswith("matmul/"):
+                peak[PRECISION[row.dtype]] = max(row.rate, peak.get(PRECISION[row.dtype], 0.0))
+        device = dataclasses.replace(cluster.device, peak=peak, memory=measured.memory // cluster.devices)
+        cluster = dataclasses.replace(cluster, device=device)
+    device = dataclasses.replace(cluster.device, name=f"{cluster.device.name}, calibrated")
     inside = measured.allreduce or cluster.inside
-    cluster = dataclasses.replace(cluster, device=device, inside=inside)
+    cluster = dataclasses.replace(cluster, device=device, inside=inside, measured=measured)
     return cluster if devices is None else cluster.with_devices(devices)
-
-
-def grouped(measured: Calibration, kind: str, key: Callable[[Timing], Any]) -> dict[Any, list[Timing]]:
-    """Timings of a kind by what `key` gives of each; without those of which it gives None."""
-    found: dict[Any, list[Timing]] = {}
-    for row in measured.timings:
-        if row.kind.startswith(kind) and key(row) is not None:
-            found.setdefault(key(row), []).append(row)
-    return found
-
-
-def mean_rate(rows: list[Timing]) -> float:
-    """All work over all time."""
-    return sum(row.rate * row.seconds for row in rows) / sum(row.seconds for row in rows)
-
-
-def updated(table: dict[int, float], measured: Calibration, way: str) -> dict[int, float]:
-    """FLOP/s in bfloat16 by head size, of the faster backend: `way` is "/forward" or "/backward". Head sizes
-    that were not measured change as their nearest one did.
-    """
-    chosen = lambda row: row.sizes[-1] if row.kind.endswith(way) and row.dtype == "bfloat16" else None  # noqa: E731
-    rates = {
-        size: max(row.rate for row in rows) for size, rows in grouped(measured, "attention/", chosen).items()
-    }
-
-    def change(head_size: int) -> float:
-        near = min(rates, key=lambda size: abs(math.log(size / head_size)))
-        there = min(table, key=lambda size: abs(math.log(size / near)))
-        return rates[near] / table[there]
-
-    return {size: rate * change(size) for size, rate in table.items()} | rates if rates else table
 
 
 # -- the file

@@ -6,25 +6,16 @@ over the rate that the class reaches on a device, or that was measured on this m
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count
-from planning.hardware import Device
+from planning.hardware import Device, Rates
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
-
-PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 
 # Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them; the gradient's
 # norm 4 and its clipping 8; averaged weights 12.
 ADAMW_BYTES, CLIP_BYTES, AVERAGE_BYTES = 28, 12, 12
-# clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
-# TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
-# 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
-# 0.95, 0.90, 0.88.
-ORDINARY = 0.91
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
 # too; each is then transposed for the gradient of weights (1 + 1).
 FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
@@ -44,51 +35,6 @@ class Times(defaultdict[str, float]):
     def add(self, other: Mapping[str, float], number: float = 1.0) -> None:
         for name, value in other.items():
             self[name] += number * value
-
-
-class Rates(Protocol):
-    """What planning/calibration.py measured, or what a device of clusters.toml reaches."""
-
-    @property
-    def launch(self) -> float: ...
-
-    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float: ...
-
-    def attention_seconds(
-        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
-    ) -> float: ...
-
-    def elementwise_seconds(self, size: float, dtype: str = ..., operation: str = ...) -> float: ...
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """Rates of a device of clusters.toml. A device without float8 multiplies in half precision instead."""
-
-    device: Device
-
-    @property
-    def launch(self) -> float:
-        return self.device.launch
-
-    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
-        """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
-        products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
-        rate = ORDINARY * self.device.matmul.get(PRECISION[dtype], self.device.matmul["bf16"])
-        moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
-        return products * max(2 * rows * inputs * outputs / rate, moved / self.device.bandwidth, self.launch)
-
-    def attention_seconds(
-        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
-    ) -> float:
-        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
-        rates = self.device.attention_backward if backward else self.device.attention_forward
-        rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
-        rate *= self.device.matmul[PRECISION[dtype]] / self.device.matmul["bf16"]
-        return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
-
-    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
-        return size / self.device.bandwidth
 
 
 def slower_in_a_model(rates: Rates, dtype: str) -> float:
@@ -136,7 +82,7 @@ def linear_time(
     """The ends multiply in half precision, and a calibration knows no float8."""
     inputs, outputs = rank_features(work, name, inputs, outputs)
     block = name.startswith(("attention.", "mlp."))
-    dtype = "float8" if work.float8 and block and isinstance(rates, DeviceRates) else work.dtype
+    dtype = "float8" if work.float8 and block and isinstance(rates, Device) else work.dtype
     return rates.linear_seconds(rows, inputs, outputs, dtype, backward)
 
 

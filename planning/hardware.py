@@ -6,14 +6,36 @@ ranks on a CPU), a node's figures are divided among its ranks.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from errors import ConfigError
+
+PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
+# clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
+# TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
+# 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
+# 0.95, 0.90, 0.88.
+ORDINARY = 0.91
+
+
+class Rates(Protocol):
+    """Seconds of operations: measured (planning/calibration.py), or at the rates that a Device reaches."""
+
+    @property
+    def launch(self) -> float: ...
+
+    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float: ...
+
+    def attention_seconds(
+        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
+    ) -> float: ...
+
+    def elementwise_seconds(self, size: float, dtype: str = ..., operation: str = ...) -> float: ...
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or the part of a CPU that a rank has."""
+    """One GPU, or the part of a CPU that a rank has. Without float8 it multiplies in bf16 instead."""
 
     name: str
     memory: int  # bytes, all that torch sees
@@ -25,6 +47,25 @@ class Device:
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
     launch: float  # seconds that an operator costs however small it is
     watts: float  # drawn while training, with the device's part of its node
+
+    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
+        """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
+        products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
+        rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
+        moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
+        return products * max(2 * rows * inputs * outputs / rate, moved / self.bandwidth, self.launch)
+
+    def attention_seconds(
+        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
+    ) -> float:
+        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
+        rates = self.attention_backward if backward else self.attention_forward
+        rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
+        rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
+        return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
+
+    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
+        return size / self.bandwidth
 
     def scaled(self, factor: float) -> "Device":
         """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
@@ -64,6 +105,11 @@ class Cluster:
     spot_interruptions: float  # a node-hour, for spot nodes
     pue: float  # power of the whole centre over that of its computers
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
+    measured: Rates | None = None  # of this machine, where it was calibrated
+
+    @property
+    def rates(self) -> Rates:
+        return self.measured or self.device
 
     @property
     def nodes(self) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallelisms.degrees import Degrees
-from planning.compute import Rates
 from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
@@ -48,8 +47,8 @@ class Plan:
         return self.time.total * (1 + SIMPLICITY * self.techniques)
 
 
-def plan(work: Workload, cluster: Cluster, rates: Rates | None = None) -> Plan:
-    return Plan(work, memory(work), step_time(work, cluster, rates))
+def plan(work: Workload, cluster: Cluster) -> Plan:
+    return Plan(work, memory(work), step_time(work, cluster))
 
 
 def capacity(cluster: Cluster) -> float:
@@ -57,16 +56,14 @@ def capacity(cluster: Cluster) -> float:
     return cluster.device.memory - cluster.device.reserved
 
 
-def best_layouts(
-    work: Workload, cluster: Cluster, rates: Rates | None = None, number: int = 10
-) -> list[Plan]:
+def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
     """The fastest that fit, best first: one entry a layout, with its best micro-batch and checkpointing."""
     best: dict[tuple[Degrees, str], Plan] = {}
     for candidate in candidates(work, cluster):
         need = memory(candidate)
         if need.peak > capacity(cluster):
             continue
-        found = Plan(candidate, need, step_time(candidate, cluster, rates))
+        found = Plan(candidate, need, step_time(candidate, cluster))
         key = (candidate.degrees, candidate.schedule)
         if key not in best or found.score < best[key].score:
             best[key] = found
@@ -133,7 +130,7 @@ def powers_of_two(largest: int) -> list[int]:
 # -- where it does not fit
 
 
-def changes_that_fit(work: Workload, cluster: Cluster, rates: Rates | None = None) -> list[tuple[str, Plan]]:
+def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]:
     """(keys to set, what that gives) of the three cheapest changes after which the job fits.
 
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step.
@@ -141,20 +138,20 @@ def changes_that_fit(work: Workload, cluster: Cluster, rates: Rates | None = Non
     found: list[tuple[str, Plan]] = []
     singles = list(changes(work, cluster))
     for name, changed, on in singles:
-        found += fitting(name, changed, on, rates)
+        found += fitting(name, changed, on)
     if len(found) < 3:
         for name, changed, on in singles:
             for other, both, last in changes(changed, on):
                 if other != name and other.split(" = ")[0] != name.split(" = ")[0]:
-                    found += fitting(f"{name}, {other}", both, last, rates)
+                    found += fitting(f"{name}, {other}", both, last)
     cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
     for name, made in sorted(found, key=lambda item: (item[1].device_seconds, item[0].count(","))):
         cheapest.setdefault(frozenset(part.split(" = ")[0] for part in name.split(", ")), (name, made))
     return list(cheapest.values())[:3]
 
 
-def fitting(name: str, work: Workload, cluster: Cluster, rates: Rates | None) -> list[tuple[str, Plan]]:
-    made = plan(work, cluster, rates)
+def fitting(name: str, work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]:
+    made = plan(work, cluster)
     return [(name, made)] if made.memory.peak <= capacity(cluster) else []
 
 

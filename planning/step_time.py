@@ -11,8 +11,6 @@ from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
 from planning.communication import context_collectives, tensor_collectives
 from planning.compute import (
-    DeviceRates,
-    Rates,
     Times,
     attention_time,
     block_seconds,
@@ -21,7 +19,7 @@ from planning.compute import (
     slower_in_a_model,
     update_seconds,
 )
-from planning.hardware import Cluster
+from planning.hardware import Cluster, Rates
 from planning.memory import stage_shapes, unit_bytes
 from planning.network import Route, route, seconds
 from planning.workload import Workload
@@ -69,9 +67,8 @@ class StepTime:
         return 3 * work.model.flops() * self.samples_per_second / (peak * work.degrees.world)
 
 
-def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None) -> StepTime:
-    """`rates`: measured ones, else those of the cluster's device."""
-    rates = rates or DeviceRates(cluster.device)
+def step_time(work: Workload, cluster: Cluster) -> StepTime:
+    rates = cluster.rates
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
     slower = slower_in_a_model(rates, work.dtype)
     forward, backward = (times_of(block_seconds(work, rates, backward), slower) for backward in (False, True))
@@ -81,7 +78,7 @@ def step_time(work: Workload, cluster: Cluster, rates: Rates | None = None) -> S
     for times, number in ((forward, layers), (backward, layers), *((end, 1) for end in ends)):
         total.add(times, number * passes)
     total["fields"] += (field_seconds(work, rates) + copy_seconds(work, cluster)) * work.accumulation
-    inside, everything = inner_communication(work, cluster, rates, routes)
+    inside, everything = inner_communication(work, rates, routes)
     total.add(inside, passes)
     in_block = [sum(forward.values()), sum(backward.values())]
     exposed, hidden = sharding_communication(work, routes, in_block[0], in_block[1])
@@ -130,9 +127,7 @@ def norm_seconds(routes: dict[str, Route]) -> float:
 # -- within a sample
 
 
-def inner_communication(
-    work: Workload, cluster: Cluster, rates: Rates, routes: dict[str, Route]
-) -> tuple[Times, float]:
+def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> tuple[Times, float]:
     """Of one micro-batch: exposed seconds by class, and seconds in all."""
     once = work.replace(global_batch=work.local_batch * work.degrees.dp)
     share = work.rank_layers / work.model.layers / work.micro_batches

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from errors import ConfigError
-from planning.compute import Rates
 from planning.hardware import Cluster
 from planning.report import checkpointing, layout
 from planning.search import best_layouts
@@ -18,14 +17,14 @@ MAX_DEVICES = 16384
 Row = dict[str, Any]  # column of scaling.csv -> value
 
 
-def sweep(work: Workload, cluster: Cluster, text: str, folder: Path, rates: Rates | None = None) -> str:
+def sweep(work: Workload, cluster: Cluster, text: str, folder: Path) -> str:
     """A table of `gpus=LIST`; writes scaling.csv and scaling.png into `folder`. ConfigError: a bad list."""
     numbers, a_device = parse_numbers(text), work.global_batch / cluster.devices
     strong = dict.fromkeys(numbers, work.global_batch)
     weak = {devices: max(round(a_device * devices), 1) for devices in numbers}
     rows = [
-        *scaling_rows("strong", strong, work, cluster, rates),
-        *scaling_rows("weak", weak, work, cluster, rates),
+        *scaling_rows("strong", strong, work, cluster),
+        *scaling_rows("weak", weak, work, cluster),
     ]
     if not rows:
         raise ConfigError(
@@ -58,13 +57,11 @@ def between(before: int, now: int, end: int) -> Iterator[int]:
         yield now
 
 
-def scaling_rows(
-    scaling: str, batches: dict[int, int], work: Workload, cluster: Cluster, rates: Rates | None
-) -> list[Row]:
+def scaling_rows(scaling: str, batches: dict[int, int], work: Workload, cluster: Cluster) -> list[Row]:
     """The best layout of each number of devices with its global batch; none where nothing fits."""
     rows: list[Row] = []
     for devices, batch in batches.items():
-        for plan in best_layouts(work.replace(global_batch=batch), cluster.with_devices(devices), rates, 1):
+        for plan in best_layouts(work.replace(global_batch=batch), cluster.with_devices(devices), 1):
             speed = plan.time.samples_per_second
             first = rows[0]["samples_per_second"] / rows[0]["devices"] if rows else speed / devices
             rows.append(

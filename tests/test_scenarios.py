@@ -11,16 +11,14 @@ from benchmarks.planner_published import judged, published_runs
 from parallelisms.degrees import Degrees
 from planning.case_study import case_study_rows
 from planning.clusters import load_cluster
-from planning.compute import DeviceRates, block_seconds
+from planning.compute import block_seconds
 from planning.scenarios import (
     TEXTBOOK_LAYOUT,
     Decision,
     cells,
-    cells,
     decisions,
     kind,
     llama,
-    scenario_table,
     scenario_table,
     scenario_tables,
     textbook_rows,
@@ -114,7 +112,7 @@ def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share()
 
 
 def test_float8_is_faster_and_pays_for_its_casts():
-    rates = DeviceRates(load_cluster("h100x8").device)
+    rates = load_cluster("h100x8").rates
     work = llama()
     half, eighth = (block_seconds(work.replace(float8=on), rates, False) for on in (False, True))
     assert eighth["matmul"] < 0.6 * half["matmul"] and "float8 casts" not in half
