@@ -22,7 +22,6 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +46,7 @@ from verification.forecast_layouts import open_forecast
 from verification.matching import ForecastFields
 from verification.regions import REGIONS, regions_on
 from verification.report import Gate, table, write_csv
+from verification.rollout import Forecast
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
 
@@ -58,24 +58,20 @@ FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitte
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--forecast", action="append", default=[])
-    own.add_argument("--truth", default="")
-    own.add_argument("--climatology", default="")
+    for name in ("forecast", "gate"):
+        own.add_argument(f"--{name}", action="append", default=[])
+    for name in ("truth", "climatology", "against", "output"):
+        own.add_argument(f"--{name}", default="")
     own.add_argument("--baselines", default=",".join(BASELINES))
     own.add_argument("--regions", default="global")
-    own.add_argument("--against", default="")
-    own.add_argument("--gate", action="append", default=[])
-    own.add_argument("--output", default="")
     options, rest = own.parse_known_args(argv)
     options.gates = [Gate.parse(text) for text in options.gate]
-    options.baselines = [name for name in options.baselines.split(",") if name]
-    for name in options.baselines:
-        if name not in BASELINES:
-            raise ConfigError(f"--baselines {name!r}: there are {', '.join(BASELINES)}")
-    options.regions = options.regions.split(",")
-    for name in options.regions:
-        if name not in REGIONS and options.regions != ["all"]:
-            raise ConfigError(f"--regions {name!r}: there are {', '.join(REGIONS)}")
+    for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
+        names = [name for name in getattr(options, key).split(",") if name]
+        setattr(options, key, names)
+        for name in names:
+            if name not in valid:
+                raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
     return options, rest
 
 
@@ -124,39 +120,37 @@ def build_baselines(
     statistics_file: Path,
 ) -> dict[str, ForecastFields]:
     """Baselines from the initial dates and at the leads of a forecast; what has no data is left out, said."""
-    leads = first.leads[first.leads > np.timedelta64(0)]
-    steps = sorted({int(lead // selection.step) for lead in leads if not lead % selection.step})
-    leads = np.array([step * selection.step for step in steps])
-    archive, variables, found = selection.archive, selection.variables, {}
+    step, now = selection.step, np.timedelta64(0, "s")
+    leads = first.leads[(first.leads > now) & (first.leads % step == now)]
 
-    def from_analyses(forecast: Callable) -> AnalysesForecast:
-        return AnalysesForecast(archive, forecast, variables, first.times, leads, selection.step)
+    def build(name: str) -> ForecastFields | None:
+        forecast = persistence
+        if name == "climatology":
+            return ClimatologyForecast(climatology, first.times, leads) if climatology else None
+        if name == "damped_persistence":
+            if not len(selection.train):
+                return None
+            forecast = fit_damping(selection, (leads // step).tolist(), statistics_file)
+        return AnalysesForecast(selection.archive, forecast, selection.variables, first.times, leads, step)
 
-    if "persistence" in names:
-        found["persistence"] = from_analyses(persistence)
-    if "damped_persistence" in names and len(selection.train):
-        fitted = fit_damping(selection, steps, statistics_file)
-        found["damped persistence"] = from_analyses(fitted["damped persistence"])
-    if "climatology" in names and climatology is not None:
-        found["climatology"] = ClimatologyForecast(climatology, first.times, leads)
-    for name in names:
-        if name.replace("_", " ") not in found:
-            logger.warning("no %s: data.train_period has no dates", name.replace("_", " "))
-    return found
+    found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
+    for name in [name for name, baseline in found.items() if baseline is None]:
+        logger.warning("no %s: data.train_period has no dates", name)
+    return {name: baseline for name, baseline in found.items() if baseline is not None}
 
 
-def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> dict[str, Callable]:
+def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> Forecast:
     """As in train.py, at other leads. Leads that the training period cannot hold end in a ConfigError."""
-    area = area_weights(selection.archive.grid.latitude)
+    archive, variables, train = selection.archive, selection.variables, selection.train
+    area = area_weights(archive.grid.latitude)
     statistics = from_first_rank(
-        lambda: load_or_compute(
-            statistics_file, selection.archive, selection.variables, selection.train, selection.step, area
-        )
+        lambda: load_or_compute(statistics_file, archive, variables, train, selection.step, area)
     )
     samples = selection.samples("train", [0, *steps], statistics.empty_dates)
-    dataset = FieldDataset(selection.archive, selection.variables, evenly_spaced(samples, FITTED_SAMPLES))
+    dataset = FieldDataset(archive, variables, evenly_spaced(samples, FITTED_SAMPLES))
     mean_field = torch.from_numpy(statistics.mean_field)
-    return fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
+    fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
+    return fitted["damped persistence"]
 
 
 def score_all(
@@ -167,16 +161,15 @@ def score_all(
     regions: list[str],
     device: torch.device,
 ) -> dict[str, Evaluation]:
-    """Every forecast on the variables, leads and dates that it shares with the first."""
+    """Every forecast on the variables, leads and dates that it has in common with the first."""
     found: dict[str, Evaluation] = {}
-    share, hour = (dist.get_rank(), dist.get_world_size()), np.timedelta64(1, "h")
-    first = next(iter(forecasts.values()))
+    first, hour, later = next(iter(forecasts.values())), np.timedelta64(1, "h"), dist.get_rank() > 0
     for name, forecast in forecasts.items():
         dates = np.intersect1d(forecast.times, first.times)
         hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
         if not len(dates) or not hours:
             raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
-        with tqdm(total=len(dates), desc=name, unit="date", disable=share[0] > 0, leave=False) as bar:
+        with tqdm(total=len(dates), desc=name, unit="date", disable=later, leave=False) as bar:
             found[name] = evaluate(
                 forecast,
                 truth,
@@ -187,7 +180,6 @@ def score_all(
                 regions=regions,
                 detailed_hours=hours[-1:],
                 device=device,
-                share=share,
                 progress=bar.update,
             )
     return found
@@ -217,46 +209,13 @@ def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> Non
     plot_reliability(first, evaluations[first], folder / "reliability.png")
 
 
-def opponent(asked: str, forecasts: dict[str, ForecastFields], scored: list[str]) -> str:
+def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -> str:
     """What the scorecard compares with: the second forecast, or the hardest baseline. ConfigError."""
-    if asked and asked not in scored:
-        raise ConfigError(f"--against {asked!r}: there are {', '.join(scored)}")
-    others = [*list(forecasts)[1:], "damped persistence", "persistence", "climatology"]
-    return asked or next((name for name in others if name in scored), "")
-
-
-def run(config: Config, options: argparse.Namespace) -> int:
-    """The whole evaluation on every rank; the exit code."""
-    folder = config.dump_folder
-    with one_line_errors():
-        selection = open_selection(config.data, config.model.patch_size, ())
-        truth = open_archive(options.truth) if options.truth else selection.archive
-        forecasts = open_forecasts(options.forecast, folder)
-        first = next(iter(forecasts.values()))
-        variables = common_variables(first, truth, selection.variables)
-        regions = regions_on(truth.grid) if options.regions == ["all"] else options.regions
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
-    is_first = dist.get_rank() == 0
-    with one_line_errors():
-        if is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-        path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
-        climatology = open_climatology(path) if path else None
-        baselines = build_baselines(
-            options.baselines, first, selection, climatology, folder / "statistics.npz"
-        )
-        everything = forecasts | baselines
-        against = opponent(options.against, forecasts, list(everything))
-        evaluations = score_all(everything, truth, climatology, variables, regions, device)
-    code = 0
-    if is_first:
-        target = Path(options.output or folder / "evaluation")
-        with one_line_errors():
-            write(evaluations, against, target)
-            code = say(evaluations, options.gates, target)
-    dist.barrier()
-    dist.destroy_process_group()
-    return code
+    if asked and asked not in forecasts:
+        raise ConfigError(f"--against {asked!r}: there are {', '.join(forecasts)}")
+    hardest = ("damped persistence", "persistence", "climatology")
+    others = [*list(forecasts)[1:num_given], *hardest]
+    return asked or next((name for name in others if name in forecasts), "")
 
 
 def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> int:
@@ -273,14 +232,43 @@ def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> 
     return int(not all(passed for passed, _ in judged))
 
 
+def run(config: Config, options: argparse.Namespace) -> int:
+    """The whole evaluation on every rank; the exit code."""
+    folder = config.dump_folder
+    selection = open_selection(config.data, config.model.patch_size, ())
+    truth = open_archive(options.truth) if options.truth else selection.archive
+    forecasts = open_forecasts(options.forecast, folder)
+    first = next(iter(forecasts.values()))
+    variables = common_variables(first, truth, selection.variables)
+    regions = regions_on(truth.grid) if "all" in options.regions else options.regions
+
+    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
+    climatology = open_climatology(path) if path else None
+    statistics = folder / "statistics.npz"
+    forecasts |= build_baselines(options.baselines, first, selection, climatology, statistics)
+    against = opponent(options.against, forecasts, len(options.forecast))
+    evaluations = score_all(forecasts, truth, climatology, variables, regions, device)
+
+    def report() -> int:
+        target = Path(options.output or folder / "evaluation")
+        write(evaluations, against, target)
+        return say(evaluations, options.gates, target)
+
+    code = from_first_rank(report)
+    dist.destroy_process_group()
+    return code
+
+
 def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
     with one_line_errors():
         options, rest = parse_options(sys.argv[1:])
-    config = start(rest)
-    start_logging(os.environ.get("RANK", "0") == "0")
-    sys.exit(run(config, options))
+        config = start(rest)
+        start_logging(os.environ.get("RANK", "0") == "0")
+        code = run(config, options)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@
   `num_dates` (lead_time): how many initial dates had a truth. Attribute `units` of a variable is its own.
 - `by_date`: the same dims with `time` (the initial date, datetime64[ns]) first: the statistics of each date
   that confidence intervals need (mse, mae, bias, rmse_sqrt_before_time_avg, acc, ..., crps, variance), for
-  the regions asked for. NaN where there is no truth.
-- `maps`, `spectra`, `ranks` for the leads with details, or None: see details.py.
+  the first of the regions. NaN where there is no truth.
+- `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -51,28 +52,25 @@ class Evaluation:
 
     scores: xr.Dataset
     by_date: xr.Dataset
-    maps: xr.Dataset | None = None
+    bias: xr.Dataset | None = None
     spectra: xr.Dataset | None = None
     ranks: xr.Dataset | None = None
 
 
-class Plan(NamedTuple):
-    """What is scored: variables (wind vectors last), places of leads and dates, regions."""
+class Request(NamedTuple):
+    """What is scored: variables (wind vectors last), positions of leads and dates, regions."""
 
     variables: list[str]
     winds: dict[str, tuple[int, int]]
     leads: list[int]
     dates: list[int]
     regions: list[str]
-    regions_by_date: list[str]
     statistics: tuple[str, ...]
 
-
-class DateTable(NamedTuple):
-    """Statistics of one date or more: values (B, L, S, V, R), present (B, L, V, R) bool."""
-
-    values: Tensor
-    present: Tensor
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the table of a date, (L, S + 1, V, R): statistics, then 1 where there is a truth, else 0."""
+        return len(self.leads), len(self.statistics) + 1, len(self.variables), len(self.regions)
 
 
 def evaluate(
@@ -84,84 +82,79 @@ def evaluate(
     lead_hours: Sequence[int] | None = None,
     dates: np.ndarray | None = None,
     regions: Sequence[str] = ("global",),
-    regions_by_date: Sequence[str] | None = None,
     detailed_hours: Sequence[int] = (),
     device: torch.device | str = "cpu",
-    share: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda dates: None,
 ) -> Evaluation:
     """Scores a forecast against analyses; all that is not given is all that the forecast has.
 
-    variables: names with levels; lead_hours; dates: initial dates (datetime64). regions_by_date: those of
-    `regions` kept for each date (default: the first). detailed_hours: leads that get maps and spectra.
-    share: rank and number of ranks, each of which scores every so many-th block of dates; all of them get the
-    same result, to the bit that of one rank (maps and spectra: to rounding). progress is called with
-    the number of dates just finished. Evaluated on the forecast's or the truth's grid, the coarser of both;
-    the rest is regridded conservatively. DataError where a name, lead, date or region is not there, or no
-    date has a truth.
+    variables: names with levels; lead_hours; dates: initial dates (datetime64). detailed_hours: leads that
+    get maps and spectra. progress is called with the number of dates just finished. Where several ranks have
+    started, each scores a part of the dates, and all of them get the same result, to the bit that of one rank
+    (maps and spectra: to rounding). Evaluated on the forecast's or the truth's grid, the coarser of both; the
+    rest is regridded conservatively. DataError where a name, lead, date or region is not there, or no date
+    has a truth.
     """
-    kept_regions = regions[:1] if regions_by_date is None else regions_by_date
-    plan = make_plan(forecast, climatology, variables, lead_hours, dates, regions, kept_regions)
+    asked = make_request(forecast, climatology, variables, lead_hours, dates, regions)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
-    own = plan.variables[: len(plan.variables) - len(plan.winds)]
-    matcher = Matcher(forecast, truth, climatology, own, plan.leads, grid, device)
+    fields = [name for name in asked.variables if name not in asked.winds]
+    matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
-        wanted = places_of_leads(forecast, detailed_hours)
-        details = Details(wanted, own, grid, forecast.num_members, device)
-    totals, kept = Totals(plan, device), []
-    with Scorer(plan, RegionMeans(grid, plan.regions, device), details) as scorer:
-        for round_tables in score_rounds(matcher, plan, scorer, share):
-            for table in round_tables:  # in the order of dates, whoever scored them
-                kept += totals.add(table)
-                progress(len(table.values))
-    totals.require_truth(forecast, plan)
-    if details is not None and share[1] > 1:
-        details.reduce()
-    return collect(forecast, plan, totals, kept, details)
+        details = Details(
+            lead_positions(forecast, detailed_hours), fields, grid, forecast.num_members, device
+        )
+    total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
+    num_dates = torch.zeros(len(asked.leads), dtype=torch.int64, device=device)
+    with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
+        for table in date_tables(matcher, asked, scorer):  # in the order of dates, whoever scored them
+            present = table[:, -1:] > 0
+            total += torch.where(present, table, 0.0)
+            num_dates += present.flatten(1).any(1)
+            kept.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
+            progress(1)
+    if not num_dates.any():
+        first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
+        raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
+    return collect(forecast, asked, total, num_dates, kept, details)
 
 
-def make_plan(
+def make_request(
     forecast: ForecastFields,
     climatology: FieldsByValidTime | None,
     variables: Sequence[str] | None,
     lead_hours: Sequence[int] | None,
     dates: np.ndarray | None,
     regions: Sequence[str],
-    regions_by_date: Sequence[str],
-) -> Plan:
+) -> Request:
     """Checks what is asked for against the forecast. Raises DataError."""
     names = list(forecast.variables if variables is None else variables)
     missing = next((name for name in names if name not in forecast.variables), None)
     if missing is not None:
         hint = nearest_name(missing, forecast.variables)
         raise DataError(f"the forecast has no variable {missing!r}{hint}; name one that it has")
-    astray = next((name for name in regions_by_date if name not in regions), None)
-    if astray is not None:
-        raise ValueError(f"region {astray!r} is kept by date but not scored; add it to the regions")
     winds = wind_pairs(names)
-    return Plan(
+    return Request(
         names + list(winds),
         winds,
-        list(range(len(forecast.leads))) if lead_hours is None else places_of_leads(forecast, lead_hours),
-        list(range(len(forecast.times))) if dates is None else places_of_dates(forecast, dates),
+        list(range(len(forecast.leads))) if lead_hours is None else lead_positions(forecast, lead_hours),
+        list(range(len(forecast.times))) if dates is None else date_positions(forecast, dates),
         list(regions),
-        list(regions_by_date),
         statistic_names(climatology is not None, forecast.num_members),
     )
 
 
-def places_of_leads(forecast: ForecastFields, hours: Sequence[int]) -> list[int]:
-    """Where these leads stand in the forecast; DataError for one that is not there."""
-    known = {int(lead // np.timedelta64(1, "h")): place for place, lead in enumerate(forecast.leads)}
+def lead_positions(forecast: ForecastFields, hours: Sequence[int]) -> list[int]:
+    """Of these leads in the forecast; DataError for one that is not there."""
+    known = {int(lead // np.timedelta64(1, "h")): position for position, lead in enumerate(forecast.leads)}
     missing = next((hour for hour in hours if hour not in known), None)
     if missing is not None:
         raise DataError(f"the forecast has no lead of {missing} h; it has {', '.join(map(str, known))} h")
     return sorted(known[hour] for hour in set(hours))
 
 
-def places_of_dates(forecast: ForecastFields, dates: np.ndarray) -> list[int]:
-    """Where these initial dates stand in the forecast; DataError for one that is not there."""
+def date_positions(forecast: ForecastFields, dates: np.ndarray) -> list[int]:
+    """Of these initial dates in the forecast; DataError for one that is not there."""
     wanted = np.unique(np.asarray(dates).astype("datetime64[s]"))
     missing = wanted[~np.isin(wanted, forecast.times)]
     if len(missing):
@@ -170,24 +163,26 @@ def places_of_dates(forecast: ForecastFields, dates: np.ndarray) -> list[int]:
     return np.flatnonzero(np.isin(forecast.times, wanted)).tolist()
 
 
-def score_rounds(
-    matcher: Matcher, plan: Plan, scorer: "Scorer", share: tuple[int, int]
-) -> Iterator[list[DateTable]]:
-    """Tables of blocks of dates in their order. In each round every rank scores one block, and all ranks get
-    all of them: so sums over dates are made in one order, whatever the number of ranks.
+def date_tables(matcher: Matcher, asked: Request, scorer: "Scorer") -> Iterator[Tensor]:
+    """The table (L, S + 1, V, R) of each date, in the order of dates. In each round every rank scores one
+    block of dates, and all ranks get all of them: so sums over dates are made in one order, whatever the
+    number of ranks.
     """
-    (rank, ranks), blocks = share, matcher.blocks(plan.dates)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    blocks = matcher.blocks(asked.dates)
     pairs, longest = matcher.pairs(blocks[rank::ranks]), max(map(len, blocks), default=0)
     for first in range(0, len(blocks), ranks):
-        round_blocks = blocks[first : first + ranks]
-        table = empty_table(longest, plan, scorer.device)
-        if rank < len(round_blocks):
-            scorer.fill(table, round_blocks[rank], pairs)
-        tables = gather(table, ranks) if ranks > 1 else [table]
-        yield [
-            DateTable(each.values[: len(block)], each.present[: len(block)])
-            for block, each in zip(round_blocks, tables, strict=False)  # no blocks left for the last ranks
-        ]
+        in_round = blocks[first : first + ranks]  # none is left for the last ranks in the last round
+        ours = torch.full((longest, *asked.shape), torch.nan, dtype=torch.float64, device=scorer.device)
+        ours[:, :, -1] = 0
+        if rank < len(in_round):
+            scorer.fill(ours, in_round[rank], pairs)
+        tables = [ours]
+        if ranks > 1:
+            tables = [torch.empty_like(ours) for _ in range(ranks)]
+            dist.all_gather(tables, ours)
+        for block, table in zip(in_round, tables, strict=False):
+            yield from table[: len(block)]
 
 
 class Scorer:
@@ -197,8 +192,8 @@ class Scorer:
     times a date, and where the machine has other work that took ten times as long. To be used in a `with`.
     """
 
-    def __init__(self, plan: Plan, means: RegionMeans, details: Details | None) -> None:
-        self.plan, self.means, self.details, self.device = plan, means, details, means.rows.device
+    def __init__(self, asked: Request, means: RegionMeans, details: Details | None) -> None:
+        self.asked, self.means, self.details, self.device = asked, means, details, means.rows.device
         self.usual = torch.get_num_threads()
         self.width = self.usual if self.device.type == "cpu" else 1
 
@@ -210,16 +205,14 @@ class Scorer:
         self.threads.shutdown(cancel_futures=True)
         torch.set_num_threads(self.usual)  # for threads that start later
 
-    def fill(self, table: DateTable, block: Sequence[int], pairs: Iterator[Pair]) -> None:
-        """Scores all dates and leads of a block into its table."""
-        rows, columns = ({p: i for i, p in enumerate(places)} for places in (block, self.plan.leads))
+    def fill(self, tables: Tensor, block: Sequence[int], pairs: Iterator[Pair]) -> None:
+        """Scores all dates and leads of a block into its tables (B, L, S + 1, V, R)."""
         waiting: deque[Future] = deque()
-        for _ in range(len(block) * len(self.plan.leads)):
-            pair = next(pairs)
+        for pair in islice(pairs, len(block) * len(self.asked.leads)):
             if pair.truth is None:
                 continue
-            place = rows[pair.date], columns[pair.lead]
-            waiting.append(self.threads.submit(self._score, table, place, pair))
+            table = tables[block.index(pair.date), self.asked.leads.index(pair.lead)]
+            waiting.append(self.threads.submit(self._score, table, pair))
             if self.details is not None:
                 self.details.add(pair)
             if len(waiting) > 2 * self.width:  # more fields need not be in memory
@@ -227,79 +220,39 @@ class Scorer:
         for each in waiting:
             each.result()
 
-    def _score(self, table: DateTable, place: tuple[int, int], pair: Pair) -> None:
+    def _score(self, table: Tensor, pair: Pair) -> None:
         assert pair.truth is not None
         values, present = date_statistics(pair.forecast, pair.truth, pair.climatology, self.means)
-        values, present = append_wind(values, present, self.plan.winds)
-        table.values[place], table.present[place] = complete(values, self.plan.statistics), present
-
-
-def empty_table(num_dates: int, plan: Plan, device: torch.device) -> DateTable:
-    shape = (num_dates, len(plan.leads), len(plan.variables), len(plan.regions))
-    values = torch.full((*shape[:2], len(plan.statistics), *shape[2:]), torch.nan, dtype=torch.float64)
-    return DateTable(values.to(device), torch.zeros(shape, dtype=torch.bool, device=device))
-
-
-def gather(table: DateTable, ranks: int) -> list[DateTable]:
-    """The tables of all ranks, on every rank."""
-    values = [torch.empty_like(table.values) for _ in range(ranks)]
-    present = [torch.empty_like(table.present) for _ in range(ranks)]
-    dist.all_gather(values, table.values)
-    dist.all_gather(present, table.present)
-    return [DateTable(*each) for each in zip(values, present, strict=True)]
-
-
-class Totals:
-    """Sums over dates of statistics, (L, S, V, R), and of how many dates had a truth."""
-
-    def __init__(self, plan: Plan, device: torch.device | str) -> None:
-        table = empty_table(1, plan, torch.device(device))
-        self.values, self.count = torch.zeros_like(table.values[0]), table.present[0].double()
-        self.dates = torch.zeros(len(plan.leads), dtype=torch.int64, device=device)
-        self.places = [plan.regions.index(name) for name in plan.regions_by_date]
-
-    def add(self, table: DateTable) -> list[np.ndarray]:
-        """Adds dates one by one; what is kept of each, (L, S, V, R')."""
-        for values, present in zip(table.values, table.present, strict=True):
-            self.values += torch.where(present[:, None], values, 0.0)
-            self.count += present
-            self.dates += present.flatten(1).any(1)
-        missing = torch.where(table.present[:, :, None], table.values, torch.nan)
-        return list(missing[..., self.places].cpu().numpy())
-
-    def means(self) -> Tensor:
-        """(S, L, V, R); NaN where no date had a truth."""
-        return (self.values / self.count[:, None]).movedim(1, 0)
-
-    def require_truth(self, forecast: ForecastFields, plan: Plan) -> None:
-        if not self.dates.any():
-            first = (
-                forecast.times[plan.dates[0]] + forecast.leads[plan.leads[0]] if plan.dates else "any date"
-            )
-            raise DataError(
-                f"the truth has no analysis for any date and lead of the forecast, such as {first}"
-            )
+        values, present = append_wind(values, present, self.asked.winds)
+        table[:-1], table[-1] = complete(values, self.asked.statistics), present
 
 
 def collect(
-    forecast: ForecastFields, plan: Plan, totals: Totals, kept: Sequence[np.ndarray], details: Details | None
+    forecast: ForecastFields,
+    asked: Request,
+    total: Tensor,
+    num_dates: Tensor,
+    kept: Sequence[np.ndarray],
+    details: Details | None,
 ) -> Evaluation:
-    """Tensors to Datasets."""
-    means = dict(zip(plan.statistics, totals.means(), strict=True))
+    """Tensors to Datasets; `kept` are the statistics of each date in the first region, (L, S, V) each."""
+    means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
     final = final_scores(means, forecast.num_members)  # (L, V, R) each
-    leads = forecast.leads[plan.leads]
-    coords = {"metric": list(final), "region": plan.regions, "lead_time": lead_coordinate(leads)}
+    leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
+    coords = {"metric": list(final), "region": regions, "lead_time": lead_coordinate(leads)}
+    coords["num_dates"] = ("lead_time", num_dates.cpu().numpy())
     table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
-    coords["num_dates"] = ("lead_time", totals.dates.cpu().numpy())
-    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), plan.variables, coords)
-    times = forecast.times[plan.dates].astype("datetime64[ns]")
-    coords |= {"time": times, "metric": list(plan.statistics), "region": plan.regions_by_date}
-    statistics = np.stack(kept).transpose(0, 2, 4, 1, 3)
+    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords)
+    times = forecast.times[asked.dates].astype("datetime64[ns]")
+    coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
+    statistics = np.stack(kept).transpose(0, 2, 1, 3)[:, :, None]
     dims = ("time", "metric", "region", "lead_time", "variable")
-    by_date = by_variable(statistics, dims, plan.variables, coords)
+    by_date = by_variable(statistics, dims, names, coords)
     if details is None:
         return Evaluation(scores, by_date)
-    detailed = forecast.leads[list(details.place)]
+    if dist.is_initialized():
+        details.reduce()
+    detailed = forecast.leads[list(details.row)]
     return Evaluation(
-        scores, by_date, details.maps(detailed), details.energy(detailed), details.rank_histogram(detailed)
+        scores, by_date, details.bias(detailed), details.energy(detailed), details.rank_histogram(detailed)
     )

@@ -4,124 +4,79 @@
 variable, dims (metric, region, lead_time[, level]).
 """
 
-import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from datasets.variables import split_name
 from errors import ConfigError
+from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
 LEADS_SHOWN = 6  # of a table; CSV and NetCDF have all
-GATE = re.compile(
-    r"(?P<metric>[\w]+)/(?P<variable>[\w:]+)@(?P<lead>\d+)h(?P<sign>[<>])(?P<limit>[-+.\deE]+)$"
-)
+GATE = re.compile(r"(\w+)/([\w:]+)@(\d+)h([<>])([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 HIGHER_IS_BETTER = ("acc", "acc_ratio_of_means")
 
 
-def lead_hours(scores: xr.Dataset) -> list[int]:
-    """Leads of a Dataset of scores, in hours."""
-    return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
-
-
-def variable_names(scores: xr.Dataset) -> list[str]:
-    """Variables with their levels, "geopotential:500", that have any score."""
-    names = []
-    for name, array in scores.data_vars.items():
-        if "level" not in array.dims:
-            names.append(str(name))
-            continue
-        finite = array.notnull().any(dim=[dim for dim in array.dims if dim != "level"])
-        names += [f"{name}:{int(level)}" for level in array["level"].values[finite.values]]
-    return names
-
-
-def select(scores: xr.Dataset, metric: str, variable: str, region: str = "global") -> np.ndarray:
-    """Values (L,) over all leads. KeyError where there is no such score."""
-    name, level = split_name(variable)
-    array = scores[name].sel(metric=metric, region=region)
-    return (array if level is None else array.sel(level=int(level))).values
-
-
-def units_of(scores: xr.Dataset, variable: str) -> str:
-    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
-
-
-def table(scores: Mapping[str, xr.Dataset], metric: str, title: str, region: str = "global") -> str:
+def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     """A row a variable and lead, a column a forecast; the best of each row has a star. Geopotential also in
     geopotential metres.
     """
     first = next(iter(scores.values()))
-    hours = lead_hours(first)
-    shown = np.unique(np.linspace(0, len(hours) - 1, min(LEADS_SHOWN, len(hours))).round().astype(int))
-    names = [name for name in variable_names(first) if np.isfinite(select(first, metric, name, region)).any()]
+    leads = first["lead_time"].values
+    leads = leads[np.unique(np.linspace(0, len(leads) - 1, min(LEADS_SHOWN, len(leads))).round().astype(int))]
+    names = [name for name in variable_names(first) if np.isfinite(select(first, metric, name)).any()]
     width = max([len(name) for name in names] + [8]) + 2
     head = f"{metric.upper():<{width}}{'lead':>6}" + "".join(f"{name:>20}" for name in scores) + "   units"
     lines = [title, head, "-" * len(head)]
     for name in names:
-        columns = [_values(each, metric, name, region, hours) for each in scores.values()]
+        values = np.stack([_values(each, metric, name, leads) for each in scores.values()], axis=1)
         units = units_of(first, name) if metric not in HIGHER_IS_BETTER else ""
-        for place in shown:
-            lines.append(
-                _row(name, width, hours[place], [column[place] for column in columns], metric, units)
-            )
+        rows = [(lead, row, units) for lead, row in zip(leads, values, strict=True)]
         if units == "m2 s-2":
-            values = [column[shown[-1]] / GRAVITY for column in columns]
-            lines.append(_row(name, width, hours[shown[-1]], values, metric, "gpm"))
+            rows.append((leads[-1], values[-1] / GRAVITY, "gpm"))
+        for lead, row, unit in rows:
+            hours = int(lead / np.timedelta64(1, "h"))
+            lines.append(f"{name:<{width}}{hours:>4} h{_cells(row, metric)}   {unit}")
     return "\n".join(lines)
 
 
-def _values(scores: xr.Dataset, metric: str, variable: str, region: str, hours: Sequence[int]) -> np.ndarray:
-    """Of these leads; NaN where this forecast has no such score."""
+def _values(scores: xr.Dataset, metric: str, variable: str, leads: np.ndarray) -> np.ndarray:
+    """At these leads; NaN where this forecast has no such score."""
     try:
-        own = dict(zip(lead_hours(scores), select(scores, metric, variable, region), strict=True))
+        return select(scores, metric, variable).reindex(lead_time=leads).values
     except KeyError:
-        own = {}
-    return np.array([own.get(hour, np.nan) for hour in hours])
+        return np.full(len(leads), np.nan)
 
 
-def _row(name: str, width: int, hours: int, values: Sequence[Any], metric: str, units: str) -> str:
+def _cells(values: Sequence[float], metric: str) -> str:
     finite = [value for value in values if np.isfinite(value)]
     best = (max if metric in HIGHER_IS_BETTER else min)(finite, default=np.nan)
-    cells = [f"{value:>19.4g}{'*' if value == best else ' '}" for value in values]
-    return f"{name:<{width}}{hours:>4} h" + "".join(cells) + f"   {units}"
-
-
-def long_rows(scores: Mapping[str, xr.Dataset]) -> Iterator[dict[str, object]]:
-    """One row a number: forecast, metric, region, variable, level, lead_hours, value, units."""
-    for forecast, dataset in scores.items():
-        hours = lead_hours(dataset)
-        for variable in variable_names(dataset):
-            name, level = split_name(variable)
-            for metric in dataset["metric"].values:
-                for region in dataset["region"].values:
-                    values = select(dataset, metric, variable, region)
-                    for hour, value in zip(hours, values, strict=True):
-                        if np.isfinite(value):
-                            yield {
-                                "forecast": forecast,
-                                "metric": metric,
-                                "region": region,
-                                "variable": name,
-                                "level": "" if level is None else level,
-                                "lead_hours": hour,
-                                "value": repr(float(value)),
-                                "units": units_of(dataset, variable),
-                            }
+    return "".join(f"{value:>19.4g}{'*' if value == best else ' '}" for value in values)
 
 
 def write_csv(scores: Mapping[str, xr.Dataset], target: Path) -> None:
-    rows = list(long_rows(scores))
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["forecast"])
-        writer.writeheader()
-        writer.writerows(rows)
+    """One row a number: forecast, metric, region, variable, level, lead_hours, value, units."""
+    parts = []
+    for forecast, dataset in scores.items():
+        for variable in variable_names(dataset):
+            name, level = split_name(variable)
+            values = one_variable(dataset, variable).transpose("metric", "region", "lead_time")
+            values = values.drop_vars(("level", "num_dates"), errors="ignore").rename("value")
+            rows = values.to_dataframe().reset_index()
+            rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
+            level = "" if level is None else level
+            parts.append(
+                rows.assign(forecast=forecast, variable=name, level=level, units=units_of(dataset, variable))
+            )
+    whole = pd.concat(parts)
+    columns = ["forecast", "metric", "region", "variable", "level", "lead_hours", "value", "units"]
+    whole[np.isfinite(whole["value"])].to_csv(target, columns=columns, index=False, lineterminator="\r\n")
 
 
 @dataclass(frozen=True)
@@ -137,14 +92,11 @@ class Gate:
     @classmethod
     def parse(cls, text: str) -> "Gate":
         """ConfigError, with an example, for what is none."""
-        match = GATE.match(text.replace(" ", ""))
+        match = GATE.fullmatch(text.replace(" ", ""))
         if not match:
             raise ConfigError(f"--gate {text!r}: write for example rmse/geopotential:500@120h<340")
         metric, variable, lead, sign, limit = match.groups()
-        try:
-            return cls(metric, variable, int(lead), sign, float(limit))
-        except ValueError:
-            raise ConfigError(f"--gate {text!r}: {limit!r} is not a number") from None
+        return cls(metric, variable, int(lead), sign, float(limit))
 
     def value(self, scores: xr.Dataset) -> float:
         """ConfigError, with what there is, where there is no such score."""

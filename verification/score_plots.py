@@ -4,21 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # a cluster has no screen
-
-import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from datasets.variables import short_label, split_name
+from datasets.variables import short_label
 from verification.evaluation import Evaluation
-from verification.plots import STYLES
-from verification.published import published
-from verification.report import GRAVITY, lead_hours, select, units_of, variable_names
+from verification.plots import STYLES, build_panels, draw_map, error_colours, save
+from verification.report import GRAVITY
+from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
 from verification.spectra import mean_over_latitudes
 
 # Drawn where they are there, in this order; others follow.
@@ -35,6 +30,7 @@ HEADLINE = (
 MAX_PANELS = 8
 MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))
 COLOURS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")
+PUBLISHED = Path(__file__).with_name("published.csv")
 
 
 def headline(names: Sequence[str], most: int = MAX_PANELS) -> list[str]:
@@ -43,11 +39,11 @@ def headline(names: Sequence[str], most: int = MAX_PANELS) -> list[str]:
     return (first + [name for name in names if name not in first])[:most]
 
 
-def style(name: str, place: int) -> dict[str, Any]:
+def style(name: str, number: int) -> dict[str, Any]:
     """Of a baseline its own, as in the plots of a run; of a forecast the next colour."""
     if name != "model" and name in STYLES:
         return STYLES[name]
-    return {"color": COLOURS[place % len(COLOURS)], "marker": "o", "markersize": 3}
+    return {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 3}
 
 
 def describe(evaluations: Mapping[str, Evaluation]) -> str:
@@ -57,39 +53,39 @@ def describe(evaluations: Mapping[str, Evaluation]) -> str:
     return f"{len(times)} initial dates, {days}"
 
 
+def published(variable: str, metric: str) -> dict[str, pd.DataFrame]:
+    """Label -> scores of one variable ("geopotential:500") that others have published, in ascending lead.
+
+    Drawn in grey beside ours and never mixed with what is computed here. Grids and years differ from ours and
+    from each other: they say where the field stands, not who is better. Columns are those of published.csv.
+    """
+    every = pd.read_csv(PUBLISHED, dtype={"year": str})
+    rows = every.query("variable == @variable and metric == @metric")
+    labels = rows["forecast"] + ", " + rows["grid"] + ", " + rows["year"]
+    return {str(label): own.sort_values("lead_hours") for label, own in rows.groupby(labels, sort=False)}
+
+
 def plot_by_lead(
     evaluations: Mapping[str, Evaluation], metric: str, target: Path, with_published: bool = False
 ) -> None:
     """A panel a variable: the metric against the lead time, published scores in grey."""
     first = next(iter(evaluations.values())).scores
     names = [n for n in headline(variable_names(first)) if np.isfinite(select(first, metric, n)).any()]
-    figure, panels = build_panels(len(names), describe(evaluations), metric)
+    figure, panels = build_panels(len(names), f"{metric.upper().replace('_', ' ')}, {describe(evaluations)}")
     for axes, name in zip(panels, names, strict=True):
-        for place, (label, evaluation) in enumerate(evaluations.items()):
+        for number, (label, evaluation) in enumerate(evaluations.items()):
             if name in variable_names(evaluation.scores) and metric in evaluation.scores["metric"]:
                 days = np.array(lead_hours(evaluation.scores)) / 24
-                axes.plot(days, select(evaluation.scores, metric, name), label=label, **style(label, place))
-        for number, (label, scores) in enumerate(published(name, metric).items() if with_published else ()):
-            points = [(s.lead_hours / 24, s.value) for s in scores]
-            marker = "xv+d1"[number % 5]
-            axes.plot(*zip(*points, strict=True), color="0.6", linestyle="", marker=marker, label=label)
+                axes.plot(days, select(evaluation.scores, metric, name), label=label, **style(label, number))
+        for number, (label, rows) in enumerate(published(name, metric).items() if with_published else ()):
+            look: dict[str, Any] = {"color": "0.6", "linestyle": "", "marker": "xv+d1"[number % 5]}
+            axes.plot(rows["lead_hours"] / 24, rows["value"], label=label, **look)
         label_axes(axes, name, metric, units_of(first, name))
     handles = {
         text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     save(figure, target)
-
-
-def build_panels(count: int, dates: str, what: str) -> tuple[Figure, list[Axes]]:
-    columns = min(4, count)
-    rows = -(-count // columns)
-    size = (3.6 * columns + 0.6, 2.9 * rows + 0.9)
-    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axes in panels.flat[count:]:
-        axes.set_visible(False)
-    figure.suptitle(f"{what.upper().replace('_', ' ')}, {dates}")
-    return figure, list(panels.flat[:count])
 
 
 def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
@@ -102,21 +98,21 @@ def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
         axes.secondary_yaxis("right", functions=scale).set_ylabel("gpm", fontsize=8)
 
 
-def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path) -> bool:
+def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path) -> None:
     """Zonal energy at the longest detailed lead, mean over 30 to 60 degrees of both hemispheres, against the
-    truth's. False where no grid goes round the globe.
+    truth's. Nothing where no grid goes round the globe.
     """
-    found = {name: e.spectra for name, e in evaluations.items() if e.spectra is not None}
+    found = {name: e.spectra.isel(lead_time=-1) for name, e in evaluations.items() if e.spectra is not None}
     if not found:
-        return False
+        return
     first = next(iter(found.values()))
-    names = headline(variable_names(first.isel(source=0)), 6)
-    hours = lead_hours(first)[-1]
-    figure, panels = build_panels(len(names), describe(evaluations), f"zonal energy at {hours} h")
+    names = headline(variable_names(first), 6)
+    hours = int(first["lead_time"] / np.timedelta64(1, "h"))
+    figure, panels = build_panels(len(names), f"ZONAL ENERGY AT {hours} H, {describe(evaluations)}")
     for axes, name in zip(panels, names, strict=True):
-        for place, (label, spectra) in enumerate(found.items()):
-            if name in variable_names(spectra.isel(source=0)):
-                draw_spectrum(axes, spectra, "forecast", name, {"label": label, **style(label, place)})
+        for number, (label, spectra) in enumerate(found.items()):
+            if name in variable_names(spectra):
+                draw_spectrum(axes, spectra, "forecast", name, {**style(label, number), "label": label})
         draw_spectrum(axes, first, "truth", name, {"label": "truth", "color": "k", "linewidth": 1})
         axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
         axes.set_ylabel(f"({units_of(first, name)})^2 m", fontsize=8)
@@ -124,73 +120,48 @@ def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path) -> bool:
         axes.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
     save(figure, target)
-    return True
 
 
 def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look: dict[str, Any]) -> None:
-    base, level = split_name(name)
-    spectrum = spectra[base].sel(source=source).isel(lead_time=-1)
-    spectrum = spectrum if level is None else spectrum.sel(level=int(level))
-    mean = mean_over_latitudes(spectrum, MIDLATITUDES)
-    wavelength, energy = mean["wavelength"].values[1:] / 1000, mean.values[1:]
-    axes.plot(wavelength, energy, **{**look, "marker": ""})
+    mean = mean_over_latitudes(one_variable(spectra, name).sel(source=source), MIDLATITUDES)
+    axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
 
 
 def plot_bias(name: str, evaluation: Evaluation, target: Path) -> None:
     """Maps of forecast - truth, mean over the dates, at the longest detailed lead."""
-    maps = evaluation.maps
-    assert maps is not None
-    names, hours = headline(variable_names(maps.isel(lead_time=-1)), 6), lead_hours(maps)[-1]
-    columns = min(2, len(names))
-    rows = -(-len(names) // columns)
-    size = (7 * columns, 3 * rows + 0.7)
-    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axes, variable in zip(panels.flat, names, strict=False):
-        base, level = split_name(variable)
-        field = maps[base].sel(metric="bias").isel(lead_time=-1)
-        field = field if level is None else field.sel(level=int(level))
-        bound = float(np.nanpercentile(np.abs(field), 99.5)) or 1.0
-        span = {"vmin": -bound, "vmax": bound, "cmap": "PuOr_r", "shading": "nearest", "rasterized": True}
-        mesh = axes.pcolormesh(field["longitude"], field["latitude"], field, **span)
-        axes.set_title(f"{short_label(variable)} ({units_of(maps, variable)})", fontsize=10)
-        axes.xaxis.set_major_formatter("{x:g}°E")
-        axes.yaxis.set_major_formatter("{x:g}°N")
-        figure.colorbar(mesh, ax=axes, shrink=0.9)
-    for axes in panels.flat[len(names) :]:
-        axes.set_visible(False)
-    figure.suptitle(f"Bias of {name} (forecast - truth) at {hours} h, {describe({name: evaluation})}")
+    assert evaluation.bias is not None
+    bias = evaluation.bias.isel(lead_time=-1)
+    hours = int(bias["lead_time"] / np.timedelta64(1, "h"))
+    names = headline(variable_names(bias), 6)
+    title = f"Bias of {name} (forecast - truth) at {hours} h, {describe({name: evaluation})}"
+    figure, panels = build_panels(len(names), title, columns=2, size=(7, 3))
+    for axes, variable in zip(panels, names, strict=True):
+        field = one_variable(bias, variable)
+        label = f"{short_label(variable)} ({units_of(bias, variable)})"
+        east, north = field["longitude"].values, field["latitude"].values
+        draw_map(axes, east, north, field.values, label, **error_colours(field.values))
     save(figure, target)
 
 
-def plot_reliability(name: str, evaluation: Evaluation, target: Path) -> bool:
+def plot_reliability(name: str, evaluation: Evaluation, target: Path) -> None:
     """Spread against RMSE of the ensemble mean over lead time, and the ranks of the truth among the members.
-    False for what is no ensemble.
+    Nothing for what is no ensemble.
     """
     if evaluation.ranks is None:
-        return False
-    names = headline(variable_names(evaluation.ranks.isel(lead_time=-1)), 4)
-    size = (3.4 * len(names) + 0.6, 6)
-    figure, panels = plt.subplots(2, len(names), figsize=size, squeeze=False, layout="constrained")
-    days = np.array(lead_hours(evaluation.scores)) / 24
-    for (above, below), variable in zip(panels.T, names, strict=True):
+        return
+    scores, ranks = evaluation.scores, evaluation.ranks.isel(lead_time=-1)
+    hours = int(ranks["lead_time"] / np.timedelta64(1, "h"))
+    names = headline(variable_names(ranks), 4)
+    title = f"Ensemble {name}: spread and error, ranks at {hours} h, {describe({name: evaluation})}"
+    figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
+    days = np.array(lead_hours(scores)) / 24
+    for above, below, variable in zip(panels, panels[len(names) :], names, strict=False):
         for metric, line in (("rmse", "-"), ("spread", "--")):
-            above.plot(days, select(evaluation.scores, metric, variable), f"C3{line}", label=metric)
-        label_axes(above, variable, "spread", units_of(evaluation.scores, variable))
-        base, level = split_name(variable)
-        ranks = evaluation.ranks[base].isel(lead_time=-1)
-        ranks = ranks if level is None else ranks.sel(level=int(level))
-        below.bar(ranks["rank"], ranks * ranks.sizes["rank"], color="0.6")
+            above.plot(days, select(scores, metric, variable), f"C3{line}", label=metric)
+        label_axes(above, variable, "spread", units_of(scores, variable))
+        counts = one_variable(ranks, variable)
+        below.bar(counts["rank"], counts * counts.sizes["rank"], color="0.6")
         below.axhline(1, color="k", linewidth=0.8)
         below.set(xlabel="members below the truth", ylabel="frequency (1: reliable)")
-    panels[0, 0].legend()
-    hours = lead_hours(evaluation.ranks)[-1]
-    title = f"Ensemble {name}: spread and error, ranks at {hours} h, {describe({name: evaluation})}"
-    figure.suptitle(title)
+    panels[0].legend()
     save(figure, target)
-    return True
-
-
-def save(figure: Figure, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)

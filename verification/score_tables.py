@@ -17,33 +17,62 @@ def by_variable(
     Variables without a level have no dimension `level`; where variables have different levels the others are
     NaN. Attribute `units` is the variable's.
     """
-    places: dict[str, list[int]] = {}
-    for place, name in enumerate(variables):
-        places.setdefault(split_name(name)[0], []).append(place)
-    array = xr.DataArray(values, dims=list(dims), coords=dict(coords))
-    found = [_one_variable(array, name, rows, variables) for name, rows in places.items()]
+    array, levels = xr.DataArray(values, dims=list(dims), coords=dict(coords)), {}
+    for row, variable in enumerate(variables):
+        name, level = split_name(variable)
+        levels.setdefault(name, {})[level] = row
+    found: list[xr.Dataset] = []
+    for name, rows in levels.items():
+        if None in rows:
+            field = array.isel(variable=rows[None])
+        else:
+            ordered = sorted(rows)
+            field = array.isel(variable=[rows[level] for level in ordered]).rename(variable="level")
+            field = field.assign_coords(level=ordered)
+        found.append(field.rename(name).to_dataset())
     merged = xr.merge(found, join="outer", compat="override", combine_attrs="drop")
-    for name, rows in places.items():  # which the merge has dropped
-        merged[name].attrs["units"] = wind_units(variables[rows[0]])
+    for name, field in merged.items():
+        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else units(str(name))
     return merged
-
-
-def _one_variable(array: xr.DataArray, name: str, rows: list[int], variables: Sequence[str]) -> xr.Dataset:
-    levels = [split_name(variables[row])[1] for row in rows]
-    if levels == [None]:
-        found = array.isel(variable=rows[0])
-    else:
-        order = np.argsort(np.asarray(levels, int))
-        found = array.isel(variable=[rows[i] for i in order]).rename(variable="level")
-        found = found.assign_coords(level=np.asarray(levels, int)[order])
-    return found.rename(name).to_dataset()
-
-
-def wind_units(variable: str) -> str:
-    """Units of a variable, or of a wind vector."""
-    return "m s-1" if "wind_vector" in variable else units(variable)
 
 
 def lead_coordinate(leads: np.ndarray) -> np.ndarray:
     """Leads as WeatherBench2's lead_time: timedelta64[ns]."""
     return leads.astype("timedelta64[ns]")
+
+
+def lead_hours(scores: xr.Dataset) -> list[int]:
+    """Leads of a Dataset of scores, in hours."""
+    return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
+
+
+def variable_names(scores: xr.Dataset) -> list[str]:
+    """Variables with their levels, "geopotential:500", that have any score."""
+    names = []
+    for name, array in scores.data_vars.items():
+        if "level" not in array.dims:
+            names.append(str(name))
+            continue
+        finite = array.notnull().any(dim=[dim for dim in array.dims if dim != "level"])
+        names += [f"{name}:{int(level)}" for level in array["level"].values[finite.values]]
+    return names
+
+
+def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
+    """ "geopotential:500" of a Dataset, without dimension `level`. KeyError where it is not there."""
+    name, level = split_name(variable)
+    return scores[name] if level is None else scores[name].sel(level=level)
+
+
+def units_of(scores: xr.Dataset, variable: str) -> str:
+    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
+
+
+def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
+    """A score by `lead_time`: of the whole globe, or of the first region where that was not asked for.
+
+    KeyError where there is no such score.
+    """
+    regions = scores["region"].values
+    region = "global" if "global" in regions else regions[0]
+    return one_variable(scores, variable).sel(metric=metric, region=region)
