@@ -6,8 +6,9 @@ Times are microseconds, as in the file. Chrome's format: one JSON object, `trace
 
 import gzip
 import json
+import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,10 +48,6 @@ class Event:
     end: float
     args: dict[str, Any]
     parent: "Event | None" = None  # the innermost event on the same thread that it lies in
-
-    @property
-    def seconds(self) -> float:
-        return (self.end - self.start) / 1e6
 
     def chain(self) -> Iterator["Event"]:
         """The event itself, what it lies in, and so on outwards."""
@@ -249,13 +246,11 @@ class Loop:
 
     def cut(self, start: float, end: float) -> Iterator[Part]:
         """An interval cut where one part ends and another begins."""
-        place = max(bisect_right(self.starts, start) - 1, 0)
-        while place < len(self.parts) and self.starts[place] < end:
-            # What comes before the first part, or after the last one (the GPU is late), belongs to it.
-            last = place == len(self.parts) - 1
-            stop = end if last else min(self.starts[place + 1], end)
-            yield Part(max(start, self.starts[place]) if place else start, stop, self.parts[place].name)
-            place += 1
+        # What comes before the first part, or after the last one (the GPU is late), belongs to it.
+        begins, ends = [-math.inf, *self.starts[1:]], [*self.starts[1:], math.inf]
+        first, last = bisect_right(begins, start) - 1, bisect_left(begins, end)
+        for i in range(first, last):
+            yield Part(max(start, begins[i]), min(end, ends[i]), self.parts[i].name)
 
 
 def parts_of(step: Event, spans: list[Event]) -> list[Part]:

@@ -7,15 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from traces.classes import (
-    AROUND,
-    ATTENTION,
-    CLASSES,
-    COMMUNICATION,
-    DATA_WAIT,
-    GEMM,
-    IDLE,
-)
+from errors import DataError
+from text_tables import text_table
+from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Trace
 from traces.timeline import Piece, Timeline
 from traces.work import ClassWork, Rates, dims, loaded_bytes, work_by_class, work_of
@@ -44,41 +38,40 @@ def report(timeline: Timeline, rates: Rates) -> str:
 def breakdown(timeline: Timeline, rates: Rates) -> str:
     """Title, time by class, and how far each class is from its floor."""
     steps = [(end - start) / 1000 for start, end in timeline.windows]
-    work = work_by_class(timeline, rates)
-    lines = [
-        timeline.trace.title,
-        f"{timeline.step_milliseconds:.1f} ms a step ({min(steps):.1f} to {max(steps):.1f})",
-        "",
-        f"{'class':<24}{'ms a step':>10}{'share':>9}{'work':>15}{'rate':>16}{'floor, ms':>12}{'x floor':>9}",
+    work, whole = work_by_class(timeline, rates), timeline.step_milliseconds
+    rows: list[tuple[object, ...]] = [
+        ("class", "ms a step", "fraction", "work", "rate", "floor, ms", "x floor")
     ]
-    for name in CLASSES:
+    for name, time in timeline.by_class.items():
         label = f"{name}, exposed" if name == COMMUNICATION else name
-        time = timeline.by_class[name]
-        lines.append(f"{label:<24}{time:>10.2f}{share(time, timeline):>9}{distance(name, time, work)}")
-    total = sum(timeline.by_class.values())
-    lines.append(f"{'sum':<24}{total:>10.2f}{share(total, timeline):>9}")
-    return "\n".join(line.rstrip() for line in lines)
+        rows.append((label, time, percent(time, timeline), *distance(name, time, work)))
+    rows.append(("sum", whole, percent(whole, timeline)))
+    return (
+        f"{timeline.trace.title}\n{whole:.1f} ms a step ({min(steps):.1f} to {max(steps):.1f})\n\n"
+        f"{text_table('<24 >10.2f >9 >15 >16 >12.2f >9.2f', rows)}"
+    )
 
 
-def cut(name: str) -> str:
-    """To the width of the first column of a list."""
-    return f"{name if len(name) < 52 else name[:48] + '...':<52}"
-
-
-def share(milliseconds: float, timeline: Timeline) -> str:
-    return f"{100 * milliseconds / timeline.step_milliseconds:.1f} %"
-
-
-def distance(name: str, time: float, work: dict[str, ClassWork]) -> str:
+def distance(name: str, time: float, work: dict[str, ClassWork]) -> tuple[object, ...]:
     """The last four columns of a class's row."""
     if name in WAITING:
-        return f"{'':>15}{'':>16}{'0':>12}"
+        return "", "", "0"
     known = work[name]
     if not known.work.bytes or not known.milliseconds:
-        return ""
+        return ()
     amount, unit = (known.work.flops, "FLOP") if known.work.flops else (known.work.bytes, "B")
-    floor = f"{known.floor:>12.2f}{time / known.floor:>9.2f}" if known.floor else f"{'?':>12}"
-    return f"{si(amount, unit):>15}{si(amount / known.milliseconds * 1e3, unit + '/s'):>16}{floor}"
+    floor = (known.floor, time / known.floor) if known.floor else ("?",)
+    return si(amount, unit), si(amount / known.milliseconds * 1e3, unit + "/s"), *floor
+
+
+def short(name: str) -> str:
+    """To the width of the first column of a list."""
+    return name if len(name) < 52 else name[:48] + "..."
+
+
+def percent(milliseconds: float, timeline: Timeline) -> str:
+    """Of a step."""
+    return f"{100 * milliseconds / timeline.step_milliseconds:.1f} %"
 
 
 def si(value: float, unit: str) -> str:
@@ -102,10 +95,9 @@ def remarks(timeline: Timeline, rates: Rates) -> str:
         )
     seen, hidden = timeline.by_class[COMMUNICATION], timeline.hidden_communication
     if seen + hidden > SMALL * timeline.step_milliseconds:
-        part = hidden / (seen + hidden)
         lines.append(
             f"communication: {seen:.2f} ms a step exposed, {hidden:.2f} hidden behind computation"
-            f" ({part:.0%} overlapped)"
+            f" ({hidden / (seen + hidden):.0%} overlapped)"
         )
     loaded, waited = loaded_bytes(timeline.trace), timeline.by_class[DATA_WAIT]
     if loaded and waited:
@@ -120,23 +112,26 @@ def logged_milliseconds(trace: Trace) -> float | None:
     path = trace.run / "metrics.jsonl" if trace.run else None
     if not path or not path.is_file():
         return None
-    records = (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); move it away to inspect the trace") from error
     seconds = [record["step_seconds"] for record in records if record.get("step_seconds")]
     return 1e3 * statistics.median(seconds) if seconds else None
 
 
 def causes(timeline: Timeline) -> str:
     """Idle time by what the host did."""
+    least = SMALL * timeline.step_milliseconds
     found = timeline.idle_by_cause
-    shown = {k: v for k, v in list(found.items())[:TOP] if v > SMALL * timeline.step_milliseconds}
+    shown = {short(name): time for name, time in list(found.items())[:TOP] if time > least}
     if not shown:
         return ""
+    if (rest := sum(found.values()) - sum(shown.values())) > least:
+        shown["others"] = rest
     nothing = "no kernel runs" if timeline.trace.on_gpu else "no operator runs"
-    lines = [f"{f'idle ({nothing}), by cause':<52}{'ms a step':>10}{'share':>9}"]
-    lines += [f"{cut(name)}{time:>10.2f}{share(time, timeline):>9}" for name, time in shown.items()]
-    if (rest := sum(found.values()) - sum(shown.values())) > SMALL * timeline.step_milliseconds:
-        lines.append(f"{'others':<52}{rest:>10.2f}{share(rest, timeline):>9}")
-    return "\n".join(lines)
+    rows = [(name, time, percent(time, timeline)) for name, time in shown.items()]
+    return text_table("<52 >10.2f >9", [(f"idle ({nothing}), by cause", "ms a step", "fraction"), *rows])
 
 
 def waits(timeline: Timeline) -> str:
@@ -145,13 +140,12 @@ def waits(timeline: Timeline) -> str:
         return ""
     steps, on_gpu = len(timeline.windows), timeline.trace.on_gpu
     title = "waits for the device" if on_gpu else "values read by Python (a GPU would be waited for)"
-    lines = [f"{title:<52}{'a step':>10}{'ms a step':>11}" + (f"{'GPU idle':>11}" if on_gpu else "")]
-    for wait in timeline.waits[:TOP]:
-        idle = f"{wait.idle / steps:>11.2f}" if on_gpu else ""
-        lines.append(
-            f"{cut(f'{wait.what} {wait.where}')}{wait.count / steps:>10.1f}{wait.waited / steps:>11.2f}{idle}"
-        )
-    return "\n".join(lines)
+    rows = [
+        (short(f"{w.what} {w.where}"), w.count / steps, w.waited / steps, w.idle / steps)
+        for w in timeline.waits[:TOP]
+    ]
+    columns = "<52 >10.1f >11.2f" + " >11.2f" * on_gpu  # on a CPU nothing idles for it
+    return text_table(columns, [(title, "a step", "ms a step", "GPU idle"), *rows])
 
 
 def tasks(timeline: Timeline) -> list[Task]:
@@ -194,42 +188,43 @@ def short_kernel(name: str) -> str:
 
 def tasks_table(timeline: Timeline) -> str:
     what = "kernels" if timeline.trace.on_gpu else "operators"
-    head = f"{f'{what} that take the time':<52}{'ms a step':>10}{'share':>9}{'calls':>8}{'GFLOP/s':>10}"
-    rows = [head]
-    for task in tasks(timeline)[:TOP]:
-        rate = f"{task.gflops:>10.0f}" if task.gflops else ""
-        time = f"{task.milliseconds:>10.2f}{share(task.milliseconds, timeline):>9}{task.calls:>8.0f}"
-        rows.append(f"{cut(task.name)}{time}{rate}")
-    return "\n".join(rows)
+    rows: list[tuple[object, ...]] = [
+        (f"{what} that take the time", "ms a step", "fraction", "calls", "GFLOP/s")
+    ]
+    for name, time, calls, gflops in tasks(timeline)[:TOP]:
+        rows.append((short(name), time, percent(time, timeline), calls, gflops or None))
+    return text_table("<52 >10.2f >9 >8.0f >10.0f", rows)
 
 
 def ranks_table(timelines: Sequence[Timeline]) -> str:
     """Milliseconds a step by class, a column a rank."""
     shown = timelines[:MAX_RANKS]
-    rows = [f"{'ms a step':<22}" + "".join(f"{f'rank {t.trace.rank}':>10}" for t in shown)]
-    for name in CLASSES:
-        rows.append(f"{name:<22}" + "".join(f"{t.by_class[name]:>10.2f}" for t in shown))
-    return "\n".join([*rows, f"{'sum':<22}" + "".join(f"{t.step_milliseconds:>10.2f}" for t in shown)])
+    rows = [
+        ("ms a step", *(f"rank {t.trace.rank}" for t in shown)),
+        *((name, *(t.by_class[name] for t in shown)) for name in CLASSES),
+        ("sum", *(t.step_milliseconds for t in shown)),
+    ]
+    return text_table("<22" + " >10.2f" * len(shown), rows)
 
 
 def comparison(first: Timeline, second: Timeline) -> str:
     """Two timelines side by side: classes, then the operators that differ most."""
-    lines = [f"A  {describe(first)}", f"B  {describe(second)}", ""]
-    lines.append(f"{'ms a step':<52}{'A':>10}{'B':>10}{'B - A':>10}{'B / A':>8}")
-    a, b = first.by_class, second.by_class
-    lines += [difference(name, a[name], b[name]) for name in CLASSES]
-    lines.append(difference("sum", first.step_milliseconds, second.step_milliseconds))
-    mine, other = ({task.name: task.milliseconds for task in tasks(t)} for t in (first, second))
-    names = sorted(mine | other, key=lambda n: -abs(other.get(n, 0.0) - mine.get(n, 0.0)))
-    lines += ["", "what differs most"]
-    lines += [difference(name, mine.get(name, 0.0), other.get(name, 0.0)) for name in names[:TOP]]
-    return "\n".join(lines)
+    a, b = ({task.name: task.milliseconds for task in tasks(t)} for t in (first, second))
+    differing = sorted(a | b, key=lambda name: -abs(b.get(name, 0.0) - a.get(name, 0.0)))
+    rows = [
+        ("ms a step", "A", "B", "B - A", "B / A"),
+        *(difference(name, first.by_class[name], second.by_class[name]) for name in CLASSES),
+        difference("sum", first.step_milliseconds, second.step_milliseconds),
+        (),
+        ("what differs most",),
+        *(difference(name, a.get(name, 0.0), b.get(name, 0.0)) for name in differing[:TOP]),
+    ]
+    titles = [
+        f"{letter}  {t.trace.title}, {t.step_milliseconds:.1f} ms a step"
+        for letter, t in (("A", first), ("B", second))
+    ]
+    return "\n".join([*titles, "", text_table("<52 >10.2f >10.2f >+10.2f >8.2f", rows)])
 
 
-def describe(timeline: Timeline) -> str:
-    return f"{timeline.trace.title}, {timeline.step_milliseconds:.1f} ms a step"
-
-
-def difference(name: str, a: float, b: float) -> str:
-    ratio = f"{b / a:>8.2f}" if a > 0.005 else ""
-    return f"{cut(name)}{a:>10.2f}{b:>10.2f}{b - a:>+10.2f}{ratio}"
+def difference(name: str, a: float, b: float) -> tuple[object, ...]:
+    return short(name), a, b, b - a, b / a if a > 0.005 else None

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from traces.classes import (
@@ -27,7 +28,7 @@ from traces.classes import (
     kernel_class,
     working_operator,
 )
-from traces.events import Event, Interval, Loop, Trace, stretches
+from traces.events import Event, Interval, Loop, Part, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
@@ -49,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A place where the host waited for the device, or on a CPU would have: it read a value."""
+    """Where the host waited for the device, or on a CPU would have: it read a value."""
 
     what: str  # the operator, or the call of the runtime
     where: str  # the part of the loop
@@ -119,40 +120,37 @@ def step_windows(trace: Trace) -> list[Interval]:
     """From the end of one step to the end of the next, on the host and on the GPU: a step has ended when the
     host has left it and the kernels that it launched so far are done.
     """
-    ends = [trace.steps[0].start, *(step.end for step in trace.steps)]
-    computing = [k for k in trace.kernels if k.kind == "kernel"]
-    launches = [(trace.launched_by(kernel) or kernel).start for kernel in computing]
-    late = [
-        max((k.end for k, at in zip(computing, launches, strict=True) if at < end), default=end)
-        for end in ends
+    if not trace.on_gpu:
+        return [Interval(step.start, step.end) for step in trace.steps]
+    launches = [(trace.launched_by(k) or k, k) for k in trace.kernels if k.kind == "kernel"]
+    ends = [
+        max([end, *(kernel.end for launch, kernel in launches if launch.start < end)])
+        for end in (trace.steps[0].start, *(step.end for step in trace.steps))
     ]
-    ends = [max(pair) for pair in zip(ends, late, strict=True)]
-    if trace.on_gpu:
-        return [Interval(*pair) for pair in zip(ends, ends[1:], strict=False)]
-    return [Interval(step.start, step.end) for step in trace.steps]
+    return [Interval(*pair) for pair in pairwise(ends)]
 
 
 def fill(free: list[Interval], layer: Iterable[Piece]) -> tuple[list[Piece], list[Interval]]:
     """Gives free time to the pieces of a layer, first come, first served; what of them fitted, and the time
     still free. `free` and `layer` are sorted by start; pieces may overlap.
     """
-    taken, left, waiting, place = [], [], list(free), 0
+    taken, left, waiting, i = [], [], list(free), 0
     for piece in layer:
-        while place < len(waiting) and waiting[place].end <= piece.start:
-            left.append(waiting[place])
-            place += 1
-        while place < len(waiting) and waiting[place].start < piece.end:
-            start, end = waiting[place]
+        while i < len(waiting) and waiting[i].end <= piece.start:
+            left.append(waiting[i])
+            i += 1
+        while i < len(waiting) and waiting[i].start < piece.end:
+            start, end = waiting[i]
             begin, stop = max(start, piece.start), min(end, piece.end)
             if begin > start:
                 left.append(Interval(start, begin))
             if stop > begin:
                 taken.append(piece._replace(start=begin, end=stop))
             if stop < end:
-                waiting[place] = Interval(stop, end)
+                waiting[i] = Interval(stop, end)
                 break
-            place += 1
-    return taken, left + waiting[place:]
+            i += 1
+    return taken, left + waiting[i:]
 
 
 # -- what runs
@@ -209,33 +207,25 @@ def is_gloo(event: Event) -> bool:
 
 
 def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Piece]:
-    ended = EndedOperators(trace)
+    """Named by the part of the loop; a gap inside one also by the operator that ended before it."""
+    done = [e for e in trace.threads[trace.main] if e.kind == "op" and e.name.startswith("aten::")]
+    done.sort(key=lambda e: e.end)
     for start, end in free:
+        before = bisect_right(done, start, key=lambda e: e.end) - 1
         for part in loop.cut(start, end):
-            length = part.end - part.start
-            before = f", behind {ended.before(start)}" if part.name in loop.spans else ""
-            yield Piece(*part[:2], IDLE, host_cause(part.name, length, before if length >= LONG else ""))
+            named = before >= 0 and part.name in loop.spans
+            yield idle(part, f", behind {done[before].name}" if named else "")
 
 
-def host_cause(part: str, length: float, detail: str) -> str:
-    """Why nothing runs: Python between two operators, or a gap that has a place."""
-    return f"{'gap' if length >= LONG else 'Python and dispatch'} {placed(part)}{detail}"
+def idle(part: Part, detail: str = "") -> Piece:
+    """Why nothing runs: Python between two operators, or a gap, whose detail is then given."""
+    if part.end - part.start < LONG:
+        return Piece(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
+    return Piece(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
 
 
 def placed(part: str) -> str:
     return part if part.startswith(("after ", "at ")) else f"in {part}"
-
-
-class EndedOperators:
-    """The operator of the main thread that ended last before a time."""
-
-    def __init__(self, trace: Trace) -> None:
-        found = [e for e in trace.threads[trace.main] if e.kind == "op" and e.name.startswith("aten::")]
-        self.events = sorted(found, key=lambda e: e.end)
-
-    def before(self, time: float) -> str:
-        place = bisect_right(self.events, time, key=lambda e: e.end) - 1
-        return self.events[place].name if place >= 0 else ""
 
 
 def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> Iterator[Piece]:
@@ -244,30 +234,29 @@ def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> 
     """
     starts = [kernel.start for kernel in trace.kernels]
     for start, end in free:
-        place = bisect_left(starts, end - 0.01)
-        launch = trace.launched_by(trace.kernels[place]) if place < len(starts) else None
+        following = bisect_left(starts, end - 0.01)
+        launch = trace.launched_by(trace.kernels[following]) if following < len(starts) else None
         launched = min(max(launch.end, start), end) if launch else end
         wait = waits.before(start, launched)
         for part in loop.cut(start, launched):
             if part.name in WHOLE_PARTS:
                 yield Piece(*part[:2], WHOLE_PARTS[part.name], part.name)
             elif wait:
-                yield Piece(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.place(wait)}", wait)
+                yield Piece(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.part(wait)}", wait)
             else:
-                length = part.end - part.start
-                busy = host_work(trace, launch, part.start, part.end) if length >= LONG else ""
-                yield Piece(*part[:2], IDLE, host_cause(part.name, length, busy))
+                yield idle(part, host_work(trace, launch, part) if part.end - part.start >= LONG else "")
         if end > launched:
             yield Piece(launched, end, IDLE, "launched, not yet started")
 
 
-def host_work(trace: Trace, launch: Event | None, start: float, end: float) -> str:
+def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
     """What the thread that launches next did for most of a gap: an operator, or a call that blocks."""
     thread = launch.thread if launch and launch.thread in trace.threads else trace.main
+    half = (gap.end - gap.start) / 2
     inside = [
         e
         for e in trace.threads[thread]
-        if e.kind != "span" and min(e.end, end) - max(e.start, start) > (end - start) / 2
+        if e.kind != "span" and min(e.end, gap.end) - max(e.start, gap.start) > half
     ]
     return f", the host in {inside[-1].name}" if inside else ""  # the innermost
 
@@ -293,27 +282,27 @@ class Waits:
         operators = [e.name for e in event.chain() if e.name.startswith("aten::")]
         return f"{event.name} ({operators[-1]})" if event.kind == "call" and operators else event.name
 
-    def place(self, event: Event) -> str:
+    def part(self, event: Event) -> str:
         return placed(self.loop.at(event.start).name)
 
     def before(self, start: float, end: float) -> Event | None:
         """The wait that ended when the GPU ran out of work, and from which the host launched too late."""
-        place = bisect_left(self.events, start - AFTER_WAIT, key=lambda e: e.end)
-        wait = self.events[place] if place < len(self.events) else None
-        return wait if wait and wait.end <= end and wait.start <= start else None
+        after = bisect_left(self.events, start - AFTER_WAIT, key=lambda e: e.end)
+        ended = [wait for wait in self.events[after : after + 1] if wait.end <= end and wait.start <= start]
+        return ended[0] if ended else None
 
     def found(self, pieces: list[Piece]) -> list[Wait]:
-        """Those that need not be, by operator and place; the most harmful first."""
-        idle: dict[int, float] = defaultdict(float)
+        """Those that need not be, by operator and part of the loop; the most harmful first."""
+        idle: dict[Event | None, float] = defaultdict(float)
         for piece in pieces:
-            if piece.name == IDLE and piece.operator:
-                idle[id(piece.operator)] += piece.milliseconds
+            if piece.name == IDLE:
+                idle[piece.operator] += piece.milliseconds
         groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if self.loop.at(event.start).name not in WHOLE_PARTS:
-                groups[self.name(event), self.place(event)].append(event)
+                groups[self.name(event), self.part(event)].append(event)
         waits = [
-            Wait(*key, len(g), sum(e.seconds for e in g) * 1e3, sum(idle[id(e)] for e in g))
+            Wait(*key, len(g), sum(e.end - e.start for e in g) / 1e3, sum(idle[e] for e in g))
             for key, g in groups.items()
         ]
         return sorted(waits, key=lambda wait: (-wait.idle, -wait.waited))
