@@ -1,7 +1,7 @@
 """One plain paragraph: what a step loses most to, and the keys of the configuration that change it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from traces.classes import (
@@ -14,14 +14,21 @@ from traces.classes import (
     GEMM,
     OPTIMIZER,
 )
-from traces.events import DATA, Event, Trace
+from traces.events import DATA, Trace
 from traces.timeline import Timeline
 from traces.work import Rates, dims, operator_times, work_by_class
 
-WORTH_SAYING = 0.03  # of a step
+WORTH_TELLING = 0.03  # of a step
 SENTENCES = 4
 BUSY = 1.5  # times: mean over least time of the same work, above which something else takes the device
 UNEVEN = 0.1  # of a step: more between the computing of two ranks, and the others wait for one
+# Words of a cause of idle time -> what to do; the first that fits.
+GAP_FIXES = {
+    "wait of": "keep the value on the device, and read it on logging steps (metrics.log_freq)",
+    "the host in": "that call of the host is slow; nothing is launched until it returns",
+    "gap after": "nothing of torch runs there, so it is the loop's own code that takes long, or waits",
+    "gap": "nothing of torch runs there: Python works or waits, or another process has the processor",
+}
 
 
 class Loss(NamedTuple):
@@ -34,120 +41,100 @@ class Loss(NamedTuple):
 def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> str:
     """The largest losses first. `ranks`: the timelines of all ranks, this one included."""
     step = timeline.step_milliseconds
-    losses = [
-        loss
-        for find in (data, communication, gaps, between, around, slow_classes)
-        for loss in find(timeline, rates)
-    ]
-    losses += uneven_ranks(ranks)
-    worth = sorted((loss for loss in losses if loss.milliseconds > WORTH_SAYING * step), reverse=True)
-    said = [
-        f"{loss.sentence} (up to {loss.milliseconds / step:.0%} of a step)." for loss in worth[:SENTENCES]
-    ]
-    if not said:
-        said = [f"Nothing that waits, or that is far from its floor, takes {WORTH_SAYING:.0%} of a step."]
-    return " ".join([*said, *waits(timeline)])
+    losses = [data(timeline), communication(timeline), between(timeline), around(timeline), *gaps(timeline)]
+    losses += [*slow_classes(timeline, rates), *uneven_ranks(ranks)]
+    worth = sorted((loss for loss in losses if loss.milliseconds > WORTH_TELLING * step), reverse=True)
+    told = [f"{sentence} (up to {time / step:.0%} of a step)." for time, sentence in worth[:SENTENCES]]
+    if not told:
+        told = [f"Nothing that waits, or that is far from its floor, takes {WORTH_TELLING:.0%} of a step."]
+    return " ".join([*told, *waits(timeline)])
 
 
-def data(timeline: Timeline, rates: Rates) -> list[Loss]:
+def data(timeline: Timeline) -> Loss:
     """The loop waits for a batch."""
-    own = any("SingleProcess" in event.name for event in timeline.trace.threads[timeline.trace.main])
-    if own:
+    who = "the loader's processes are slower than the step"
+    fix = "raise data.num_workers, and data.prefetch_factor where reading is uneven"
+    if any("SingleProcess" in event.name for event in timeline.trace.loop_events):
         who = "the training process reads them itself (data.num_workers = 0)"
-        fix = (
-            "let processes read ahead with data.num_workers, or keep the period in memory with data.cache_gib"
-        )
-    else:
-        who = "the loader's processes are slower than the step"
-        fix = "raise data.num_workers, and data.prefetch_factor where reading is uneven"
+        fix = "let processes read ahead with data.num_workers, or keep all in memory with data.cache_gib"
     time = timeline.by_class[DATA_WAIT]
-    return [Loss(time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}")]
+    return Loss(time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}")
 
 
-def communication(timeline: Timeline, rates: Rates) -> list[Loss]:
+def communication(timeline: Timeline) -> Loss:
     """Collectives that nothing hides."""
     exposed, hidden = timeline.by_class[COMMUNICATION], timeline.hidden_communication
-    sharded = any(e.name.startswith("FSDP::") for e in timeline.trace.threads[timeline.trace.main])
-    fix = (
-        'gather less often with parallelism.fsdp_reshard_after_forward = "never", or shard over fewer ranks '
-        "(parallelism.data_parallel_replicate_degree)"
-        if sharded
-        else "send less often: accumulate with training.global_batch_size"
+    fix = "send less often: accumulate with training.global_batch_size"
+    if any(event.name.startswith("FSDP::") for event in timeline.trace.loop_events):
+        fix = (
+            'gather less often with parallelism.fsdp_reshard_after_forward = "never", or shard over fewer '
+            "ranks (parallelism.data_parallel_replicate_degree)"
+        )
+    larger = "a larger training.local_batch_size computes more for the same bytes"
+    times = (
+        f"{exposed:.1f} ms a step of communication are exposed, {hidden / (hidden + exposed or 1):.0%} of it"
     )
-    part = hidden / (hidden + exposed) if hidden + exposed else 0.0
-    sentence = (
-        f"{exposed:.1f} ms a step of communication are exposed, {part:.0%} of it is hidden: {fix}; "
-        "a larger training.local_batch_size computes more for the same bytes"
-    )
-    return [Loss(exposed, sentence)]
+    return Loss(exposed, f"{times} is hidden: {fix}; {larger}")
 
 
-def gaps(timeline: Timeline, rates: Rates) -> list[Loss]:
-    """Idle time that has one place and one cause."""
-    found, what = [], device(timeline.trace)
-    for cause, time in timeline.idle_by_cause.items():
-        fix = next((fix for words, fix in GAP_FIXES.items() if words in cause), "")
-        if fix:
-            found.append(Loss(time, f"The {what} idles {time:.1f} ms a step in a {cause}: {fix}"))
-    return found
-
-
-# Words of a cause -> what to do; the first that fits.
-GAP_FIXES = {
-    "wait of": "keep the value on the device, and read it on logging steps (metrics.log_freq)",
-    "the host in": "that call of the host is slow; nothing is launched until it returns",
-    "gap after": "nothing of torch runs there, so it is the loop's own code that takes long, or waits",
-    "gap": "nothing of torch runs there: Python works or waits, or another process has the processor",
-}
-
-
-def between(timeline: Timeline, rates: Rates) -> list[Loss]:
+def between(timeline: Timeline) -> Loss:
     """Idle time that is spread between operators."""
     time = sum(t for cause, t in timeline.idle_by_cause.items() if cause.startswith("Python and dispatch"))
     fix = "a larger training.local_batch_size gives each operator more to do"
     if not is_compiled(timeline):
         fix = f"compile.enable = true launches fewer of them; {fix}"
     idle = f"leave the {device(timeline.trace)} idle {time:.1f} ms a step"
-    return [Loss(time, f"Python and the dispatch of operators {idle}: {fix}")]
+    return Loss(time, f"Python and the dispatch of operators {idle}: {fix}")
 
 
-def is_compiled(timeline: Timeline) -> bool:
-    return any(event.name.startswith("Torch-Compiled") for event in timeline.trace.host_events())
-
-
-def around(timeline: Timeline, rates: Rates) -> list[Loss]:
+def around(timeline: Timeline) -> Loss:
     """Logging, saving, validation."""
     time = timeline.by_class[AROUND]
     fix = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
-    return [Loss(time, f"Logging, saving and validation take {time:.1f} ms a step: {fix}")]
+    return Loss(time, f"Logging, saving and validation take {time:.1f} ms a step: {fix}")
 
 
-def slow_classes(timeline: Timeline, rates: Rates) -> list[Loss]:
+def gaps(timeline: Timeline) -> Iterator[Loss]:
+    """Idle time that has one place in the loop and one cause."""
+    for cause, time in timeline.idle_by_cause.items():
+        if fix := next((fix for words, fix in GAP_FIXES.items() if words in cause), ""):
+            idles = f"The {device(timeline.trace)} idles {time:.1f} ms a step"
+            yield Loss(time, f"{idles} in a {cause}: {fix}")
+
+
+def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
     """Computation above its floor; where the floor is not known, half of what may be fused away."""
-    work, found = work_by_class(timeline, rates), []
+    work, fixes, fusible = work_by_class(timeline, rates), class_fixes(timeline), not is_compiled(timeline)
     if (spread := spread_of_calls(timeline)) > BUSY:
-        lost = sum(timeline.by_class[name] for name in CLASS_FIXES) * (1 - 1 / spread)
+        lost = sum(timeline.by_class[name] for name in fixes) * (1 - 1 / spread)
         times = f"The same multiplication takes {spread:.1f} x as long on average as at best"
-        return [Loss(lost, f"{times}: something else uses the {device(timeline.trace)}")]
-    for name, fix in CLASS_FIXES.items():
+        yield Loss(lost, f"{times}: something else uses the {device(timeline.trace)}")
+        return
+    for name, fix in fixes.items():
         time, floor = timeline.by_class[name], work[name].floor
+        takes = f"{name} takes {time:.1f} ms a step"
         if floor is not None and time > floor:
-            above = f"{name} takes {time:.1f} ms a step, {time / floor:.2f} x its floor"
-            found.append(Loss(time - floor, f"{above}: {fix(timeline)}"))
-        elif floor is None and name in (ELEMENTWISE, OPTIMIZER, COPIES) and not is_compiled(timeline):
-            found.append(Loss(time / 2, f"{name} takes {time:.1f} ms a step: {fix(timeline)}"))
-    return found
+            yield Loss(time - floor, f"{takes}, {time / floor:.2f} x its floor: {fix}")
+        elif floor is None and name in (ELEMENTWISE, OPTIMIZER, COPIES) and fusible:
+            yield Loss(time / 2, f"{takes}: {fix}")
 
 
-def operators_of(timeline: Timeline, name: str) -> list[Event]:
-    return [piece.operator for piece in timeline.pieces if piece.name == name and piece.operator]
-
-
-def fix_gemm(timeline: Timeline) -> str:
-    types = [operator.args.get("Input type", []) for operator in operators_of(timeline, GEMM)]
-    larger = "larger matrices (training.local_batch_size, model.dim) come nearer to it"
-    in_float32 = any("float" in kinds[:1] for kinds in types)
-    return f'{larger}, training.mixed_precision_param = "bfloat16" lowers it' if in_float32 else larger
+def class_fixes(timeline: Timeline) -> dict[str, str]:
+    """Class -> what makes it faster."""
+    gemm = "larger matrices (training.local_batch_size, model.dim) come nearer to it"
+    if any("float" in operator.args.get("Input type", [])[:1] for operator in timeline.operators(GEMM)):
+        gemm += ', training.mixed_precision_param = "bfloat16" lowers it'
+    attention = 'at few tokens model.attention_backend = "math" is faster on a CPU'
+    if any(operator.name == "aten::bmm" for operator in timeline.operators(ATTENTION)):
+        attention = 'model.attention_backend = "math" is for few tokens on a CPU; compare "sdpa"'
+    elif timeline.trace.on_gpu:
+        attention = 'set model.attention_backend = "auto": it takes the fastest'
+    fused = "compile.enable = true fuses such operators"
+    if is_compiled(timeline):
+        fused = "what is left is outside the compiled blocks, or limited by memory"
+    larger = "steps that take more samples (training.global_batch_size)"
+    optimizer = f'optimizer.implementation = "fused", or {larger}'
+    return {GEMM: gemm, ATTENTION: attention, ELEMENTWISE: fused, COPIES: fused, OPTIMIZER: optimizer}
 
 
 def spread_of_calls(timeline: Timeline) -> float:
@@ -160,59 +147,32 @@ def spread_of_calls(timeline: Timeline) -> float:
     return sum(sum(times) for times in groups.values()) / least if least else 1.0
 
 
-def fix_attention(timeline: Timeline) -> str:
-    if any(operator.name == "aten::bmm" for operator in operators_of(timeline, ATTENTION)):
-        return 'model.attention_backend = "math" is for few tokens on a CPU; compare "sdpa"'
-    if timeline.trace.on_gpu:
-        return 'set model.attention_backend = "auto": it takes the fastest'
-    return 'at few tokens model.attention_backend = "math" is faster on a CPU'
-
-
-def fix_elementwise(timeline: Timeline) -> str:
-    if is_compiled(timeline):
-        return "what is left is outside the compiled blocks, or limited by memory"
-    return "compile.enable = true fuses such operators"
-
-
-def fix_optimizer(timeline: Timeline) -> str:
-    return 'optimizer.implementation = "fused", or steps that take more samples (training.global_batch_size)'
-
-
-CLASS_FIXES: dict[str, Callable[[Timeline], str]] = {
-    GEMM: fix_gemm,
-    ATTENTION: fix_attention,
-    ELEMENTWISE: fix_elementwise,
-    COPIES: fix_elementwise,
-    OPTIMIZER: fix_optimizer,
-}
-
-
-def uneven_ranks(ranks: Sequence[Timeline]) -> list[Loss]:
+def uneven_ranks(ranks: Sequence[Timeline]) -> Iterator[Loss]:
     """One rank computes longer than another, which waits for it in a collective."""
-    if len(ranks) < 2:
-        return []
-    busy = {t: t.step_milliseconds - t.by_class[COMMUNICATION] for t in ranks}
-    slow, fast = max(ranks, key=lambda t: busy[t]), min(ranks, key=lambda t: busy[t])
-    late = busy[slow] - busy[fast]
-    if late < UNEVEN * slow.step_milliseconds:
-        return []
-    sentence = (
-        f"Rank {slow.trace.rank} is {late:.1f} ms a step behind rank {fast.trace.rank}, which waits for it"
+    busy = sorted(
+        (t.step_milliseconds - t.by_class[COMMUNICATION], t.trace.rank, t.step_milliseconds) for t in ranks
     )
-    return [Loss(late, f"{sentence}: compare the two traces; one machine may be slower or busy")]
+    if not busy:
+        return
+    (least, fast, _), (most, slow, step) = busy[0], busy[-1]
+    if most - least > UNEVEN * step:
+        behind = f"Rank {slow} is {most - least:.1f} ms a step behind rank {fast}, which waits for it"
+        yield Loss(most - least, f"{behind}: compare the two traces; one machine may be slower or busy")
 
 
-def waits(timeline: Timeline) -> list[str]:
-    """Said even where they cost nothing yet: on a CPU nobody waits, and on a GPU it is a matter of luck."""
-    found = [wait for wait in timeline.waits if wait.count >= len(timeline.windows)]
-    if not found:
-        return []
-    places = ", ".join(
-        f"{w.what} {w.count / len(timeline.windows):.0f} x a step {w.where}" for w in found[:3]
-    )
-    if timeline.trace.on_gpu:
-        return [f"The host waits for the device outside logging steps: {places}."]
-    return [f"Python reads values of tensors: {places}; a GPU would be waited for each time."]
+def waits(timeline: Timeline) -> Iterator[str]:
+    """Told even where they cost nothing yet: on a CPU nobody waits, and on a GPU it is a matter of luck."""
+    steps = len(timeline.windows)
+    found = [f"{w.what} {w.count / steps:.0f} x a step {w.where}" for w in timeline.waits if w.count >= steps]
+    places = ", ".join(found[:3])
+    if places and timeline.trace.on_gpu:
+        yield f"The host waits for the device outside logging steps: {places}."
+    elif places:
+        yield f"Python reads values of tensors: {places}; a GPU would be waited for each time."
+
+
+def is_compiled(timeline: Timeline) -> bool:
+    return any(event.name.startswith("Torch-Compiled") for event in timeline.trace.host_events())
 
 
 def device(trace: Trace) -> str:

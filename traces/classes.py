@@ -51,11 +51,8 @@ KERNELS = [
 KERNEL_RULES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in KERNELS]
 COMPILED = ("## Call CompiledFxGraph", "triton_", "graph_")  # inductor's code: what it runs itself was fused
 SYNCHRONISE = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy$")
-READS = (
-    "aten::item",
-    "aten::is_nonzero",
-    "aten::_local_scalar_dense",
-)  # Python takes a value out of a tensor
+# Python takes a value out of a tensor:
+READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 
 
 @cache

@@ -93,6 +93,10 @@ class Trace:
         return self.steps[0].thread
 
     @property
+    def loop_events(self) -> list[Event]:
+        return self.threads[self.main]
+
+    @property
     def title(self) -> str:
         first, last = (step.name.removeprefix(STEP) for step in (self.steps[0], self.steps[-1]))
         which = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -233,7 +237,7 @@ class Loop:
     def __init__(self, trace: Trace) -> None:
         self.parts: list[Part] = []
         for step in trace.steps:
-            inside = [e for e in trace.threads[trace.main] if e.kind == "span" and e.parent is step]
+            inside = [e for e in trace.loop_events if e.kind == "span" and e.parent is step]
             self.parts += parts_of(step, inside)
         self.starts = [part.start for part in self.parts]
         self.spans = {

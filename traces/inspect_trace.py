@@ -22,7 +22,7 @@ from traces.work import rates_of
 
 
 def inspect(where: Path) -> list[Timeline]:
-    """The timelines of a run's newest traces, by rank. Raises ConfigError."""
+    """The timelines of a run's newest traces, by rank. Raises DataError."""
     return [build_timeline(read_trace(path)) for path in find_traces(where)]
 
 
@@ -45,8 +45,7 @@ def tell_both(first: list[Timeline], second: list[Timeline]) -> None:
 
 def draw(timelines: list[Timeline], name: str) -> list[Path]:
     """The pictures of the timelines, in the folder of the first."""
-    trace = timelines[0].trace.path
-    run = timelines[0].trace.run
+    trace, run = timelines[0].trace.path, timelines[0].trace.run
     folder = run / "plots" if run else trace.parent
     pictures = [folder / f"trace-{name}.png"]
     plot_breakdown(timelines, [rates_of(timeline) for timeline in timelines], pictures[0])
@@ -65,10 +64,10 @@ def tell_memory(memory: list[MemoryTimeline]) -> None:
 
 
 def parse(argv: list[str]) -> list[Path]:
-    """One place or two. Raises ConfigError."""
+    """One folder or file, or two. Raises ConfigError."""
     unknown = [word for word in argv if word.startswith("-")]
     if unknown or len(argv) not in (1, 2):
-        what = f"{unknown[0]}: no such option" if unknown else f"{len(argv)} places given"
+        what = f"{unknown[0]}: no such option" if unknown else f"{len(argv)} names given"
         raise ConfigError(f"inspect_trace: {what}; name a run's folder or a trace, or two to compare")
     return [Path(word) for word in argv]
 

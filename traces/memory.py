@@ -6,6 +6,7 @@ anywhere runs nothing: a snapshot is made of dictionaries, lists, strings and nu
 
 import pickle
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def timeline(events: list[dict[str, Any]], final: int) -> MemoryTimeline:
     counted = [event for event in events if event["action"] in signs]
     changes = np.array([signs[e["action"]] * e["size"] for e in counted], dtype=np.int64)
     after = final - (changes.sum() - changes.cumsum())
-    times = np.array([event.get("time_us", place) for place, event in enumerate(counted)], dtype=np.int64)
+    times = np.array([event.get("time_us", i) for i, event in enumerate(counted)], dtype=np.int64)
     peak = int(after.argmax())
     return MemoryTimeline((times - times[0]) / 1e6, after / 2**30, holders(counted[: peak + 1]))
 
@@ -90,14 +91,13 @@ def holders(events: list[dict[str, Any]]) -> list[Holder]:
             alive[event["addr"]] = event
         else:
             alive.pop(event["addr"], None)
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for event in alive.values():
-        where = place_of(event.get("frames", []))
-        sizes[where] = sizes.get(where, 0) + event["size"]
-    return [Holder(w, size / 2**30) for w, size in sorted(sizes.items(), key=lambda item: -item[1])]
+        sizes[line_of(event.get("frames", []))] += event["size"]
+    return [Holder(where, size / 2**30) for where, size in sizes.most_common()]
 
 
-def place_of(frames: list[dict[str, Any]]) -> str:
+def line_of(frames: list[dict[str, Any]]) -> str:
     """The innermost line of this project in a stack, or else of anyone."""
     named = [f for f in frames if f.get("filename")]
     ours = [f for f in named if any(part in f["filename"] for part in OURS) and "torch" not in f["filename"]]

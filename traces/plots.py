@@ -71,24 +71,20 @@ def labels_of(timelines: Sequence[Timeline]) -> list[str]:
 
 
 def draw_bars(axes: Axes, timelines: Sequence[Timeline]) -> None:
-    """A bar a step, stacked by class."""
-    place, ticks = 0, []
+    """A bar a step, stacked by class; an empty one between timelines."""
+    x, ticks = 0, {}
     for timeline, label in zip(timelines, labels_of(timelines), strict=True):
-        steps = list(zip(timeline.trace.steps, timeline.windows, strict=True))
-        for step, window in steps[: max(MAX_BARS // len(timelines), 1)]:
-            total = dict.fromkeys(CLASSES, 0.0)
-            for piece in timeline.pieces_of(window):
-                total[piece.name] += piece.milliseconds
+        head = f"\n{label}" if len(timelines) > 1 else ""
+        for number, window in list(timeline.steps())[: max(MAX_BARS // len(timelines), 1)]:
             bottom = 0.0
-            for name, height in total.items():
-                axes.bar(place, height, bottom=bottom, color=COLOURS[name], width=0.8)
+            for name in CLASSES:
+                height = sum(p.milliseconds for p in timeline.pieces_of(window) if p.name == name)
+                axes.bar(x, height, bottom=bottom, color=COLOURS[name], width=0.8)
                 bottom += height
-            number = step.name.partition("#")[2]
-            head = f"\n{label}" if step is steps[0][0] and len(timelines) > 1 else ""
-            ticks.append((place, f"{number}{head}"))
-            place += 1
-        place += 1
-    axes.set_xticks([x for x, _ in ticks], [text for _, text in ticks], fontsize=8)
+            ticks[x], head = number + head, ""
+            x += 1
+        x += 1
+    axes.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.set(xlabel="step", ylabel="ms", title="by step")
     axes.grid(axis="y", alpha=0.3)
 
@@ -113,15 +109,15 @@ def draw_floors(axes: Axes, timelines: Sequence[Timeline], rates: Sequence[Rates
 
 def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
     """The step of median length from left to right, with the parts of the loop above."""
-    window = sorted(timeline.windows, key=lambda w: w.end - w.start)[len(timeline.windows) // 2]
+    steps = sorted(timeline.steps(), key=lambda step: step[1].end - step[1].start)
+    number, window = steps[len(steps) // 2]
     pieces = timeline.pieces_of(window)
     for name in CLASSES:
         spans = [((p.start - window.start) / 1000, p.milliseconds) for p in pieces if p.name == name]
         axes.broken_barh(spans, (0, 1), color=COLOURS[name], linewidth=0)
     name_parts(axes, timeline, window)
-    step = timeline.trace.steps[timeline.windows.index(window)].name.partition("#")[2]
     axes.set(xlim=(0, (window.end - window.start) / 1000), ylim=(0, 1.5), yticks=[], xlabel="ms")
-    axes.set_title(f"step {step} of {label}", fontsize=9, loc="left")
+    axes.set_title(f"step {number} of {label}", fontsize=9, loc="left")
 
 
 def name_parts(axes: Axes, timeline: Timeline, window: Interval) -> None:

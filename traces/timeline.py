@@ -28,7 +28,7 @@ from traces.classes import (
     kernel_class,
     working_operator,
 )
-from traces.events import Event, Interval, Loop, Part, Trace, stretches
+from traces.events import STEP, Event, Interval, Loop, Part, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
@@ -97,6 +97,15 @@ class Timeline:
         hidden, _ = fill(computing, collectives(self.trace))
         return sum(piece.milliseconds for piece in hidden) / len(self.windows)
 
+    def operators(self, name: str) -> list[Event]:
+        """That a class computes."""
+        return [piece.operator for piece in self.pieces if piece.name == name and piece.operator]
+
+    def steps(self) -> Iterator[tuple[str, Interval]]:
+        """(number, window) of each."""
+        for step, window in zip(self.trace.steps, self.windows, strict=True):
+            yield step.name.removeprefix(STEP), window
+
     def pieces_of(self, window: Interval) -> list[Piece]:
         first = bisect_left(self.pieces, window.start, key=lambda p: p.start)
         return self.pieces[first : bisect_left(self.pieces, window.end, key=lambda p: p.start)]
@@ -159,7 +168,7 @@ def fill(free: list[Interval], layer: Iterable[Piece]) -> tuple[list[Piece], lis
 def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Piece]]:
     """Parts that count as a whole; operators of the main thread; of others; collectives."""
     yield [Piece(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
-    yield list(operators(trace.threads[trace.main]))
+    yield list(operators(trace.loop_events))
     others = [
         piece
         for thread, events in trace.threads.items()
@@ -208,7 +217,7 @@ def is_gloo(event: Event) -> bool:
 
 def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Piece]:
     """Named by the part of the loop; a gap inside one also by the operator that ended before it."""
-    done = [e for e in trace.threads[trace.main] if e.kind == "op" and e.name.startswith("aten::")]
+    done = [e for e in trace.loop_events if e.kind == "op" and e.name.startswith("aten::")]
     done.sort(key=lambda e: e.end)
     for start, end in free:
         before = bisect_right(done, start, key=lambda e: e.end) - 1

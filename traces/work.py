@@ -7,7 +7,6 @@ are those of the inputs and of an output as large as the largest of them: what m
 import math
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,11 +69,6 @@ def product(shape: Any) -> int:
     return math.prod(shape) if shape else 0
 
 
-def mm(a: list[int], b: list[int]) -> float:
-    """(..., M, K) x (..., K, N)."""
-    return 2.0 * math.prod(a) * b[-1]
-
-
 def attention(query: list[int], value: list[int], matmuls: int) -> float:
     """Every pair of a query and a key: 2 x head size FLOPs in each of the matmuls. (B, N, T, head)."""
     tokens, head = query[-2:]
@@ -108,25 +102,28 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.strip("[]").split(",") if word.strip()]
 
 
-# Operator -> FLOPs; what it decomposes into is inside it and not counted again.
-FLOPS: dict[str, Callable[[Event], float]] = {
-    "aten::mm": lambda e: mm(dims(e)[0], dims(e)[1]),
-    "aten::_scaled_mm": lambda e: mm(dims(e)[0], dims(e)[1]),
-    "aten::addmm": lambda e: mm(dims(e)[1], dims(e)[2]),
-    "aten::_addmm_activation": lambda e: mm(dims(e)[1], dims(e)[2]),
-    "aten::bmm": lambda e: mm(dims(e)[0], dims(e)[1]),
-    "aten::baddbmm": lambda e: mm(dims(e)[1], dims(e)[2]),
-    "aten::scaled_dot_product_attention": lambda e: attention(dims(e)[0], dims(e)[2], 2),
-    "aten::convolution": convolution,
-    "aten::convolution_backward": convolution_backward,
+# Operators that multiply two of their inputs, (..., M, K) and (..., K, N): which. What an operator decomposes
+# into is inside it and not counted again.
+PRODUCTS = {
+    "aten::mm": (0, 1),
+    "aten::_scaled_mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::_addmm_activation": (1, 2),
+    "aten::bmm": (0, 1),
+    "aten::baddbmm": (1, 2),
 }
 
 
 def flops_of(event: Event) -> float | None:
     """None for a product of matrices whose arguments are not known here."""
-    if event.name in FLOPS:
-        return FLOPS[event.name](event)
-    if event.name.startswith("aten::_scaled_dot_product"):
+    if event.name in PRODUCTS:
+        left, right = (dims(event)[i] for i in PRODUCTS[event.name])
+        return 2.0 * math.prod(left) * right[-1]
+    if event.name == "aten::convolution":
+        return convolution(event)
+    if event.name == "aten::convolution_backward":
+        return convolution_backward(event)
+    if event.name.startswith(("aten::_scaled_dot_product", "aten::scaled_dot_product_attention")):
         if not event.name.endswith("_backward"):
             return attention(dims(event)[0], dims(event)[2], 2)
         # Grad, query, key, value; dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
@@ -244,7 +241,7 @@ def loaded_bytes(trace: Trace) -> float:
     """Bytes of fields that the loader hands over, a step."""
     handed = [
         product(dims(e)[0]) * _item_bytes(e.args["Input type"][0])
-        for e in trace.threads[trace.main]
+        for e in trace.loop_events
         if e.name == "aten::to" and e.parent and e.parent.name == DATA and dims(e)
     ]
     return sum(handed) / len(trace.steps)
