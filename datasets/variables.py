@@ -85,6 +85,15 @@ def join_name(name: str, level: int | None) -> str:
     return name if level is None else f"{name}:{level}"
 
 
+def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
+    """Name -> level -> position: {"geopotential": {500: 0, 850: 1}, "2m_temperature": {None: 2}}."""
+    grouped: dict[str, dict[int | None, int]] = {}
+    for position, variable in enumerate(variables):
+        name, level = split_name(variable)
+        grouped.setdefault(name, {})[level] = position
+    return grouped
+
+
 def units(variable: str) -> str:
     """Units of a variable with or without level, as printed ("m2 s-2"); "" for an unknown name."""
     return VARIABLES.get(split_name(variable)[0], ("", ""))[0]

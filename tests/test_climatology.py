@@ -12,10 +12,9 @@ from verification import climatology as module
 from verification.climatology import (
     ClimatologyForecast,
     compute_climatology,
-    day_of_year,
-    hour_of_day,
+    days_of,
     open_climatology,
-    window_weights,
+    smoothing,
 )
 
 NAMES = ["geopotential:500", "2m_temperature"]
@@ -137,9 +136,12 @@ def test_as_a_forecast_it_is_the_mean_of_the_valid_time(years, tmp_path: Path) -
     np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))
 
 
-def test_days_hours_and_weights() -> None:
-    times = np.array(["2020-12-31T18", "2021-12-31T06", "2020-02-29T00"], "datetime64[ns]")
-    assert day_of_year(times).tolist() == [366, 365, 60] and hour_of_day(times).tolist() == [18, 6, 0]
-    assert window_weights(5).tolist() == [0, 0.5, 1, 0.5, 0]
-    with pytest.raises(ValueError, match="window of 4 days"):
-        window_weights(4)
+def test_the_last_day_of_a_short_year_counts_twice() -> None:
+    found = {text: days_of(np.datetime64(text)) for text in ("2020-12-31", "2021-12-31", "2020-02-29")}
+    assert found == {"2020-12-31": [366], "2021-12-31": [365, 366], "2020-02-29": [60]}
+
+
+def test_the_window_is_a_triangle_round_the_year() -> None:
+    weights = smoothing()
+    assert weights.shape == (366, 366) and (weights == weights.T).all()
+    assert weights[0, [0, 1, 30, 336, 337]] == pytest.approx([1, 29 / 30, 0, 0, 1 / 30], abs=1e-15)

@@ -10,11 +10,16 @@ import xarray as xr
 from datasets.era5 import open_archive
 from tests.forecasts import analyses, forecasts, grid, write
 from verification.evaluation import evaluate
-from verification.forecast_layouts import open_forecast
+from verification.forecast_layouts import StoredForecast, open_forecast
 
 LEADS = [0, 6, 24]
 NAMES = ["geopotential:500", "geopotential:850", "2m_temperature"]
 KEPT = ["geopotential", "u_component_of_wind", "2m_temperature"]
+
+
+def read(opened: StoredForecast, date: int, lead: int, names: list[str]) -> np.ndarray:
+    """Fields (V, H, W), or (M, V, H, W), by the positions of date and lead."""
+    return opened.read_block(slice(date, date + 1), slice(lead, lead + 1), names)[0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ def test_every_layout_gives_the_same_fields(layout: Callable, forecast: xr.Datas
     wanted = forecast.isel(latitude=slice(None, None, -1))
     for date in range(3):
         for lead in range(missing, 3):
-            found = opened.read(date, lead - missing, NAMES)
+            found = read(opened, date, lead - missing, NAMES)
             each = wanted.isel(time=date, prediction_timedelta=lead)
             fields = [
                 each.geopotential.sel(level=500),
@@ -113,17 +118,17 @@ def test_ensembles(dim: str, truth: xr.Dataset, tmp_path: Path) -> None:
     ensemble = ensemble.transpose(dim, ...) if dim == "number" else ensemble
     opened = open_forecast(write(ensemble, tmp_path / "ens.zarr"))
     assert opened.num_members == 3
-    found = opened.read(1, 2, ["2m_temperature"])
+    found = read(opened, 1, 2, ["2m_temperature"])
     wanted = ensemble["2m_temperature"].isel(time=1, prediction_timedelta=2, latitude=slice(None, None, -1))
     np.testing.assert_array_equal(found[:, 0], wanted.values)
     single = open_forecast(write(ensemble.isel({dim: [0]}), tmp_path / "one.zarr"))
-    assert single.num_members == 0 and single.read(0, 0, ["2m_temperature"]).shape == (1, 6, 8)
+    assert single.num_members == 0 and read(single, 0, 0, ["2m_temperature"]).shape == (1, 6, 8)
 
 
 def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Path) -> None:
     opened = open_forecast(write(forecast.isel(time=1), tmp_path / "single.zarr"))
     assert opened.times.tolist() == [forecast.time.values[1].astype("datetime64[s]").item()]
-    assert opened.read(0, 1, ["2m_temperature"]).shape == (1, 6, 8)
+    assert read(opened, 0, 1, ["2m_temperature"]).shape == (1, 6, 8)
 
 
 def test_what_is_no_forecast_is_said_in_one_line(truth, forecast, tmp_path: Path) -> None:
@@ -137,5 +142,5 @@ def test_what_is_no_forecast_is_said_in_one_line(truth, forecast, tmp_path: Path
     with pytest.raises(ValueError, match="has units 'fortnights'"):
         open_forecast(write(days, tmp_path / "odd.zarr"))
     opened = open_forecast(write(forecast, tmp_path / "good.zarr"))
-    with pytest.raises(ValueError, match="no forecast of 'geopotential:700'; nearest: 'geopotential:850'"):
-        opened.read(0, 0, ["geopotential:700"])
+    with pytest.raises(ValueError, match="no 'geopotential:700'; nearest: 'geopotential:850'"):
+        read(opened, 0, 0, ["geopotential:700"])

@@ -12,9 +12,14 @@ import numpy as np
 
 from datasets.era5 import find_files
 from datasets.files import StoredFile, open_file
-from datasets.grid import Grid
-from datasets.layouts import StoredField, coordinate_role, coordinate_times, durations, stored_fields
-from datasets.variables import nearest_name
+from datasets.layouts import (
+    FieldsByName,
+    StoredField,
+    coordinate_role,
+    coordinate_times,
+    durations,
+    stored_fields,
+)
 from errors import DataError
 
 FORECAST_ROLES = {
@@ -30,14 +35,12 @@ FORECAST_ROLES = {
     "initial_time": "time",
     "forecast_reference_time": "time",
 }
-AXES = ("time", "lead", "number", "level", "latitude", "longitude")
 
 
-class StoredForecast:
+class StoredForecast(FieldsByName):
     """Forecasts of one store: initial dates `times` (n,), `leads` (L,), and a grid, north to south.
 
-    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together. Fields
-    come as float32, NaN where missing. Can be pickled; each process opens the file itself.
+    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together.
     """
 
     def __init__(
@@ -46,12 +49,10 @@ class StoredForecast:
         times: np.ndarray,
         leads: np.ndarray,
         fields: Sequence[StoredField],
-        why: dict[str, str],
+        unreadable: dict[str, str],
     ) -> None:
-        self.path, self.times, self.leads, self.unreadable = path, times, leads, why
-        self.grid: Grid = fields[0].orientation.grid
-        self._places = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
-        self.variables = list(self._places)
+        super().__init__(path, fields, unreadable)
+        self.times, self.leads = times, leads
         members = max(axis_size(field, "number") for field in fields)
         self.num_members = members if members > 1 else 0
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
@@ -66,35 +67,10 @@ class StoredForecast:
             f"{len(self.variables)} variables{members})"
         )
 
-    def read(self, date: int, lead: int, variables: Sequence[str]) -> np.ndarray:
-        """Fields (V, H, W), or (M, V, H, W) of an ensemble, of one initial date and lead by their places."""
-        return self.read_block(slice(date, date + 1), slice(lead, lead + 1), variables)[0, 0]
-
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W), or (n, k, M, V, H, W), float32: each array is read once for all its levels.
-
-        DataError for a variable that is not there.
-        """
-        count = (dates.stop - dates.start, leads.stop - leads.start, max(1, self.num_members))
-        out = np.empty((*count, len(variables), *self.grid.shape), np.float32)
-        wanted: dict[StoredField, list[tuple[int, int]]] = {}
-        for row, name in enumerate(variables):
-            field, position = self._place(name)
-            wanted.setdefault(field, []).append((row, position))
-        for field, pairs in wanted.items():
-            first = min(position for _, position in pairs)
-            levels = slice(first, max(position for _, position in pairs) + 1)
-            block = field.block(AXES, {"time": dates, "lead": leads, "level": levels})
-            for row, position in pairs:
-                out[:, :, :, row] = block[:, :, :, position - first]
-        return out if self.num_members else out[:, :, 0]
-
-    def _place(self, name: str) -> tuple[StoredField, int]:
-        if name not in self._places:
-            why = self.unreadable.get(name.partition(":")[0])
-            hint = f": {why}" if why else nearest_name(name, self.variables)
-            raise DataError(f"{self.path!r} has no forecast of {name!r}{hint}")
-        return self._places[name]
+        """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""
+        fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
+        return fields if self.num_members else fields[:, :, 0]
 
 
 def open_forecast(path: str) -> StoredForecast:

@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import xarray as xr
 import zarr
-from numcodecs import Blosc
 from torch import Tensor
 
 from datasets.grid import Grid
-from datasets.variables import split_name, units
+from datasets.stores import all_levels, create_store
+from datasets.variables import group_levels
 from errors import ConfigError
 
 FINISHED = ".finished"
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
-COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
 NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
 LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
 
@@ -45,40 +43,14 @@ class ForecastPlan:
     leads: Sequence[int]
     num_members: int = 1
 
-    @property
-    def arrays(self) -> dict[str, list[tuple[int, int | None]]]:
-        """Name of an array -> (channel, level in hPa) of each of its fields."""
-        arrays: dict[str, list[tuple[int, int | None]]] = {}
-        for channel, variable in enumerate(self.variables):
-            name, level = split_name(variable)
-            arrays.setdefault(name, []).append((channel, level))
-        return arrays
-
-    @property
-    def levels(self) -> list[int]:
-        """All levels of all variables, ascending: arrays share them, as in WeatherBench2."""
-        found = [level for fields in self.arrays.values() for _, level in fields]
-        return sorted({level for level in found if level is not None})
-
-    def coordinates(self) -> xr.Dataset:
-        ensemble = {"number": np.arange(self.num_members)} if self.num_members > 1 else {}
-        coords = {
-            "time": self.dates.astype("datetime64[ns]"),
-            "prediction_timedelta": np.asarray(self.leads).astype("timedelta64[h]").astype("timedelta64[ns]"),
-            **ensemble,
-            **({"level": ("level", self.levels, {"units": "hPa"})} if self.levels else {}),
-            "latitude": ("latitude", self.grid.latitude, {"units": "degrees_north"}),
-            "longitude": ("longitude", self.grid.longitude, {"units": "degrees_east"}),
-        }
-        return xr.Dataset(coords=coords)
-
 
 class ForecastStore:
     """A store on disk. Rank 0 makes it; then every rank writes chunks of its own."""
 
     def __init__(self, path: Path, plan: ForecastPlan) -> None:
         self.path, self.plan, self.finished_folder = path, plan, path / FINISHED
-        self.arrays: dict[str, zarr.Array] = {}
+        self.arrays, self.levels = group_levels(plan.variables), all_levels(plan.variables)
+        self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
         """Makes the store, or takes the one that is there. ConfigError: that is another forecast's."""
@@ -91,35 +63,14 @@ class ForecastStore:
         unfinished = self.path.with_name(self.path.name + ".incomplete")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        coordinates = self.plan.coordinates().assign_attrs({ATTRIBUTE: json.dumps(about)})
-        hours = {"units": "hours since 1970-01-01", "dtype": "int64"} if self._whole_hours() else {}
-        coordinates.to_zarr(unfinished, zarr_format=2, consolidated=False, encoding={"time": hours})
-        for name, fields in self.plan.arrays.items():
-            self._create_array(unfinished, name, on_levels=fields[0][1] is not None)
-        zarr.consolidate_metadata(str(unfinished), zarr_format=2)
+        plan = self.plan
+        leads = np.asarray(plan.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
+        axes = {"time": plan.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
+        axes |= {"number": np.arange(plan.num_members)} if plan.num_members > 1 else {}
+        chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
+        create_store(unfinished, plan.variables, plan.grid, axes, chunks, content)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
-
-    def _whole_hours(self) -> bool:
-        return bool((self.plan.dates.astype(np.int64) % 3600 == 0).all())
-
-    def _create_array(self, path: Path, name: str, on_levels: bool) -> None:
-        plan = self.plan
-        sizes = {"time": len(plan.dates), "prediction_timedelta": len(plan.leads)}
-        sizes |= {"number": plan.num_members} if plan.num_members > 1 else {}
-        whole = {"level": len(plan.levels)} if on_levels else {}
-        whole |= {"latitude": plan.grid.shape[0], "longitude": plan.grid.shape[1]}
-        zarr.create_array(
-            str(path),
-            name=name,
-            shape=(*sizes.values(), *whole.values()),
-            chunks=(*[1] * len(sizes), *whole.values()),
-            dtype="float32",
-            compressors=COMPRESSOR,
-            fill_value=np.nan,
-            zarr_format=2,
-            attributes={"_ARRAY_DIMENSIONS": [*sizes, *whole], "units": units(name)},
-        )
 
     def _check_same(self, about: dict[str, Any]) -> None:
         """A store is gone on with only where every byte of it would be the same."""
@@ -160,27 +111,23 @@ class ForecastStore:
 
     def write_chunks(self, name: str, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
         """One array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
-        placed = self.plan.arrays[name]
-        channels = [channel for channel, _ in placed]
+        channel_of = self.arrays[name]  # by level
+        channels = list(channel_of.values())
         first, end = channels[0], channels[0] + len(channels)
         together = channels == list(range(first, end))  # a slice is a view: no copy
         values = fields[:, slice(first, end) if together else channels].cpu().numpy()
-        if name not in self.arrays:
-            self.arrays[name] = cast(
-                zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+", zarr_format=2)
-            )
-        levels = [level for _, level in placed]
+        if None in channel_of:
+            values = values[:, 0]
+        elif list(channel_of) != self.levels:  # NaN where the array has none
+            own, shape = values, (len(values), len(self.levels), *values.shape[2:])
+            values = np.full(shape, np.nan, np.float32)
+            values[:, [self.levels.index(cast(int, level)) for level in channel_of]] = own
+        if name not in self.opened:
+            opened = zarr.open_array(str(self.path), path=name, mode="r+", zarr_format=2)
+            self.opened[name] = cast(zarr.Array, opened)
         for (date, member), value in zip(pairs, values, strict=True):
-            place = (date, lead, member) if self.plan.num_members > 1 else (date, lead)
-            self.arrays[name][place] = value[0] if levels[0] is None else self._on_all_levels(value, levels)
-
-    def _on_all_levels(self, value: np.ndarray, levels: Sequence[int | None]) -> np.ndarray:
-        """(its levels, H, W) -> (all levels, H, W), NaN where the array has none."""
-        if list(levels) == self.plan.levels:
-            return value
-        whole = np.full((len(self.plan.levels), *value.shape[1:]), np.nan, np.float32)
-        whole[[self.plan.levels.index(cast(int, level)) for level in levels]] = value
-        return whole
+            at = (date, lead, member) if self.plan.num_members > 1 else (date, lead)
+            self.opened[name][at] = value
 
 
 class ForecastWriter:
@@ -196,7 +143,7 @@ class ForecastWriter:
         Waits while LEADS_IN_FLIGHT are being written. OSError of an earlier lead.
         """
         self.wait(LEADS_IN_FLIGHT - 1)
-        submit, names = self.pool.submit, self.store.plan.arrays
+        submit, names = self.pool.submit, self.store.arrays
         self.in_flight.append([submit(self.store.write_chunks, n, pairs, lead, fields) for n in names])
 
     def wait(self, at_most: int = 0) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from datasets.variables import split_name, units
+from datasets.variables import group_levels, split_name, units
 
 
 def by_variable(
@@ -17,18 +17,14 @@ def by_variable(
     Variables without a level have no dimension `level`; where variables have different levels the others are
     NaN. Attribute `units` is the variable's.
     """
-    array, levels = xr.DataArray(values, dims=list(dims), coords=dict(coords)), {}
-    for row, variable in enumerate(variables):
-        name, level = split_name(variable)
-        levels.setdefault(name, {})[level] = row
+    array = xr.DataArray(values, dims=list(dims), coords=dict(coords))
     found: list[xr.Dataset] = []
-    for name, rows in levels.items():
+    for name, rows in group_levels(variables).items():
         if None in rows:
             field = array.isel(variable=rows[None])
         else:
-            ordered = sorted(rows)
-            field = array.isel(variable=[rows[level] for level in ordered]).rename(variable="level")
-            field = field.assign_coords(level=ordered)
+            field = array.isel(variable=list(rows.values())).rename(variable="level")
+            field = field.assign_coords(level=list(rows)).sortby("level")
         found.append(field.rename(name).to_dataset())
     merged = xr.merge(found, join="outer", compat="override", combine_attrs="drop")
     for name, field in merged.items():

@@ -1,0 +1,57 @@
+"""Zarr stores in WeatherBench2's schema, made empty and filled later: what is not written yet is NaN."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+import zarr
+from numcodecs import Blosc
+
+from datasets.grid import Grid
+from datasets.variables import group_levels, units
+
+COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
+
+
+def all_levels(variables: Sequence[str]) -> list[int]:
+    """Of all variables, ascending (hPa): the arrays of a store have them in common, as in WeatherBench2."""
+    own = group_levels(variables).values()
+    return sorted({level for levels in own for level in levels if level is not None})
+
+
+def create_store(
+    path: str | Path,
+    variables: Sequence[str],
+    grid: Grid,
+    axes: Mapping[str, np.ndarray],
+    chunks: Mapping[str, int],
+    attributes: Mapping[str, str],
+) -> None:
+    """Zarr 2 with consolidated metadata: float32 arrays (*axes[, level], latitude, longitude).
+
+    axes: name -> coordinate; chunks: name of an axis -> how many of it lie in a chunk, whole ones otherwise.
+    """
+    levels = all_levels(variables)
+    coords = {
+        **axes,
+        **({"level": ("level", levels, {"units": "hPa"})} if levels else {}),
+        "latitude": ("latitude", grid.latitude, {"units": "degrees_north"}),
+        "longitude": ("longitude", grid.longitude, {"units": "degrees_east"}),
+    }
+    empty = xr.Dataset(coords=coords, attrs=dict(attributes))
+    empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
+    for name, own in group_levels(variables).items():
+        dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
+        zarr.create_array(
+            str(path),
+            name=name,
+            shape=tuple(empty.sizes[dim] for dim in dims),
+            chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
+            dtype="float32",
+            compressors=COMPRESSOR,
+            fill_value=np.nan,
+            zarr_format=2,
+            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name)},
+        )
+    zarr.consolidate_metadata(str(path), zarr_format=2)
