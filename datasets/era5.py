@@ -9,7 +9,7 @@ import difflib
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,19 @@ from datasets.variables import nearest_name
 from errors import DataError
 
 # Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.
-Place = tuple[int, StoredField, int]
+Location = tuple[int, StoredField, int]
 # What one array gives to a block: the field, a slice of its levels, and pairs (row of the output, position in
 # the slice).
 Part = tuple[StoredField, slice, list[tuple[int, int]]]
+
+
+class Group(NamedTuple):
+    """Variables that are read together, because they lie on the same time axes."""
+
+    outputs: tuple[int, ...]  # their rows in the output
+    owners: np.ndarray  # (T,) which of their time axes has a date; -1: none
+    rows: np.ndarray  # (T,) the row of the date on that axis
+    parts: list[list[Part]]  # for each of the time axes
 
 
 def find_files(path: str) -> list[str]:
@@ -70,19 +79,18 @@ class Archive:
         self.unreadable = dict(unreadable or {})
         self.grid = _common_grid(path, fields, self.unreadable)
         self._axes: list[np.ndarray] = []
-        self._places: dict[str, list[Place]] = {}
+        self._locations: dict[str, list[Location]] = {}
         self._static: dict[str, tuple[StoredField, int]] = {}
         for field in fields:
             self._add(field)
-        self.variables, self.static_variables = list(self._places), list(self._static)
+        self.variables, self.static_variables = list(self._locations), list(self._static)
         self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
         self.times = self.times[~np.isnat(self.times)]
         if not len(self.times):
             raise DataError(
                 f"cannot read {path!r}: nothing in it has a time axis with dates, only {self._content()}"
             )
-        self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-        self._plans: dict[Any, Any] = {}
+        self._groups: dict[tuple[str, ...], list[Group]] = {}
 
     def _add(self, field: StoredField) -> None:
         if field.times is not None and not any(field.times is axis for axis in self._axes):
@@ -92,7 +100,7 @@ class Archive:
                 self._static.setdefault(name, (field, position))
             else:
                 axis = next(i for i, times in enumerate(self._axes) if times is field.times)
-                self._places.setdefault(name, []).append((axis, field, position))
+                self._locations.setdefault(name, []).append((axis, field, position))
 
     def __repr__(self) -> str:
         span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"
@@ -102,10 +110,7 @@ class Archive:
         """Position in `times` of a date (text, datetime or datetime64); DataError naming the nearest one
         present.
         """
-        try:
-            wanted = np.datetime64(time, "s")
-        except (ValueError, TypeError) as error:
-            raise DataError(f"date {time!r} is not a date such as '2020-01-31T06'") from error
+        wanted = np.datetime64(time, "s")
         i = int(np.searchsorted(self.times, wanted))
         if i < len(self.times) and self.times[i] == wanted:
             return i
@@ -115,12 +120,11 @@ class Archive:
 
     def has(self, variables: Sequence[str]) -> np.ndarray:
         """Which dates (T,) bool have all these variables in some file; values may still be NaN there."""
-        signatures = {self._signature(name) for name in variables}
-        return np.all([self._locate(signature)[0] >= 0 for signature in signatures], axis=0)
+        return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
     def time_chunk(self, variables: Sequence[str]) -> int:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
-        return max(field.chunk("time") for name in variables for _, field, _ in self._placed(name))
+        return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
 
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
         """The variables (V, H, W) float32 at times[i], NaN where missing; DataError for a name that is not
@@ -132,19 +136,15 @@ class Archive:
         """The variables (n, V, H, W) float32 at times[start:stop]: each array is read once for all dates and
         levels.
         """
-        if not 0 <= start < stop <= len(self.times):
-            raise ValueError(
-                f"{self.path!r} has dates 0 .. {len(self.times) - 1}: cannot read {start} .. {stop - 1}"
-            )
-        names = tuple(variables)
-        out = np.empty((stop - start, len(names), *self.grid.shape), np.float32)
-        for signature, outputs in self._groups(names):
-            owners, rows = (each[start:stop] for each in self._locate(signature))
+        assert 0 <= start < stop <= len(self.times), f"{start} .. {stop - 1} of {len(self.times)} dates"
+        out = np.empty((stop - start, len(variables), *self.grid.shape), np.float32)
+        for group in self._grouped(tuple(variables)):
+            owners, rows = group.owners[start:stop], group.rows[start:stop]
             for a, b in _runs(owners, rows):
                 if owners[a] < 0:
-                    out[a:b, outputs] = np.nan
+                    out[a:b, group.outputs] = np.nan
                     continue
-                for field, levels, pairs in self._parts(names, outputs, int(owners[a])):
+                for field, levels, pairs in group.parts[owners[a]]:
                     block = field.read(slice(int(rows[a]), int(rows[a]) + b - a), levels)
                     for output, position in pairs:
                         out[a:b, output] = block[:, position]
@@ -155,67 +155,61 @@ class Archive:
         there.
         """
         if name in self._static:
-            return _read_place(*self._static[name])
+            return _read_one(*self._static[name])
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
     def _content(self) -> str:
         """What there is, for an error: the first few names and why others are not read."""
-        names = [*self._places, *self._static][:5]
+        names = [*self._locations, *self._static][:5]
         return (
             ", ".join([*names, *(f"{name} ({why})" for name, why in self.unreadable.items())][:6])
             or "no fields"
         )
 
-    def _placed(self, name: str) -> list[Place]:
-        """All places of a variable, or a DataError with the reason or the nearest name."""
-        if name in self._places:
-            return self._places[name]
+    def _find(self, name: str) -> list[Location]:
+        """Where a variable lies, or a DataError with the reason or the nearest name."""
+        if name in self._locations:
+            return self._locations[name]
         if name in self._static:
             raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
         why = self.unreadable.get(name.partition(":")[0])
         hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
         raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
 
-    def _signature(self, name: str) -> tuple[int, ...]:
+    def _axes_of(self, name: str) -> tuple[int, ...]:
         """The time axes on which a variable lies; variables with the same ones are read together."""
-        return tuple(axis for axis, _, _ in self._placed(name))
+        return tuple(axis for axis, _, _ in self._find(name))
 
-    def _locate(self, signature: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """For every date (T,): which of a variable's places has it (-1: none), and the row of its time axis
-        there.
-        """
-        if signature not in self._located:
-            owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
-            for number, axis in enumerate(signature):
-                dates, first = np.unique(self._axes[axis], return_index=True)
-                dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
-                at = np.searchsorted(self.times, dates)
-                free = owners[at] < 0
-                owners[at[free]], rows[at[free]] = number, first[free]
-            self._located[signature] = owners, rows
-        return self._located[signature]
+    def _locate(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """For every date (T,): which of these time axes has it first (-1: none), and the row on that axis."""
+        owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
+        for number, axis in enumerate(axes):
+            dates, first = np.unique(self._axes[axis], return_index=True)
+            dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
+            at = np.searchsorted(self.times, dates)
+            free = owners[at] < 0
+            owners[at[free]], rows[at[free]] = number, first[free]
+        return owners, rows
 
-    def _groups(self, names: tuple[str, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The output rows that share their time axes: (signature, rows) for each set of axes."""
-        if names not in self._plans:
-            groups: dict[tuple[int, ...], list[int]] = {}
+    def _grouped(self, names: tuple[str, ...]) -> list[Group]:
+        """How to read these variables; found once, because a training reads the same ones all the time."""
+        if names not in self._groups:
+            outputs: dict[tuple[int, ...], list[int]] = {}
             for output, name in enumerate(names):
-                groups.setdefault(self._signature(name), []).append(output)
-            self._plans[names] = [(signature, tuple(outputs)) for signature, outputs in groups.items()]
-        return self._plans[names]
-
-    def _parts(self, names: tuple[str, ...], outputs: tuple[int, ...], owner: int) -> list[Part]:
-        """How to read these output rows from their place number `owner`: each array's slices of levels."""
-        key = names, outputs, owner
-        if key not in self._plans:
-            wanted: dict[StoredField, list[tuple[int, int]]] = {}
-            for output in outputs:
-                _, field, position = self._places[names[output]][owner]
-                wanted.setdefault(field, []).append((position, output))
-            self._plans[key] = [
-                part for field, pairs in wanted.items() for part in _level_slices(field, pairs)
+                outputs.setdefault(self._axes_of(name), []).append(output)
+            self._groups[names] = [
+                Group(tuple(own), *self._locate(axes), [self._parts(names, own, i) for i in range(len(axes))])
+                for axes, own in outputs.items()
             ]
-        return self._plans[key]
+        return self._groups[names]
+
+    def _parts(self, names: tuple[str, ...], outputs: Sequence[int], number: int) -> list[Part]:
+        """How to read these output rows from the time axis of this number: each array's slices of levels."""
+        wanted: dict[StoredField, list[tuple[int, int]]] = {}
+        for output in outputs:
+            _, field, position = self._locations[names[output]][number]
+            wanted.setdefault(field, []).append((position, output))
+        return [part for field, pairs in wanted.items() for part in _level_slices(field, pairs)]
 
 
 def _level_slices(field: StoredField, pairs: list[tuple[int, int]]) -> Iterator[Part]:
@@ -239,7 +233,7 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(cuts[:-1], cuts[1:], strict=True)
 
 
-def _read_place(field: StoredField, position: int, row: int = 0) -> np.ndarray:
+def _read_one(field: StoredField, position: int, row: int = 0) -> np.ndarray:
     """(H, W) float32: one level of a field, at one row of its time axis if it has one."""
     return field.read(slice(row, row + 1), slice(position, position + 1))[0, 0].astype(np.float32)
 
@@ -288,11 +282,11 @@ def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
     """
     fields, unreadable = _all_fields(path)
     names = [each for field in fields for each in field.names]
-    place = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
-    if place is None:
+    location = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
+    if location is None:
         why = unreadable.get(name)
         raise DataError(f"{path!r} has no field {name!r}{f': {why}' if why else nearest_name(name, names)}")
-    source, values = place[0].orientation.grid, _read_place(*place)
+    source, values = location[0].orientation.grid, _read_one(*location)
     if source.same_as(target):
         return values
     regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()

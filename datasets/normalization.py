@@ -81,8 +81,8 @@ def compute(
 ) -> Statistics:
     """One pass over the dates; weights (H,) are area weights; missing cells count in no moment."""
     state, change, empty = _Moments(weights), _Moments(weights), []
-    total = count = None
     recent: OrderedDict[np.datetime64, np.ndarray] = OrderedDict()  # fields of the last model step
+    total = count = np.zeros(0)
     for i, field in stream(archive, variables, dates):
         valid = np.isfinite(field)  # (V, H, W)
         if not valid.any(axis=(1, 2)).all():
@@ -92,19 +92,19 @@ def compute(
         state.add(field, valid)
         if (before := recent.get(now - step)) is not None:
             change.add(field - before, valid & np.isfinite(before))
-        if total is None or count is None:
+        if not total.size:
             total, count = np.zeros(field.shape), np.zeros(field.shape)
         total += np.where(valid, field, 0)
         count += valid
         recent[now] = field
         while next(iter(recent)) <= now - step:
             recent.popitem(last=False)
-    if total is None or count is None:
+    if not total.size:
         raise DataError(f"data.variables = {variables}: no training date has values for all of them")
     mean, std = state.mean_and_std()
     with np.errstate(invalid="ignore"):
         mean_field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
-    change_std = change.mean_and_std()[1] if change.weight is not None else std
+    change_std = change.mean_and_std()[1] if change.weight.size else std
     return Statistics(mean, std, change_std, mean_field, np.asarray(empty, int), fingerprint)
 
 
@@ -137,24 +137,21 @@ class _Moments:
 
     def __init__(self, weights: np.ndarray) -> None:
         self.row_weights = weights[:, None]  # (H, 1)
-        self.weight = self.shift = self.first = self.second = None
+        self.weight = self.shift = self.first = self.second = np.zeros(0)
 
     def add(self, field: np.ndarray, valid: np.ndarray) -> None:
-        area = valid * self.row_weights  # (V, H, W)
-        if self.weight is None or self.first is None or self.second is None or self.shift is None:
-            zeros = np.zeros(len(field))
-            self.weight, self.first, self.second = zeros, zeros.copy(), zeros.copy()
-            sums = np.where(valid, field, 0).astype(np.float64).sum(axis=(1, 2))
-            self.shift = sums / np.maximum(valid.sum(axis=(1, 2)), 1)
+        if not self.shift.size:
+            self.shift = np.where(valid, field, 0).astype(np.float64).sum(axis=(1, 2))
+            self.shift /= np.maximum(valid.sum(axis=(1, 2)), 1)
+            self.weight, self.first, self.second = np.zeros((3, len(field)))
         # Squares around a value near the mean: 5e4 m2 s-2 squared would eat seven of the sixteen digits.
         anomaly = np.where(valid, field - self.shift[:, None, None], 0)
+        area = valid * self.row_weights  # (V, H, W)
         self.weight += area.sum(axis=(1, 2))
         self.first += (area * anomaly).sum(axis=(1, 2))
         self.second += (area * anomaly**2).sum(axis=(1, 2))
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
-        assert self.weight is not None and self.first is not None and self.second is not None
-        assert self.shift is not None
         mean = self.first / self.weight
         variance = np.maximum(self.second / self.weight - mean**2, 0)
         return self.shift + mean, np.where(variance > 0, np.sqrt(variance), 1.0)

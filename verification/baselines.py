@@ -42,50 +42,30 @@ def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Foreca
     return forecast
 
 
-class DampingFit:
-    """Least-squares `a` of damped persistence, summed over dates in float64: sum x y / sum x x of the
-    anomalies.
-    """
-
-    def __init__(self, mean_field: Tensor, area: Tensor, num_leads: int) -> None:
-        self.mean_field, self.area = mean_field, area.double()[:, None]  # (V, H, W), (H, 1)
-        self.products = self.area.new_zeros(num_leads, len(mean_field))
-        self.squares = torch.zeros_like(self.products)
-
-    def add(self, fields: Tensor, truth: Tensor) -> None:
-        """fields (B, V, H, W) and the truth at each lead (B, L, V, H, W), NaN where missing."""
-        now = (fields - self.mean_field)[:, None].double()
-        later = (truth - self.mean_field).double()
-        valid = torch.isfinite(now) & torch.isfinite(later)
-        weights = valid * self.area
-        sums = [torch.where(valid, now * other, 0.0) * weights for other in (later, now)]
-        products, squares = (term.sum(dim=(0, 3, 4)) for term in sums)  # (L, V) each
-        self.products += products
-        self.squares += squares
-
-    def damping(self, leads: Sequence[int]) -> dict[int, Tensor]:
-        """The factors (V,) of each lead, from the dates of all ranks."""
-        for total in (self.products, self.squares):
-            dist.all_reduce(total)
-        factors = (self.products / self.squares.clamp_min(1e-300)).float()  # (L, V)
-        return dict(zip(leads, factors, strict=True))
-
-
 def fit_baselines(
     training: FieldDataset, mean_field: Tensor, area: Tensor, leads: Sequence[int], batch_size: int
 ) -> dict[str, Forecast]:
     """The baselines of a run, fitted on training samples of the state and its truth at each lead.
 
-    mean_field (V, H, W) and area (H,) on the device that is to forecast.
+    The factor of damped persistence is the least-squares one, sum x y / sum x x of the anomalies now and
+    later, summed over the dates of all ranks in float64. mean_field (V, H, W) and area (H,) on the device
+    that is to forecast.
     """
-    fit = DampingFit(mean_field, area, len(leads))
+    sums = torch.zeros(2, len(leads), len(mean_field), dtype=torch.float64, device=mean_field.device)
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
         fields = fields[torch.tensor(indices) >= 0].to(mean_field.device)  # -1: a sample of another rank
-        fit.add(fields[:, 0], fields[:, 1:])
+        anomalies = (fields - mean_field).double()  # (B, 1 + L, V, H, W), NaN where missing
+        now, later = anomalies[:, :1], anomalies[:, 1:]
+        valid = torch.isfinite(now) & torch.isfinite(later)
+        weights = valid * area.double()[:, None]
+        for total, other in zip(sums, (later, now), strict=True):
+            total += (torch.where(valid, now * other, 0.0) * weights).sum(dim=(0, 3, 4))
+    dist.all_reduce(sums)
+    factors = (sums[0] / sums[1].clamp_min(1e-300)).float()  # (L, V)
     return {
         "persistence": persistence,
-        "damped persistence": damped_persistence(mean_field, fit.damping(leads)),
+        "damped persistence": damped_persistence(mean_field, dict(zip(leads, factors, strict=True))),
         "climatology": climatology(mean_field),
     }
 
@@ -103,7 +83,6 @@ class AnalysesForecast:
         times: np.ndarray,
         leads: np.ndarray,
         step: np.timedelta64,
-        device: torch.device | str = "cpu",
     ) -> None:
         """times (n,) and leads (L,) as the forecast it is compared with has them; step: what the leads of
         `forecast` count in. ValueError where a lead is no multiple of it.
@@ -112,7 +91,7 @@ class AnalysesForecast:
         if odd is not None:
             raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
-        self.times, self.leads, self.step, self.device = times, leads, step, device
+        self.times, self.leads, self.step = times, leads, step
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W) float32; NaN for dates without an analysis."""
@@ -121,11 +100,7 @@ class AnalysesForecast:
         out = np.full((dates.stop - dates.start, len(steps), len(rows), *self.grid.shape), np.nan, np.float32)
         for row, time in enumerate(self.times[dates]):
             if time in self.archive.times:
-                state = self.archive.read(self.archive.index(time), self.variables)
-                out[row] = self._from(state, time, steps)[:, rows]
+                state = torch.from_numpy(self.archive.read(self.archive.index(time), self.variables))
+                seconds = torch.tensor([int(time.astype("datetime64[s]").astype(int))])
+                out[row] = self.forecast(state[None], seconds, steps)[0, :, rows].numpy()
         return out
-
-    def _from(self, state: np.ndarray, time: np.datetime64, steps: Sequence[int]) -> np.ndarray:
-        seconds = torch.tensor([int(time.astype("datetime64[s]").astype(int))], device=self.device)
-        fields = torch.from_numpy(state).to(self.device)[None]
-        return self.forecast(fields, seconds, steps)[0].cpu().numpy()  # (L, V, H, W)
