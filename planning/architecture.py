@@ -4,7 +4,6 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 Shapes = dict[str, tuple[int, ...]]
@@ -82,11 +81,9 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * self.block_parameters + count(self.first()) + count(self.last())
 
-    def matmuls(self) -> Iterator[tuple[str, int, int]]:
-        """(name, features in, features out) of a block's matrices; every token passes through each."""
-        for name, shape in self.block().items():
-            if len(shape) == 2:
-                yield name.removesuffix(".weight"), shape[1], shape[0]
+    def matmul_flops(self) -> float:
+        """Of one sample and block, forward: every token passes through each matrix."""
+        return sum(2.0 * self.tokens * math.prod(shape) for shape in self.block().values() if len(shape) == 2)
 
     def attention_flops(self) -> float:
         """Of one sample and block, forward: two products of T x T x D; causal attention needs half."""
@@ -94,7 +91,7 @@ class Architecture:
 
     def block_flops(self) -> float:
         """Of one sample and block, forward."""
-        return sum(2 * self.tokens * i * o for _, i, o in self.matmuls()) + self.attention_flops()
+        return self.matmul_flops() + self.attention_flops()
 
     def end_flops(self) -> float:
         """Patch embedding and head, one sample, forward."""
@@ -136,23 +133,13 @@ def vit_architecture(
     layers: int,
     heads: int,
     mlp_dim: int = 0,
-    *,
-    qkv_bias: bool = True,
-    qk_norm: bool = False,
-    learned_position: bool = True,
+    **options: bool,
 ) -> Architecture:
-    """The ViT of models/vit.py for a grid, which is padded to whole patches."""
-    patch = patch_size[0] * patch_size[1]
+    """The ViT of models/vit.py for a grid, which is padded to whole patches.
+
+    mlp_dim: 0 for 4 x dim. options: qkv_bias, qk_norm and learned_position.
+    """
+    cells = math.prod(patch_size)
     tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, patch_size, strict=True))
-    return Architecture(
-        tokens,
-        dim,
-        layers,
-        heads,
-        mlp_dim or 4 * dim,
-        in_channels * patch,
-        out_channels * patch,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        learned_position=learned_position,
-    )
+    features = (in_channels * cells, out_channels * cells)
+    return Architecture(tokens, dim, layers, heads, mlp_dim or 4 * dim, *features, **options)

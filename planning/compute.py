@@ -6,9 +6,10 @@ over the rate that the class reaches on a device, or that was measured on this m
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, count
+from planning.architecture import Architecture, count, cut
 from planning.hardware import Device, Rates
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
@@ -32,9 +33,12 @@ class Times(defaultdict[str, float]):
     def __init__(self, values: Mapping[str, float] | None = None) -> None:
         super().__init__(float, values or {})
 
-    def add(self, other: Mapping[str, float], number: float = 1.0) -> None:
+    def __mul__(self, factor: float) -> "Times":
+        return Times({name: factor * value for name, value in self.items()})
+
+    def add(self, other: Mapping[str, float]) -> None:
         for name, value in other.items():
-            self[name] += number * value
+            self[name] += value
 
 
 def slower_in_a_model(rates: Rates, dtype: str) -> float:
@@ -67,39 +71,40 @@ def block_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 
 
 def linear_times(work: Workload, rates: Rates, backward: bool) -> Times:
-    """Tensor parallelism deals out rows of qkv and up, columns of projection and down."""
-    rows, times = work.micro_batch * work.rank_tokens * work.degrees.tp, Times()
-    for name, inputs, outputs in work.model.matmuls():
-        times["matmul"] += linear_time(work, rates, rows, name, inputs, outputs, backward)
-        if work.float8:
-            times["float8 casts"] += float8_time(work, rates, rows, name, inputs, outputs, backward)
+    times = Times()
+    for name in rank_matrices(work.model, work.degrees.tp):
+        if name.startswith(("attention.", "mlp.")):
+            times["matmul"] += linear_time(work, rates, name, backward)
+            times["float8 casts"] += float8_time(work, rates, name, backward) if work.float8 else 0.0
     return times
 
 
-def linear_time(
-    work: Workload, rates: Rates, rows: int, name: str, inputs: int, outputs: int, backward: bool
-) -> float:
+@cache
+def rank_matrices(model: Architecture, tp: int) -> dict[str, tuple[int, int]]:
+    """Matrix -> (features in, features out) of one of `tp` ranks."""
+    shapes = cut(model.block() | model.first() | model.last(), tp)
+    return {n.removesuffix(".weight"): (s[1], s[0]) for n, s in shapes.items() if len(s) == 2}
+
+
+def linear_time(work: Workload, rates: Rates, name: str, backward: bool) -> float:
     """The ends multiply in half precision, and a calibration knows no float8."""
-    inputs, outputs = rank_features(work, name, inputs, outputs)
     block = name.startswith(("attention.", "mlp."))
     dtype = "float8" if work.float8 and block and isinstance(rates, Device) else work.dtype
-    return rates.linear_seconds(rows, inputs, outputs, dtype, backward)
+    inputs, outputs = rank_matrices(work.model, work.degrees.tp)[name]
+    return rates.linear_seconds(rank_rows(work), inputs, outputs, dtype, backward)
 
 
-def rank_features(work: Workload, name: str, inputs: int, outputs: int) -> tuple[int, int]:
-    tp, row = work.degrees.tp, name in ("attention.projection", "mlp.down", "head")
-    return (inputs // tp, outputs) if row else (inputs, outputs // tp)
+def rank_rows(work: Workload) -> int:
+    """Tokens that a matrix of this rank multiplies at once: those of all its tp ranks."""
+    return work.micro_batch * work.rank_tokens * work.degrees.tp
 
 
-def float8_time(
-    work: Workload, rates: Rates, rows: int, name: str, inputs: int, outputs: int, backward: bool
-) -> float:
+def float8_time(work: Workload, rates: Rates, name: str, backward: bool) -> float:
     """Forward the input is cast; backward the gradient, and both are transposed."""
-    inputs, outputs = rank_features(work, name, inputs, outputs)
-    cast = outputs if backward else inputs
-    transposed = inputs + outputs if backward else 0
-    size = work.itemsize * rows * (FLOAT8_CAST * cast + FLOAT8_TRANSPOSE * transposed)
-    return rates.elementwise_seconds(size, work.dtype)
+    inputs, outputs = rank_matrices(work.model, work.degrees.tp)[name]
+    passes = FLOAT8_CAST * (outputs if backward else inputs)
+    passes += FLOAT8_TRANSPOSE * (inputs + outputs) if backward else 0
+    return rates.elementwise_seconds(work.itemsize * rank_rows(work) * passes, work.dtype)
 
 
 def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
@@ -177,22 +182,17 @@ def recomputed_times(work: Workload, rates: Rates) -> Times:
     if work.ac_mode == "none":
         return Times()
     again = Times({"elementwise": elementwise_time(work, rates, backward=False)})
-    share = 1.0
     if work.ac_mode == "selective":
         return again
     if work.ac_mode == "every_second_product":  # TorchTitan's "selective op": attention is kept
-        again.add(linear_times(work, rates, backward=False), 0.5)
+        again.add(linear_times(work, rates, backward=False) * 0.5)
         return again
-    if work.ac_mode == "memory_budget":
-        share = 1 - work.memory_budget
     again.add(linear_times(work, rates, backward=False))
     again["attention"] += attention_time(work, rates, backward=False)
-    # Recomputation stops before the last product of a segment.
-    rows = work.micro_batch * work.rank_tokens * work.degrees.tp
-    down = linear_time(work, rates, rows, "mlp.down", work.model.mlp_dim, work.model.dim, backward=False)
-    segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
-    again["matmul"] -= 0 if work.compiled else down / segment
-    return Times({name: share * value for name, value in again.items()})
+    if not work.compiled:  # recomputation stops before the last product of a segment
+        segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
+        again["matmul"] -= linear_time(work, rates, "mlp.down", backward=False) / segment
+    return again * (1 - work.memory_budget) if work.ac_mode == "memory_budget" else again
 
 
 # -- the ends, the fields and the update
@@ -200,19 +200,14 @@ def recomputed_times(work: Workload, rates: Rates) -> Times:
 
 def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
     """Patch embedding, last norm and head of one micro-batch; no gradient goes into the patches."""
-    rows, model = work.micro_batch * work.rank_tokens * work.degrees.tp, work.model
-    head = linear_time(work, rates, rows, "head", model.dim, model.out_features, backward)
-    first = 0.0
+    model = work.model
+    matmul = linear_time(work, rates, "head", backward)
     if model.in_features:
-        first = linear_time(work, rates, rows, "patch_embedding", model.in_features, model.dim, False)
+        matmul += linear_time(work, rates, "patch_embedding", backward=False)
     norm = rates.elementwise_seconds(unit_bytes(work) * (3 if backward else 2), work.dtype)
-    logits = rows * model.out_features / work.degrees.tp if model.vocabulary and backward else 0
-    return Times(
-        {
-            "matmul": head + first,
-            "elementwise": norm + rates.elementwise_seconds(CROSS_ENTROPY * logits, work.dtype),
-        }
-    )
+    logits = rank_rows(work) * model.out_features / work.degrees.tp if model.vocabulary and backward else 0
+    loss = rates.elementwise_seconds(CROSS_ENTROPY * logits, work.dtype)
+    return Times({"matmul": matmul, "elementwise": norm + loss})
 
 
 def field_seconds(work: Workload, rates: Rates) -> float:
@@ -235,11 +230,10 @@ def hardware_flops(work: Workload) -> float:
     Attention's fused backward computes the scores again: 10 T^2 D, not 8. Patches have no gradient.
     """
     model = work.model
-    products = model.block_flops() - model.attention_flops()
     ends = 2 * model.tokens * model.dim * (2 * model.in_features + 3 * model.out_features)
     fused = 2.5 if work.attention != "math" else 2
     attention = (1 + fused) * model.attention_flops()
-    return model.layers * (3 * products + attention) + ends + recomputed_flops(work)
+    return model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
 
 
 def recomputed_flops(work: Workload) -> float:
@@ -248,7 +242,7 @@ def recomputed_flops(work: Workload) -> float:
     if work.ac_mode in ("none", "selective"):
         return 0.0
     if work.ac_mode == "every_second_product":
-        return model.layers * (model.block_flops() - model.attention_flops()) / 2
+        return model.layers * model.matmul_flops() / 2
     segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
     down = 2 * model.tokens * model.dim * model.mlp_dim
     again = model.block_flops() * model.layers - down * -(-model.layers // segment)

@@ -48,7 +48,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     copies = in_flight_copies(work, first)
     stored, prediction, norms = (x * copies for x in (stored_bytes(work), *end_activations(work, last)))
     embedded = embedding_bytes(work, first) * copies
-    number, share = work.rank_layers, 1 / work.rank_layers
+    number = work.rank_layers
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
@@ -64,9 +64,9 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
         return {
             **step,
-            "gradients": states["gradients"] * share * gradients_alive(work, done),
+            "gradients": states["gradients"] * gradients_alive(work, done) / number,
             "gathered parameters": gathered_bytes(work, first, last, gathered),
-            "activations": stored * (1 - done * share) + embedded,
+            "activations": stored * (1 - done / number) + embedded,
             "recomputed": recomputed(work) * working,
             "gradients of activations": backward_bytes(work) * working,
             "gradients being reduced": reduction,
@@ -268,11 +268,10 @@ def end_activations(work: Workload, last: bool) -> tuple[float, float]:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the state and the truth as read, and the pieces of input, truth and weights made of them."""
-    shared = work.degrees.cp * work.degrees.tp
-    read = 2 * work.field_values
-    pieces = work.input_values / work.degrees.cp + 2 * work.field_values / shared
-    return FLOAT32 * work.local_batch * (read + pieces)
+    """float32: the state and the truth as read, and the token shards of input, truth and weights."""
+    cp, tp = work.degrees.cp, work.degrees.tp
+    shards = work.input_values / cp + 2 * work.field_values / (cp * tp)
+    return FLOAT32 * work.local_batch * (2 * work.field_values + shards)
 
 
 def loss_bytes(work: Workload) -> float:

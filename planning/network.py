@@ -17,7 +17,7 @@ class Route:
     ranks: int
     per_node: int
     inside: Link
-    between: Link  # the share of a node's network that this group has
+    between: Link  # the part of a node's network that this group has
 
     @property
     def nodes(self) -> int:
@@ -45,8 +45,8 @@ def route(cluster: Cluster, work: Workload, axis: str) -> Route:
     stride = math.prod(getattr(degrees, name) for name in order[fastest + 1 :])
     node = min(cluster.devices_per_node, degrees.world)
     per_node = min(max(node // stride, 1), ranks)
-    share = Link(cluster.between.latency, cluster.between.bandwidth * per_node / node)
-    return Route(ranks, per_node, cluster.inside, share)
+    between = Link(cluster.between.latency, cluster.between.bandwidth * per_node / node)
+    return Route(ranks, per_node, cluster.inside, between)
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
@@ -59,7 +59,7 @@ def seconds(kind: str, size: float, on: Route) -> float:
         return ring_all_reduce(on.ranks, on.ring, size) / 2
     if kind == "all-to-all":
         return all_to_all(on, size)
-    return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in pieces
+    return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in chunks
 
 
 def ring_all_reduce(ranks: int, link: Link, size: float) -> float:
@@ -75,7 +75,7 @@ def tree_all_reduce(on: Route, size: float) -> float:
 
 
 def all_to_all(on: Route, size: float) -> float:
-    """Each rank keeps 1 / n, sends some inside its node, the rest over the group's share of the network."""
+    """Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network."""
     steps = (on.ranks - on.per_node) * on.between.latency + (on.per_node - 1) * on.inside.latency
     inside = (on.per_node - 1) / on.ranks * size / on.inside.bandwidth
     outside = (on.ranks - on.per_node) / on.ranks * size * on.per_node / on.between.bandwidth

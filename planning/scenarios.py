@@ -140,7 +140,7 @@ def tutorial_memory() -> str:
     room = capacity(load_cluster("a100-40x1"))
     whole, tensor = (memory(tutorial_work(1536, 16, Degrees(tp=tp))).peak for tp in (1, 4))
     return f"""
-large model on one GPU | 54 GB | {gb(whole)} | torch's share; the source counts the process
+large model on one GPU | 54 GB | {gb(whole)} | torch's part; the source counts the process
   on 40 GB | out of memory | {verdict(whole, room)} | {gb(room)} can be used
   tensor parallel 4 | 38 GB | {gb(tensor)} | there each rank keeps the whole residual stream
 """

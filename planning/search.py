@@ -1,7 +1,8 @@
 """All layouts of a job on a cluster, the fastest that fit, and what to change where the job does not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from parallelisms.degrees import Degrees
 from planning.hardware import Cluster
@@ -14,6 +15,7 @@ MAX_MICRO_BATCH = 64
 # A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
 # difference has to be larger than the model's error.
 SIMPLICITY = 0.02
+Change = tuple[str, Workload, Cluster]  # keys to set, the workload then, and its cluster
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,8 @@ class Plan:
     def techniques(self) -> int:
         """How many things beside DDP, or FSDP over all ranks, are switched on."""
         d, w = self.work.degrees, self.work
-        axes = (
-            (d.pp > 1)
-            + (d.cp > 1)
-            + (d.tp > 1)
-            + (d.dp_shard * d.cp > 1)
-            + (d.dp_replicate > 1 and d.dp_shard > 1)
-        )
-        return axes + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
+        axes = [d.pp > 1, d.cp > 1, d.tp > 1, d.dp_shard * d.cp > 1, d.dp_replicate > 1 and d.dp_shard > 1]
+        return sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
 
     @property
     def score(self) -> float:
@@ -74,23 +70,15 @@ def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     """Every layout x mode of activation checkpointing x micro-batch that train.py would accept."""
     modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
     for degrees in layouts(work, cluster):
-        share = work.global_batch // degrees.dp
-        for mode, every_n in modes.items():
-            for batch in micro_batches(share, degrees):
-                changed = work.replace(
-                    degrees=degrees, ac_mode=mode, every_n=every_n, offload=False, zero1=False
-                )
-                if degrees.pp > 1:
-                    yield changed.replace(local_batch=share, pipeline_micro_batch=batch, schedule="1F1B")
-                else:
-                    yield from resharding(changed.replace(local_batch=batch))
-
-
-def resharding(work: Workload) -> Iterator[Workload]:
-    """ZeRO-2 beside ZeRO-3 only where gathers are repeated for accumulated micro-batches."""
-    yield work.replace(reshard="default")
-    if work.uses_fsdp and work.degrees.world > 1:
-        yield work.replace(reshard="never")
+        samples = work.global_batch // degrees.dp  # of a rank, in a step
+        for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
+            changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n, offload=False, zero1=False)
+            if degrees.pp > 1:
+                yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
+                continue
+            yield changed.replace(local_batch=batch, reshard="default")
+            if degrees.uses_fsdp:  # ZeRO-2: gathers are not repeated for accumulated micro-batches
+                yield changed.replace(local_batch=batch, reshard="never")
 
 
 def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
@@ -111,11 +99,11 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
                         yield Degrees(pp, rest // shard, shard, cp, tp)
 
 
-def micro_batches(share: int, degrees: Degrees) -> list[int]:
-    """Samples a rank takes at once: divisors of its share; of a pipeline the smaller ones."""
-    found = [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
+def micro_batches(samples: int, degrees: Degrees) -> list[int]:
+    """How many of its `samples` a rank takes at once: divisors; of a pipeline the smaller ones."""
+    found = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
     if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-        return [n for n in found if share // n >= degrees.pp][:3] or found[:1]
+        return [n for n in found if samples // n >= degrees.pp][:3] or found[:1]
     return found
 
 
@@ -135,28 +123,28 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
 
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step.
     """
-    found: list[tuple[str, Plan]] = []
-    singles = list(changes(work, cluster))
-    for name, changed, on in singles:
-        found += fitting(name, changed, on)
+    tried = list(changes(work, cluster))
+    found = fitting(tried)
     if len(found) < 3:
-        for name, changed, on in singles:
-            for other, both, last in changes(changed, on):
-                if other != name and other.split(" = ")[0] != name.split(" = ")[0]:
-                    found += fitting(f"{name}, {other}", both, last)
+        pairs = ((one, two) for one in tried for two in changes(*one[1:]) if key_of(two[0]) != key_of(one[0]))
+        found += fitting((f"{one[0]}, {two[0]}", *two[1:]) for one, two in pairs)
     cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
     for name, made in sorted(found, key=lambda item: (item[1].device_seconds, item[0].count(","))):
-        cheapest.setdefault(frozenset(part.split(" = ")[0] for part in name.split(", ")), (name, made))
+        cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
     return list(cheapest.values())[:3]
 
 
-def fitting(name: str, work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]:
-    made = plan(work, cluster)
-    return [(name, made)] if made.memory.peak <= capacity(cluster) else []
+def key_of(change: str) -> str:
+    return change.split(" = ")[0]
 
 
-def changes(work: Workload, cluster: Cluster) -> Iterator[tuple[str, Workload, Cluster]]:
-    """(keys to set, the workload then, its cluster) of every single change that saves memory."""
+def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
+    made = [(name, plan(work, cluster), capacity(cluster)) for name, work, cluster in tried]
+    return [(name, found) for name, found, room in made if found.memory.peak <= room]
+
+
+def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
+    """Every single one that saves memory."""
     d = work.degrees
     for mode in ("selective", "full"):
         if mode != work.ac_mode:
@@ -166,26 +154,18 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[tuple[str, Workload, C
     if work.dtype == "float32":
         yield 'training.mixed_precision_param = "bfloat16"', work.replace(dtype="bfloat16"), cluster
     if d.dp_replicate > 1:
-        whole = Degrees(d.pp, 1, d.dp * 1, d.cp, d.tp)
+        whole = Degrees(d.pp, 1, d.dp, d.cp, d.tp)
         yield "parallelism.data_parallel_replicate_degree = 1", work.replace(degrees=whole), cluster
     for axis, key in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
         for n in (2, 4, 8):
             changed = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
-            heads = work.model.heads % (changed.tp * changed.cp) == 0
-            if (
-                n > getattr(d, axis)
-                and changed.world == d.world
-                and heads
-                and work.global_batch % changed.dp == 0
-            ):
+            if n <= getattr(d, axis) or changed.world != d.world:
+                continue
+            if work.model.heads % (changed.tp * changed.cp) == work.global_batch % changed.dp == 0:
                 yield f"parallelism.{key} = {n}", work.replace(degrees=changed), cluster
     if work.uses_fsdp and not work.offload:
         yield "parallelism.cpu_offload = true", work.replace(offload=True), cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield (
-                f"{d.world * factor} devices",
-                work.replace(degrees=more),
-                cluster.with_devices(d.world * factor),
-            )
+            yield f"{more.world} devices", work.replace(degrees=more), cluster.with_devices(more.world)

@@ -71,15 +71,15 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     rates = cluster.rates
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
     slower = slower_in_a_model(rates, work.dtype)
-    forward, backward = (times_of(block_seconds(work, rates, backward), slower) for backward in (False, True))
+    forward, backward = (block_seconds(work, rates, backward) * slower for backward in (False, True))
     ends = (end_seconds(work, rates, backward) for backward in (False, True))
     passes, layers = work.accumulation * work.micro_batches, work.rank_layers
     total = Times()
     for times, number in ((forward, layers), (backward, layers), *((end, 1) for end in ends)):
-        total.add(times, number * passes)
+        total.add(times * (number * passes))
     total["fields"] += (field_seconds(work, rates) + copy_seconds(work, cluster)) * work.accumulation
     inside, everything = inner_communication(work, rates, routes)
-    total.add(inside, passes)
+    total.add(inside * passes)
     in_block = [sum(forward.values()), sum(backward.values())]
     exposed, hidden = sharding_communication(work, routes, in_block[0], in_block[1])
     total.add(exposed)
@@ -95,10 +95,6 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     wait_for(work.slowest * usual, total)
     classes = {name: value for name, value in total.items() if value > 0}
     return StepTime(classes, work.global_batch, everything * passes + hidden)
-
-
-def times_of(times: Times, factor: float) -> Times:
-    return Times({name: factor * value for name, value in times.items()})
 
 
 def wait_for(slowest: float, total: Times) -> None:
@@ -130,7 +126,7 @@ def norm_seconds(routes: dict[str, Route]) -> float:
 def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> tuple[Times, float]:
     """Of one micro-batch: exposed seconds by class, and seconds in all."""
     once = work.replace(global_batch=work.local_batch * work.degrees.dp)
-    share = work.rank_layers / work.model.layers / work.micro_batches
+    part = work.rank_layers / work.model.layers / work.micro_batches  # of the step's calls
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
     found = Times()
     collectives = {"tensor": ("tp", tensor_collectives), "context": ("cp", context_collectives)}
@@ -138,7 +134,7 @@ def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) 
         if getattr(work.degrees, axis) > 1:
             calls = calls_of(once).items()
             once_through = sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls)
-            found[f"exposed {name} parallel"] = again * share * once_through
+            found[f"exposed {name} parallel"] = again * part * once_through
     everything = sum(found.values())
     if work.method == "ring" and work.degrees.cp > 1:
         attending = (
@@ -178,7 +174,7 @@ def sharding_communication(
 def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:
     """DDP: buckets of gradients are reduced while backward goes on; nothing hides the last one.
 
-    ZeRO-1 does the same and then shares the updated weights, in the open.
+    ZeRO-1 does the same and then gathers the updated weights, in the open.
     """
     if on.ranks == 1:
         return Times(), 0.0
@@ -186,8 +182,8 @@ def replica_communication(work: Workload, on: Route, backward: float) -> tuple[T
     buckets = max(round(total / BUCKET), 1)
     bucket = seconds("all-reduce", total / buckets, on)
     exposed = bucket + max((buckets - 1) * bucket - backward * work.rank_layers, 0.0)
-    shared = seconds("all-gather", total, on) if work.zero1 else 0.0
-    return Times({"exposed data parallel": exposed + shared}), buckets * bucket + shared
+    gathered = seconds("all-gather", total, on) if work.zero1 else 0.0
+    return Times({"exposed data parallel": exposed + gathered}), buckets * bucket + gathered
 
 
 # -- pipelines
@@ -202,8 +198,8 @@ def bubble(work: Workload, batch_seconds: float) -> float:
     pp = work.degrees.pp
     if pp == 1:
         return 0.0
-    share = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
-    return work.accumulation * (pp - 1) * batch_seconds * share
+    idle = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
+    return work.accumulation * (pp - 1) * batch_seconds * idle
 
 
 def pipeline_sends(work: Workload, on: Route) -> float:
