@@ -1,10 +1,11 @@
-"""Strict reading of sections of dataclasses from TOML files and a command line.
+"""Strict reading of a configuration from TOML files and a command line: what every verb does first.
 
-Knows nothing of Rossby's keys: a schema maps each section to a frozen dataclass whose field types are bool,
-int, float, str, Literal, tuples of these, or numbers with a `Range`. Everything wrong ends in a `ConfigError`
-of one line.
+A schema maps each section to a frozen dataclass whose field types are bool, int, float, str, Literal, tuples
+of these, or numbers with a `Range`. Everything wrong ends in a `ConfigError` of one line. No torch here: help
+and a misspelt key are answered at once.
 """
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -12,7 +13,6 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -20,30 +20,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tomli
 import tomli_w
 
-from errors import ConfigError, nearest
+from config import DEFAULT_CONFIG, SECTIONS, Config, Range
+from config_checks import check
+from errors import ConfigError, nearest, one_line_errors
 
 Schema = dict[str, type]
 Values = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number, inclusive unless `above` (the lower) or `below` (the upper) excludes them."""
-
-    low: float
-    high: float = math.inf
-    above: bool = False
-    below: bool = False
-    infinite: bool = False  # whether inf is a value; everywhere else numbers are finite
-
-    def admits(self, value: float) -> bool:
-        reaches = value > self.low if self.above else value >= self.low
-        return reaches and (value < self.high if self.below else value <= self.high)
-
-    def __str__(self) -> str:
-        lower = f"{'above' if self.above else 'at least'} {self.low:g}"
-        upper = f"{'below' if self.below else 'at most'} {self.high:g}"
-        return lower if self.high == math.inf else f"{lower} and {upper}"
 
 
 def parse_command_line(argv: list[str], schema: Schema) -> Values:
@@ -266,3 +248,67 @@ def _comments(cls: type) -> dict[str, str]:
 def _show(value: Any) -> str:
     text = tomli_w.dumps({"v": value}, multiline_strings=False).removeprefix("v = ").strip()
     return re.sub(r"\s+", " ", text).replace("[ ", "[").replace(", ]", "]")
+
+
+# -- the configuration that a verb runs -----------------------------------------------------------------
+
+
+def load_config(argv: list[str]) -> Config:
+    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError."""
+    overrides = parse_command_line(argv, SECTIONS)
+    config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
+    file = read_toml(config_file, SECTIONS)
+    if "config_file" in file.get("job", {}):
+        reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
+        raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
+    values = merge(file, overrides)
+    config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
+    config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
+    check(config)
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration; running it again repeats the run."""
+    values = dataclasses.asdict(config)
+    values["job"] = {"dump_folder": str(config.job_folder)}
+    return tomli_w.dumps(values)
+
+
+def own_options(**defaults: Any) -> argparse.ArgumentParser:
+    """Options of a verb beside the configuration's; the default's type says what is expected.
+
+    A boolean is a flag, and a list is an option that may be given again.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in defaults.items():
+        known: dict[type, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
+        kind = known.get(type(default), {"type": type(default)})
+        parser.add_argument(f"--{name}", default=default, **kind)
+    return parser
+
+
+def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """A verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
+    try:
+        return own.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).replace("argument ", "")) from error
+
+
+def start(argv: list[str], doc: str | None = "") -> Config:
+    """Answers --help and --job.print_config, or gives the checked configuration. Raises ConfigError."""
+    if {"--help", "-h"} & set(argv):
+        print(f"{doc}\n{help_text(SECTIONS)}")
+        sys.exit(0)
+    config = load_config(argv)
+    if config.job.print_config:
+        print(to_toml(config), end="")
+        sys.exit(0)
+    return config
+
+
+def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None) -> None:
+    """Before a verb imports torch, which takes seconds: ends the program for help and for a misspelt key."""
+    with one_line_errors():
+        start(split_options(sys.argv[1:], own or own_options())[1], doc)

@@ -1,23 +1,37 @@
-"""Every knob of Rossby: frozen, typed dataclasses, filled from TOML and the command line.
+"""Every knob of Rossby: frozen, typed dataclasses, and nothing that reads or checks them.
 
-Precedence: the default below < the file a config `extends` < the config file < the command line. A key that
-is not below, a value of another type, or a combination that cannot work ends in a `ConfigError` of one line:
-key, value, reason, fix. The comment beside a field is also its `--help`.
+A value is the default below < the file a config `extends` < the config file < the command line, all read by
+command_line.py; config_checks.py refuses what cannot work together. A field's comment is its `--help`.
 """
 
 import dataclasses
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tomli_w
-
-from command_line import Range, help_text, merge, parse_command_line, read_toml
-from errors import ConfigError, one_line_errors
+from typing import Annotated, Literal
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, inclusive unless `above` (the lower) or `below` (the upper) excludes them."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    infinite: bool = False  # whether inf is a value; everywhere else numbers are finite
+
+    def admits(self, value: float) -> bool:
+        reaches = value > self.low if self.above else value >= self.low
+        return reaches and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        lower = f"{'above' if self.above else 'at least'} {self.low:g}"
+        upper = f"{'below' if self.below else 'at most'} {self.high:g}"
+        return lower if self.high == math.inf else f"{lower} and {upper}"
+
 
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
@@ -83,7 +97,6 @@ class Optimizer:
     beta2: Decay = 0.95  # decay of the mean of squared gradients
     eps: AboveZero = 1e-8  # added to the root of the second moment
     weight_decay: NonNegative = 0.05  # decoupled
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"  # torch's kernel for the update
     # how moments of matrices rest between steps: 8, 4 or 2.1 bytes a parameter for both
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     # each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
@@ -118,7 +131,6 @@ class Training:
     # weigh each variable by 1/(standard deviation of its change over a step)^2
     weight_by_change: bool = False
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
-    gc_freq: Positive = 50  # Python's garbage is collected every so many steps and not in between
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
     # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never
     max_wall_time: str = ""
@@ -295,75 +307,3 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
-
-
-def load_config(argv: list[str]) -> Config:
-    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError."""
-    overrides = parse_command_line(argv, SECTIONS)
-    config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
-    file = read_toml(config_file, SECTIONS)
-    if "config_file" in file.get("job", {}):
-        reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
-        raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
-    values = merge(file, overrides)
-    config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
-    config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
-    from config_checks import check  # here, because the checks import the sections above
-
-    check(config)
-    return config
-
-
-def to_toml(config: Config) -> str:
-    """The resolved configuration; running it again repeats the run."""
-    values = dataclasses.asdict(config)
-    values["job"] = {"dump_folder": str(config.job_folder)}
-    return tomli_w.dumps(values)
-
-
-def settings_of_replicas(config: Config, num_ranks: int) -> dict[str, Any]:
-    """What all replicas of a run must have alike, key -> value; where they find their data may differ."""
-    sections = ("data", "model", "optimizer", "lr_scheduler", "training", "parallelism", "float8")
-    own = {"data.path", "data.static_path", "data.cache_gib", "data.num_workers", "data.prefetch_factor"}
-    own |= {"training.max_wall_time", "training.gc_freq"}
-    values = {
-        f"{section}.{key}": value
-        for section in sections
-        for key, value in dataclasses.asdict(getattr(config, section)).items()
-        if f"{section}.{key}" not in own
-    }
-    return values | {"fault_tolerance.group_size": config.fault_tolerance.group_size, "ranks": num_ranks}
-
-
-def start(argv: list[str]) -> Config:
-    """What every verb does first: answer --help and --job.print_config, or give the checked configuration."""
-    with one_line_errors():
-        if {"--help", "-h"} & set(argv):
-            print(help_text(SECTIONS))
-            sys.exit(0)
-        config = load_config(argv)
-    if config.job.print_config:
-        print(to_toml(config), end="")
-        sys.exit(0)
-    return config
-
-
-def main(argv: list[str]) -> None:
-    """Check a command line, this machine and the data, before any rank starts (run_train.sh does)."""
-    config = start(argv)
-    with one_line_errors():
-        from config_checks import (
-            check_machine,
-            check_model,
-        )  # these here, because only this function needs them
-        from datasets.selection import open_selection
-
-        check_machine(config)
-
-        lead_hours = config.validation.lead_hours if config.validation.enable else ()
-        selection = open_selection(config.data, config.model.patch_size, lead_hours)
-        check_model(config, selection.archive.grid)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,17 +3,16 @@ fix.
 """
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 from config import Config, Data, Model, Validation
 from datasets.dates import parse_period
 from datasets.variables import expand_levels
 from errors import nearest, refuse
-from parallelisms.layout_checks import check_layout, number_in_environment
+from parallelisms.layout_checks import check_layout
 
 if TYPE_CHECKING:
-    from datasets.grid import Grid
+    pass
 
 
 def check(config: Config) -> None:
@@ -106,9 +105,6 @@ def _check_training(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     """Moments in few bits."""
     optimizer, dtype, model = config.optimizer, config.optimizer.state_dtype, config.model
-    if dtype != "float32" and optimizer.implementation != "fused":
-        reason = f'optimizer.state_dtype = "{dtype}" is updated by the fused kernel; set it to "fused"'
-        refuse("optimizer.implementation", optimizer.implementation, reason)
     if dtype == "bfloat16" and optimizer.beta2 > 0.99:
         reason = (
             'so slow a mean stands still in 8 bits; set optimizer.beta2 to 0.99 or less, or this to "int8"'
@@ -179,55 +175,3 @@ def _check_forecast(config: Config) -> None:
     if forecast.interval_hours and not (forecast.period or config.data.validation_period):
         reason = "needs a first date to count from; set forecast.period"
         refuse("forecast.interval_hours", forecast.interval_hours, reason)
-
-
-def check_machine(config: Config) -> None:
-    """What only the machine that trains knows: devices, kernels, folder. ValueError; no rank is started."""
-    import torch  # here, because it takes 2 s that --help and a misspelt key need not wait for
-
-    from jobs.replicas import check_replicas
-    from models.attention import check_backend
-    from parallelisms.float8 import check_float8
-
-    if config.fault_tolerance.enable:
-        check_replicas(config.fault_tolerance)
-    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
-    use_cuda = num_gpus > 0 and backend != "gloo"
-    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
-    local_ranks = number_in_environment(name)
-    if use_cuda and local_ranks > num_gpus:
-        refuse(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
-        reason = "needs CUDA devices and compile.enable = true; set it to false"
-        refuse("parallelism.enable_async_tensor_parallel", True, reason)
-    if config.compile.cuda_graphs and not use_cuda:
-        refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
-    folder = config.dump_folder
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        refuse("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
-    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
-    if config.model.name == "vit":
-        check_backend(config.model.attention_backend, device_type, dtype)
-    float8 = config.float8
-    if float8.enable:
-        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
-
-
-def check_model(config: Config, grid: "Grid") -> None:
-    """What depends on the grid of the data, and on the model's layers. ValueError; no rank is started."""
-    if config.model.name == "vit" and not config.float8.enable:
-        return
-    from models.build import build_model  # here for the same reason as above
-    from models.unet import UNet
-    from parallelisms.domain_parallel import check_tiles
-    from parallelisms.float8 import float8_layers
-
-    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
-    if isinstance(model, UNet):
-        tiles = config.parallelism.domain_parallel_tiles
-        check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
-    else:
-        float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)

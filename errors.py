@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-BAD_INPUT = 2  # exit code
+FAILED, BAD_INPUT = 1, 2  # exit codes
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, and nobody's input is to blame: one line that says where and why, exit code 1."""
 
 
 class UserError(ValueError):
@@ -38,7 +42,7 @@ def one_line_errors() -> Iterator[None]:
     """The guard around a program: a user's mistake ends it after one line, said by one rank a host."""
     try:
         yield
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        sys.exit(BAD_INPUT if isinstance(error, UserError) else FAILED)

@@ -30,7 +30,8 @@ import torch.distributed as dist
 import xarray as xr
 from tqdm import tqdm
 
-from config import Config, start
+from command_line import start
+from config import Config
 from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset

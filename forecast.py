@@ -9,10 +9,16 @@ Started again it completes what is missing. Exit codes: 0 done, 1 done but some 
 input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 """
 
-import argparse
+import sys
+
+from command_line import answer_early, own_options, split_options, start, to_toml
+
+OPTIONS = own_options(export="")
+if __name__ == "__main__":
+    answer_early(__doc__, OPTIONS)  # before torch takes its seconds
+
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,19 +31,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.trained_weights import Trained, find_trained, load_weights
-from config import ActivationCheckpoint, Compile, Config, FaultTolerance, Float8, start, to_toml
-from config_checks import check_machine, check_model
-from datasets.conditions import Conditions
-from datasets.normalization import Normalizer
+from config import Compile, Config, FaultTolerance, Float8
 from datasets.selection import Selection, initial_dates, open_fields
 from datasets.variables import expand_levels, units
 from errors import ConfigError, DataError, one_line_errors
 from jobs.log_setup import start_logging
-from models.build import build_model
-from parallelisms.degrees import resolve_degrees
-from parallelisms.layout_checks import degrees_asked
-from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
-from parallelisms.parallelize import ParallelModel, parallelize
+from jobs.start_checks import check_machine, check_model
+from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
 from verification.export import Description, OneStep, export_step, write_safetensors
 from verification.forecast_writer import ForecastPlan, ForecastStore, ForecastWriter
@@ -50,15 +51,10 @@ MAX_LINES = 20  # of forecasts that went wrong; a model that has not learned blo
 
 
 @dataclass
-class Forecaster:
-    """A trained model on this rank, and what stands around it."""
+class Forecaster(Assembly):
+    """A trained model on this rank, and what stands between it and physical fields."""
 
-    model: ParallelModel
-    normalizer: Normalizer
-    conditions: Conditions
     trained: Trained
-    device: torch.device
-    num_shares: int  # the batches are dealt out to so many groups of ranks
 
 
 def forecast(config: Config) -> int:
@@ -66,14 +62,13 @@ def forecast(config: Config) -> int:
     settings, data = config.forecast, config.data
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
-    with one_line_errors():
-        selection = open_data(config)
-        chosen = initial_dates(selection, settings.period or data.validation_period, settings.interval_hours)
+    selection = open_data(config)
+    chosen = initial_dates(selection, settings.period or data.validation_period, settings.interval_hours)
 
     # -- ranks, model, weights -----------------------------------------------------------------------
     forecaster = load_forecaster(config, selection)
-    model, device = forecaster.model, forecaster.device
-    rank, share = dist.get_rank(), model.mesh.dp_rank
+    model, device = forecaster.model, forecaster.model.device
+    rank, dp_rank, dp = dist.get_rank(), model.mesh.dp_rank, model.mesh.degrees.dp
 
     # -- the store: made once, then written to by every rank -----------------------------------------
     leads = range(0 if settings.include_initial_state else 1, settings.num_steps + 1)
@@ -85,10 +80,7 @@ def forecast(config: Config) -> int:
         settings.num_members,
     )
     store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), plan)
-    with one_line_errors():
-        problem = from_first_rank(lambda: create(store, about(config, plan, forecaster.trained)))
-        if problem:
-            raise DataError(problem)
+    from_first_rank(lambda: create(store, about(config, plan, forecaster.trained)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
@@ -99,15 +91,15 @@ def forecast(config: Config) -> int:
     missing = [batch for batch in batches if any(pair not in finished for pair in batch)]
     logger.info(
         f"{store.path}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
-        f"{len(finished)} of them finished; {len(missing)} batches for {forecaster.num_shares} x {device}"
+        f"{len(finished)} of them finished; {len(missing)} batches for {dp} x {device}"
     )
 
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     start_from = InitialStates(config, selection, chosen, forecaster.trained)
-    rounds = -(-len(missing) // forecaster.num_shares)
+    rounds = -(-len(missing) // dp)
     writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, rank)
     for round in range(rounds):
-        number = round * forecaster.num_shares + share
+        number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.speaks_for_sample
         fields, times = start_from(batch)
@@ -142,37 +134,18 @@ def open_data(config: Config) -> Selection:
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
-    degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(config.parallelism))
-    mesh = build_mesh(device.type, degrees, config.parallelism.axis_order)
+    mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic, config.training.tf32)
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
-    with one_line_errors():
-        path = Path(source) if source else config.dump_folder
-        trained = find_trained(path, named_by, config.forecast.averaged_weights, config)
-    grid, data = selection.archive.grid, config.data
-    conditions = Conditions(list(selection.static.values()), data.forcings, grid).to(device)
-    normalizer = Normalizer(trained.statistics, config.model.predict).to(device)
-    plan = build_model(
-        config.model, len(selection.variables), conditions.num_channels, grid.shape, grid.periodic
-    )
-    model = parallelize(
-        plan,
-        mesh,
-        device,
-        config.training.seed,
-        config.parallelism,
-        ActivationCheckpoint(),  # nothing is kept for a backward
-        config.compile,
-        param_dtype=getattr(torch, config.training.mixed_precision_param),
-        reduce_dtype=torch.float32,
-        float8=config.float8,
-    )
-    with one_line_errors():
-        load_weights(trained, dict(model.named_parameters()))
-    model.after_update()  # float8 scales are those of the weights
-    model.train(False)
-    return Forecaster(model, normalizer, conditions, trained, device, degrees.dp)
+    path = Path(source) if source else config.dump_folder
+    trained = find_trained(path, named_by, config.forecast.averaged_weights, config)
+    fields = Fields.of(selection, trained.statistics)
+    assembly = assemble(config, fields, mesh, device, trained.run_folder, for_training=False)
+    load_weights(trained, assembly.model.parameters)
+    assembly.model.after_update()  # float8 scales are those of the weights
+    assembly.model.train(False)
+    return Forecaster(**vars(assembly), trained=trained)
 
 
 def about(config: Config, plan: ForecastPlan, trained: Trained) -> dict:
@@ -192,13 +165,12 @@ def about(config: Config, plan: ForecastPlan, trained: Trained) -> dict:
     }
 
 
-def create(store: ForecastStore, content: dict) -> str:
-    """What is wrong; said by all ranks, found by the first."""
+def create(store: ForecastStore, content: dict) -> None:
+    """DataError where there is another forecast, or no place to write to."""
     try:
         store.create(content)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return ""
+    except OSError as error:
+        raise DataError(str(error)) from error
 
 
 class InitialStates:
@@ -244,7 +216,7 @@ def forecast_batch(
     empty = ~torch.isfinite(fields).flatten(2).any(-1)  # (B, V)
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
-    fields, times = fields.to(forecaster.device), times.to(forecaster.device)
+    fields, times = fields.to(forecaster.model.device), times.to(forecaster.model.device)
     normalizer, settings = forecaster.normalizer, config.forecast
     first = 0 if settings.include_initial_state else 1
     if writer and not first:
@@ -299,20 +271,17 @@ def report(wrong: dict[Pair, str], plan: ForecastPlan, total: int) -> None:
 
 def export(config: Config, target: Path) -> None:
     """One step of the model as a program, or its weights, by the ending of the file's name."""
-    with one_line_errors():
-        if target.suffix not in (".pt2", ".safetensors"):
-            raise ConfigError(
-                f"--export {target}: end the name in .pt2 (a program) or .safetensors (weights)"
-            )
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ConfigError(f"--export {target}: start one process, which has the whole model")
-        # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
-        plain = replace(config.model, attention_backend="sdpa")
-        config = replace(config, model=plain, compile=Compile(), float8=Float8())
-        config = replace(config, training=replace(config.training, mixed_precision_param="float32"))
-        selection = open_data(config)
+    if target.suffix not in (".pt2", ".safetensors"):
+        raise ConfigError(f"--export {target}: end the name in .pt2 (a program) or .safetensors (weights)")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(f"--export {target}: start one process, which has the whole model")
+    # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
+    plain = replace(config.model, attention_backend="sdpa")
+    config = replace(config, model=plain, compile=Compile(), float8=Float8())
+    config = replace(config, training=replace(config.training, mixed_precision_param="float32"))
+    selection = open_data(config)
     forecaster = load_forecaster(config, selection)
-    model, grid, variables = forecaster.model.geometry, selection.archive.grid, selection.variables
+    model, grid, variables = forecaster.meta_model, selection.archive.grid, selection.variables
     description = Description(
         variables,
         [units(name) for name in variables],
@@ -332,22 +301,19 @@ def export(config: Config, target: Path) -> None:
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--export", default="")
-    options, rest = own.parse_known_args()
-    if {"--help", "-h"} & set(rest):
-        print(__doc__)
-    config = start(rest)
-    start_logging(os.environ.get("RANK", "0") == "0")
-    if options.export:
-        export(config, Path(options.export))
-    else:
+    with one_line_errors():
+        options, rest = split_options(sys.argv[1:], OPTIONS)
+        config = start(rest)
+        start_logging(os.environ.get("RANK", "0") == "0")
+        if options.export:
+            export(config, Path(options.export))
+            return
         try:
             code = forecast(config)
         except OSError as error:  # a full disk, a file of the analyses that is damaged
             print(f"rossby: {error}; start it again to go on", file=sys.stderr)
             code = 1
-        sys.exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,33 +24,51 @@ import json
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from config import Config, start
+from command_line import own_options, split_options, start
+from config import Config
 from errors import ConfigError, one_line_errors
 from planning.clusters import CALIBRATION, load_cluster
 from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
 from planning.run_cost import cost_table, costs_json, costs_of
+from planning.scenarios import scenario_tables
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
 from planning.workload import Workload, workload_of
+
+if TYPE_CHECKING:
+    from datasets.grid import Grid
+
+OPTIONS = own_options(
+    cluster="",
+    clusters=[],
+    layout="configured",
+    sweep="",
+    scenario="",
+    calibrate=False,
+    dry_run=False,
+    json=False,
+    world_size=1,
+    rollout_steps=1,
+    restart_minutes=30.0,
+    slowest=1.0,
+)
+LEAST = {"world_size": 1, "rollout_steps": 1, "slowest": 1.0, "restart_minutes": 0.0}
+MOST_RANKS = 4096
 
 
 def main() -> None:
     with one_line_errors():
-        options, rest = parse_options(sys.argv[1:])
-    if {"--help", "-h"} & set(rest):
-        print(__doc__)
-    if options.scenario:
-        print_scenarios(options.scenario)
-        return
-    with one_line_errors():
-        if not 1 <= options.world_size <= 4096:
-            raise ConfigError(f"--world_size {options.world_size}: give 1 to 4096 ranks")
+        options, rest = split_options(sys.argv[1:], OPTIONS)
+        check_options(options)
+        if options.scenario:
+            print(scenario_tables(options.scenario))
+            return
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
-    world = cluster.devices if cluster else options.world_size
-    os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-    config = start(rest)
-    with one_line_errors():
+        world = cluster.devices if cluster else options.world_size
+        os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
+        config = start(rest, __doc__)
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:
@@ -61,27 +79,15 @@ def main() -> None:
             sys.exit(make_plan(config, cluster, options))
 
 
-def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This verb's own options, and the rest, which is the configuration's. ConfigError."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("cluster", "sweep", "scenario"):
-        own.add_argument(f"--{name}", default="")
-    own.add_argument("--clusters", action="append", default=[])
-    own.add_argument("--layout", default="configured", choices=["configured", "auto"])
-    for name in ("dry_run", "calibrate", "json"):
-        own.add_argument(f"--{name}", action="store_true")
-    own.add_argument("--world_size", type=int, default=1)
-    own.add_argument("--rollout_steps", type=int, default=1)
-    own.add_argument("--restart_minutes", type=float, default=30.0)
-    own.add_argument("--slowest", type=float, default=1.0)
-    try:
-        options, rest = own.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"plan.py: {error}") from error
-    for name, least in (("rollout_steps", 1), ("slowest", 1.0), ("restart_minutes", 0.0)):
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    for name, least in LEAST.items():
         if not getattr(options, name) >= least:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
-    return options, rest
+    if options.world_size > MOST_RANKS:
+        raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
+    if options.layout not in ("configured", "auto"):
+        raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -109,7 +115,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
 def job(config: Config, cluster: Cluster) -> Workload:
     from datasets.variables import expand_levels
 
-    grid_shape, _ = grid_of(config)
+    grid_shape = grid_of(config).shape
     variables = expand_levels(config.data.variables, config.data.levels)
     return workload_of(config, cluster.devices, grid_shape, len(variables))
 
@@ -135,13 +141,6 @@ def advice(made: Plan, cluster: Cluster) -> str:
     return "\n".join(rows if len(rows) > 1 else [*rows, "  none of one or two settings; try --layout auto"])
 
 
-def print_scenarios(name: str) -> None:
-    from planning.scenarios import scenario_tables
-
-    with one_line_errors():
-        print(scenario_tables(name))
-
-
 def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
@@ -152,7 +151,7 @@ def calibrate_machine(config: Config) -> None:
     from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
-    grid_shape, variables = grid_of(config)[0], expand_levels(config.data.variables, config.data.levels)
+    grid_shape, variables = grid_of(config).shape, expand_levels(config.data.variables, config.data.levels)
     model = workload_of(config, 1, grid_shape, len(variables)).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = (config.model.attention_backend,)
@@ -172,7 +171,6 @@ def dry_run_table(config: Config, world_size: int) -> None:
     from datasets.variables import expand_levels
     from planning.dry_run import dry_run  # here: it takes torch's seconds
 
-    grid_shape, periodic = grid_of(config)
     variables = expand_levels(config.data.variables, config.data.levels)
     if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
         schedule = config.parallelism.pipeline_parallel_schedule
@@ -180,18 +178,18 @@ def dry_run_table(config: Config, world_size: int) -> None:
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
         )
     started = time.perf_counter()
-    result = dry_run(config, world_size, grid_shape, len(variables), periodic)
+    result = dry_run(config, world_size, grid_of(config), len(variables))
     print(f"{result.table()}\n\nno rank was started; {time.perf_counter() - started:.0f} s")
 
 
-def grid_of(config: Config) -> tuple[tuple[int, int], bool]:
+def grid_of(config: Config) -> "Grid":
     """From data.grid_shape, which is taken to go round the globe, or from the data themselves."""
-    if all(config.data.grid_shape):
-        return config.data.grid_shape, True
+    from datasets.grid import global_grid
     from datasets.selection import open_selection
 
-    grid = open_selection(config.data, config.model.patch_size, ()).archive.grid
-    return grid.shape, grid.periodic
+    if all(config.data.grid_shape):
+        return global_grid(config.data.grid_shape)
+    return open_selection(config.data, config.model.patch_size, ()).archive.grid
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
     NNODES=1 NGPU=1 exec "$PYTHON" train.py "$@"
 fi
 # Bad input ends here: one line, exit code 2, before any rank exists.
-"$PYTHON" config.py "$@"
+"$PYTHON" -m jobs.start_checks "$@"
 # Processes that share a machine share its cores, or they take them from each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
 endpoint=()

@@ -48,10 +48,10 @@ class Training:
         init_weights(self.model, 0)
         self.model.to(device)
         parameters = dict(self.model.named_parameters())
-        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05, "fused")
+        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05)
         set_lr(optimizer, 1e-4)
         self.run = RunState(parameters, optimizer, LossScaler(False), None, Progress())
-        patches = self.model.to_pieces(torch.randn(2, 5, 32, 64, device=device))
+        patches = self.model.from_fields(torch.randn(2, 5, 32, 64, device=device))
         self.patches = patches
 
     def step(self, before_update: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from parallelisms.attention_choice import CANDIDATES, HOPPER, HOPPER_KERNELS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +22,6 @@ from benchmarks.saved_activations import Case, units
 from models.attention import attention as rossby_attention
 from models.attention import check_backend
 from models.vit import VisionTransformer
-from parallelisms.attention_choice import CANDIDATES, HOPPER, HOPPER_KERNELS
 from planning.calibration import attention_flops, matmul_flops
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
+from parallelisms.attention_choice import measure
 
 from benchmarks.gpu_kernels import attention_kernels, kernel_seconds, of_hopper
 from benchmarks.gpu_session import Session, Sizes, start_part
@@ -26,7 +27,6 @@ from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer, Statistics
 from models.vit import VisionTransformer
-from parallelisms.attention_choice import measure
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
@@ -139,7 +139,7 @@ class Training:
         self.objective = Objective(
             "mse", plan, shards, self.conditions, self.normalizer, area, variables, False, case.batch
         )
-        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.05, "fused")
+        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.05)
         set_lr(self.optimizer, 1e-5)
         self.bad_steps, self.number = BadSteps(0.0, 10, device), 0
         self.model.train()

@@ -18,7 +18,6 @@ from benchmarks.results_file import record
 from config import Parallelism
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
-from parallelisms.layout_checks import degrees_asked
 from planning.architecture import Architecture, vit_architecture
 from planning.communication import step_collectives
 from planning.workload import Workload
@@ -79,7 +78,7 @@ def judge(name: str, layout: Layout, outcomes: list[Outcome], reference: Outcome
 def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
     """ "equal", "no formula", or how what was counted on a rank differs from the formula."""
     parallelism = Parallelism(**layout.parallelism)
-    degrees = resolve_degrees(layout.ranks, **degrees_asked(parallelism))
+    degrees = resolve_degrees(layout.ranks, parallelism)
     if not has_formula(layout, degrees, parallelism.pipeline_parallel_schedule):
         return "no formula"
     expected = step_collectives(layout_workload(layout), rank)
@@ -89,7 +88,7 @@ def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
 def layout_workload(layout: Layout) -> Workload:
     """What the planner is told of a row of tests/parity.py."""
     parallelism = Parallelism(**layout.parallelism)
-    degrees = resolve_degrees(layout.ranks, **degrees_asked(parallelism))
+    degrees = resolve_degrees(layout.ranks, parallelism)
     return Workload(
         model=architecture(layout),
         degrees=degrees,

@@ -123,7 +123,7 @@ class Step:
         apply_activation_checkpoint(self.model, case.mode, 2)
         self.parameters = list(self.model.parameters())
         named = dict(self.model.named_parameters())
-        self.optimizer = build_optimizer(named, (0.9, 0.95), 1e-8, 0.05, "fused")
+        self.optimizer = build_optimizer(named, (0.9, 0.95), 1e-8, 0.05)
         set_lr(self.optimizer, 1e-4)
         size = (case.batch, case.architecture.tokens, case.architecture.in_features)
         self.pieces = [torch.randn(size, device=DEVICE) for _ in range(3)]

@@ -35,7 +35,6 @@ from benchmarks.results_file import record
 from config import ActivationCheckpoint, Compile, Parallelism
 from models.vit import VisionTransformer
 from parallelisms.degrees import resolve_degrees
-from parallelisms.layout_checks import degrees_asked
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from planning.architecture import vit_architecture
@@ -65,20 +64,20 @@ class Rossby:
     """train.py's step without reading: fields, patches, forward, backward, norm, clipping, fused AdamW."""
 
     def __init__(self, dim: int, dtype: str, backend: str, compiled: bool, parallelism: Parallelism) -> None:
-        degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
+        degrees = resolve_degrees(dist.get_world_size(), parallelism)
         mesh = build_mesh("cpu", degrees)
         with torch.device("meta"):
             shape = (CHANNELS, CHANNELS, GRID, PATCH, dim, LAYERS, HEADS)
             plan = VisionTransformer(*shape, attention_backend=backend)
         settings = (parallelism, ActivationCheckpoint(), Compile(compiled), DTYPES[dtype], torch.float32)
         self.plan, self.model = plan, parallelize(plan, mesh, torch.device("cpu"), 0, *settings)
-        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), 1e-8, 0.0, "fused")
+        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), 1e-8, 0.0)
         set_lr(self.optimizer, 1e-4)
         self.fields, self.target = batch()
         self.mask = torch.ones_like(self.target, dtype=torch.bool)
 
     def __call__(self) -> float:
-        model, pieces = self.model, self.plan.to_pieces
+        model, pieces = self.model, self.plan.from_fields
         weights = model.shards.cut_output(pieces(relative_l2_weights(self.mask, self.target)))
         target = model.shards.cut_output(pieces(self.target))
         inputs = model.shards.cut_input(pieces(self.fields))
@@ -92,7 +91,7 @@ class Rossby:
 
     def loss(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         return relative_l2_loss(
-            sum_of_squares(output, target, weights), BATCH, self.model.shards.sum_over_pieces
+            sum_of_squares(output, target, weights), BATCH, self.model.shards.sum_over_shards
         )
 
 
@@ -229,7 +228,7 @@ def same_loss(folder: str, dim: int) -> tuple[float, float]:
         for name, parameter in ours.model.named_parameters():
             parameter.copy_(from_tutorial(name, named, parameter))
         loss = relative_l2(theirs.model(theirs.fields), theirs.target).item()
-        output = ours.plan.to_fields(ours.model.parts[0](ours.plan.to_pieces(ours.fields)))
+        output = ours.plan.to_fields(ours.model.parts[0](ours.plan.from_fields(ours.fields)))
         return loss, relative_l2(output, ours.target).item()
 
 

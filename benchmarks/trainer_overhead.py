@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.results_file import record
-from config import Config, load_config
+from command_line import load_config
+from config import Config
 from datasets.selection import open_selection
 from models.build import build_model
 from parallelisms.degrees import Degrees
@@ -98,12 +99,12 @@ def bare_loop(config: Config, steps: int) -> list[float]:
         torch.float32,
     )
     model = parallelize(plan, build_mesh(device.type, Degrees()), device, 0, *settings)
-    optimizer = build_optimizer(model.own_parameters(), (0.9, 0.95), 1e-8, 0.05, "fused")
+    optimizer = build_optimizer(model.own_parameters(), (0.9, 0.95), 1e-8, 0.05)
     set_lr(optimizer, 1e-3)
     batch = config.training.local_batch_size
     widths = (number + conditions, number, number)
     fields = [torch.randn(batch, width, *grid.shape, device=device) for width in widths]
-    inputs, target, weights = (plan.to_pieces(field) for field in fields)
+    inputs, target, weights = (plan.from_fields(field) for field in fields)
     parameters = [p for _, p in model.named_parameters()]
 
     def step() -> None:

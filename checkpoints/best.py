@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpoints.checkpointer import Checkpointer
+from checkpoints.checkpointer import Checkpointer, NoCheckpoints
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder, write_durably
 from parallelisms.mesh import from_first_rank
 
@@ -39,10 +39,10 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Of all ranks alike."""
+        """Whether the run has stopped improving: the same answer on all ranks."""
         return bool(self.patience) and len(self.later) >= self.patience
 
-    def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
+    def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer | NoCheckpoints) -> None:
         """record: scores of a validation after `step`, a checkpoint of which has been started."""
         value = from_first_rank(lambda: record[self.name])  # one rank's word: all end or none does
         if not value < self.value:  # NaN is no improvement
@@ -53,7 +53,7 @@ class Best:
             return
         checkpointer.wait()
         self.later = set()
-        if checkpointer.saved_step != step:
+        if isinstance(checkpointer, NoCheckpoints) or checkpointer.saved_step != step:
             logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
             return
         self.value, self.step = value, step

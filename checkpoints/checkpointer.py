@@ -49,6 +49,7 @@ from checkpoints.writer import (
     finish,
     write_tensors,
 )
+from config import Checkpoint
 from errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -61,23 +62,38 @@ def flatten(state: State) -> dict[str, Tensor]:
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
+class NoCheckpoints:
+    """What the training loop asks of a run's checkpoints where none are saved."""
+
+    saves, saved_step, last_seconds = False, -1, 0.0
+
+    def save(self, step: int, state: State) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def newest(self, at_most: float = math.inf) -> int | None:
+        return None
+
+
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Made, and called, by all ranks together.
 
-    mode: "disabled" writes before it returns; "async" copies before it returns; "async_with_pinned_mem"
+    async_mode: "disabled" writes before it returns; "async" copies before it returns; "async_with_pinned_mem"
     copies while the next forward and backward run, until `before_update`.
     layout, and what else the manifest says of the run, are for people: no loading depends on them.
     """
 
-    def __init__(
-        self, folder: Path, mode: str, keep_latest_k: int, config_toml: str, layout: dict[str, Any]
-    ) -> None:
-        self.folder, self.mode, self.keep, self.config_toml = (
-            folder.absolute(),
-            mode,
-            keep_latest_k,
-            config_toml,
-        )
+    saves = True
+
+    def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, layout: dict[str, Any]) -> None:
+        self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
+        self.config_toml = config_toml
         self.about = {
             "layout": layout,
             "ranks": dist.get_world_size(),
@@ -88,7 +104,7 @@ class Checkpointer:
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self.plan, self.metadata, self.signature = SavePlan([]), Metadata({}), cast(Signature, None)
         self.arena: Arena | None = None
-        self.writer = None if mode == "disabled" else WriterProcess()
+        self.writer = None if self.mode == "disabled" else WriterProcess()
         self.in_flight: tuple[int, Future] | None = None
         self.copying: Copying | None = None
         self.saved_step, self.last_error = -1, ""
@@ -215,7 +231,7 @@ class Checkpointer:
             raise OSError(outcome[0])
 
     def poll(self) -> None:
-        """At every step: says how the save in flight has ended, if it has."""
+        """On logging steps: says how the save in flight has ended, if it has."""
         if self.in_flight and self.in_flight[1].done():
             self.wait()
 

@@ -6,7 +6,7 @@ may come, go or change places; a new one starts as in a new run.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,8 @@ from checkpoints.files import (
     step_folder,
     stored_tensors,
 )
-from checkpoints.run_state import Parameters
+from checkpoints.run_state import Parameters, RunState
+from config import Data
 from datasets.variables import expand_levels
 from errors import ConfigError
 from parallelisms.float8 import plain_weight
@@ -66,6 +67,13 @@ def find_checkpoint(path: Path) -> Path:
             return step_folder(folder, steps[-1])
     reason = "no checkpoint there; name a run's folder, or a step-... in it"
     raise ConfigError(f"checkpoint.initial_load_path = '{path}': {reason}")
+
+
+def start_from(path: Path, run: RunState, data: Data) -> None:
+    """A new run's weights and averages: those of another run, as far as it has them."""
+    load_initial_weights(path, run.parameters, Channels.of(asdict(data)))
+    if run.average:
+        run.average.restart()
 
 
 def load_initial_weights(path: Path, parameters: Parameters, channels: Channels) -> None:
@@ -121,10 +129,10 @@ def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, 
         shapes = f"{list(stored.shape)} for {len(old_names)} channels there and {list(whole.shape)} for"
         reason = f"{name} is {shapes} {len(new_names)} in this model; take the model of that run"
         raise ConfigError(f"checkpoint.initial_load_path: {reason}")
-    for place, channel in enumerate(new_names):
+    for index, channel in enumerate(new_names):
         if channel in old_names:
             part = stored.narrow(dim, old_names.index(channel) * size, size)
-            whole.narrow(dim, place * size, size).copy_(part)
+            whole.narrow(dim, index * size, size).copy_(part)
     with torch.no_grad():
         copy_part(parameter, whole)
 

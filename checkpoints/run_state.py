@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoints.checkpointer import Checkpointer, State
+from checkpoints.checkpointer import Checkpointer, NoCheckpoints, State
 from checkpoints.files import step_folder, stored_tensors
 from errors import ConfigError
 from parallelisms.float8 import plain_weight
@@ -35,6 +35,10 @@ class Progress:
     global_batch: int = 0  # samples a step; 0: not known yet
     rollbacks: int = 0  # how often it went back to a checkpoint to take other samples
 
+    def advance(self) -> None:
+        """One step was taken."""
+        self.step, self.samples = self.step + 1, self.samples + self.global_batch
+
     def state(self) -> dict[str, Tensor]:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
@@ -52,6 +56,7 @@ class RunState:
     scaler: LossScaler
     average: EMA | None
     progress: Progress
+    bad_steps: BadSteps
     went_back_to: int = -1  # the step that the last rollback of this process ended at
 
     def tensors(self) -> State:
@@ -93,12 +98,13 @@ class RunState:
             self.optimizer.state[parameter][moment] = empty
 
 
-def resume(checkpointer: Checkpointer, run: RunState) -> bool:
+def resume(checkpointer: Checkpointer | NoCheckpoints, run: RunState) -> bool:
     """Restores the newest checkpoint that can be trusted. ConfigError: it does not fit this model."""
     step = checkpointer.newest()
-    if step is not None:
-        restore(checkpointer, step, run)
-    return step is not None
+    if step is None or isinstance(checkpointer, NoCheckpoints):
+        return False
+    restore(checkpointer, step, run)
+    return True
 
 
 def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
@@ -121,14 +127,15 @@ def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
     logger.info("resumed from %s", folder)
 
 
-def go_back(checkpointer: Checkpointer | None, run: RunState, bad_steps: BadSteps) -> None:
+def go_back(checkpointer: Checkpointer | NoCheckpoints, run: RunState) -> None:
     """To the newest checkpoint that a good step followed, to go on with the samples in another order.
 
     Those after it are removed: their weights led to bad steps. Raises TrainingDiverged where there is none,
     or the run has been there before.
     """
-    step = checkpointer.newest(bad_steps.first - 2) if checkpointer else None
-    if checkpointer is None or step is None or step == run.went_back_to:
+    bad_steps = run.bad_steps
+    step = checkpointer.newest(bad_steps.first - 2)
+    if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.went_back_to:
         tried = (
             f"going back to step {step} and taking other samples did not help"
             if step

@@ -33,6 +33,11 @@ class Trained:
     statistics: Statistics
 
     @property
+    def run_folder(self) -> Path:
+        """That holds checkpoints/step-... and best/step-..., beside what was found when the run began."""
+        return self.folder.parent.parent
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Which weights these are, wherever the run's folder lies."""
         manifest = self.folder / MANIFEST
@@ -66,7 +71,6 @@ def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> T
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
     _check_channels(folder, config)
     has_averages = any(name.startswith("ema.") for name in stored_tensors(folder))
-    # A run's folder holds checkpoints/step-... and best/step-...
     return Trained(
         folder, averaged and has_averages, read_statistics(folder.parent.parent / "statistics.npz")
     )

@@ -1,4 +1,4 @@
-"""What the model is told besides the state: constant fields, and forcings computed from date and place.
+"""What the model is told besides the state: constant fields, and forcings computed from date and position.
 
 Shapes: B batch, V variables, S static fields, F forcings, H latitudes, W longitudes, C = V + S + F channels.
 """

@@ -54,35 +54,29 @@ MAX_OPEN = 128  # a folder may hold more files than a process may open (1024)
 
 
 def _handles(file: StoredFile) -> tuple[Any, dict[str, Any]]:
-    """The open file and its arrays. A handle inherited through fork would share its position in the file."""
+    """The open file and its arrays. A handle inherited through fork would move with the parent's."""
     process, root, found = _OPEN.get(file, (0, None, {}))
     if process != os.getpid():
         while len(_OPEN) >= MAX_OPEN:
             _OPEN.pop(next(iter(_OPEN)), None)
-        root, found = _OPENERS[file.kind](file.path), {}
+        root, found = _open(file), {}
         _OPEN[file] = os.getpid(), root, found
     return root, found
 
 
-def _open_zarr(path: str) -> Any:
-    import zarr
+def _open(file: StoredFile) -> Any:
+    """By the library of its kind; each is imported where it is needed, because that takes time."""
+    if file.kind == "zarr":
+        import zarr
 
-    return zarr.open_group(path, mode="r")
+        return zarr.open_group(file.path, mode="r")
+    if file.kind == "hdf5":
+        import h5py
 
-
-def _open_hdf5(path: str) -> Any:
-    import h5py
-
-    return h5py.File(path, "r")
-
-
-def _open_netcdf3(path: str) -> Any:
+        return h5py.File(file.path, "r")
     from scipy.io import netcdf_file
 
-    return netcdf_file(path, "r", mmap=True)
-
-
-_OPENERS = {"zarr": _open_zarr, "hdf5": _open_hdf5, "netcdf3": _open_netcdf3}
+    return netcdf_file(file.path, "r", mmap=True)
 
 
 def is_url(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Inputs that need no data: functions of date and place that a forecast knows in advance, for any lead time.
+"""Inputs that need no data: functions of date and position, known in advance for any lead time.
 
 Shapes: B dates, F forcings, H latitudes, W longitudes. Angles are in float64: seconds since 1970 do not fit
 float32; results are float32, of order one. MPS has no float64: use a CPU.
@@ -20,7 +20,7 @@ SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here,
 
 @dataclass(frozen=True)
 class Instant:
-    """Dates and places as float64 tensors that broadcast to (B, H, W)."""
+    """Dates and positions as float64 tensors that broadcast to (B, H, W)."""
 
     seconds: torch.Tensor  # (B, 1, 1) since 1970-01-01 UTC, int64
     latitude: torch.Tensor  # (1, H, 1) radians

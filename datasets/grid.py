@@ -69,6 +69,12 @@ class Grid:
         return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= tolerance
 
 
+def global_grid(shape: tuple[int, int]) -> Grid:
+    """Cells of one size round the globe: (H, W) of them, without rows on the poles."""
+    (rows, columns), half = shape, 90 / shape[0]
+    return Grid(np.linspace(90 - half, half - 90, rows), np.arange(columns) * 360 / columns)
+
+
 def is_periodic(longitude: np.ndarray) -> bool:
     """Whether ascending longitudes (W,) of even spacing cover 360 degrees, to a tenth of a column."""
     spacing = (longitude[-1] - longitude[0]) / (len(longitude) - 1)

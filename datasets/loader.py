@@ -100,7 +100,7 @@ class TrainSampler(Sampler[list[int]]):
         return [self.sample(position) for position in range(first, first + self.local_batch_size)]
 
     def sample(self, position: int) -> int:
-        """The sample at a place in the endless sequence of shuffled epochs."""
+        """The sample at a position in the endless sequence of shuffled epochs."""
         epoch, offset = divmod(position, self.num_samples)
         if self._order[0] != (self.shuffle, epoch):
             seed = self.seed * 1_000_003 + self.shuffle * 998_244_353 + epoch
@@ -118,8 +118,8 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
         rounds = -(-num_samples // num_ranks)
-        places = [i * num_ranks + rank for i in range(rounds)]
-        mine = [place if place < num_samples else -1 for place in places]
+        own = range(rank, rounds * num_ranks, num_ranks)
+        mine = [sample if sample < num_samples else -1 for sample in own]
         self.batches = [mine[i : i + local_batch_size] for i in range(0, rounds, local_batch_size)]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -130,7 +130,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
 
 class TrainLoader:
-    """Endless batches from any place on. Its state is a number of samples: resuming costs no replay."""
+    """Endless batches from any sample on. Its state is a number of samples: resuming costs no replay."""
 
     def __init__(
         self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool

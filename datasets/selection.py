@@ -42,9 +42,9 @@ class Selection:
         columns, present = [], full.copy()
         for offset in offsets:
             wanted = times + offset * self.step
-            place = np.searchsorted(times, wanted).clip(max=len(dates) - 1)
-            present &= (times[place] == wanted) & full[place]
-            columns.append(dates[place])
+            rows = np.searchsorted(times, wanted).clip(max=len(dates) - 1)
+            present &= (times[rows] == wanted) & full[rows]
+            columns.append(dates[rows])
         if not present.any():
             hours = (offsets[-1] * self.step).astype("timedelta64[h]")
             raise ConfigError(
@@ -76,7 +76,7 @@ def _missing(times: np.ndarray) -> int:
 
 
 def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int]) -> Selection:
-    """Opens `data.path` and checks what the configuration says of it. Raises ConfigError."""
+    """Opens `data.path` and checks what the configuration says of it. Raises ConfigError or DataError."""
     opened = open_fields(data, patch_size)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
@@ -88,7 +88,10 @@ def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence
 
 
 def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
-    """The same without dates: a forecast may start from analyses that have none of the training's."""
+    """Opens `data.path` without looking at its periods: a forecast may start from analyses of other years.
+
+    Raises ConfigError or DataError.
+    """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
     archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
@@ -97,7 +100,11 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     except (OSError, RuntimeError) as error:
         raise DataError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
-    static = _read_static(archive, data.static_variables, data.static_path)
+    path, names = data.static_path, data.static_variables
+    static = {
+        name: read_static_field(path, name, archive.grid) if path else archive.read_static(name)
+        for name in names
+    }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, train=nothing, validation=nothing)
 
@@ -134,15 +141,14 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
 
 def _simulated_path(data: Data, variables: list[str]) -> str:
     """The embedded data set, generated on first use; what it does not have is said before that."""
+    static = [] if data.static_path else data.static_variables
     for key, names, known in (
         ("variables", variables, simulated.VARIABLES),
-        ("static_variables", [] if data.static_path else data.static_variables, simulated.STATIC_VARIABLES),
+        ("static_variables", static, simulated.STATIC_VARIABLES),
     ):
-        for name in names:
-            if name not in known:
-                raise ConfigError(
-                    f"data.{key} = {name!r}: not in the simulated data{nearest_name(name, known)}"
-                )
+        if missing := [name for name in names if name not in known]:
+            hint = nearest_name(missing[0], known)
+            raise ConfigError(f"data.{key} = {missing[0]!r}: not in the simulated data{hint}")
     _check_grid((simulated.NUM_LAT, simulated.NUM_LON), data.grid_shape, (1, 1))
     return str(simulated.ensure_simulated(SIMULATED_PATH))
 
@@ -189,12 +195,6 @@ def _ends(key: str, period: tuple[str, ...]) -> tuple[np.datetime64, np.datetime
 
 def _span(times: np.ndarray) -> str:
     return f"of it is in the data, which run from {times[0]} to {times[-1]}"
-
-
-def _read_static(archive: Archive, names: tuple[str, ...], path: str) -> dict[str, np.ndarray]:
-    if path:
-        return {name: read_static_field(path, name, archive.grid) for name in names}
-    return {name: archive.read_static(name) for name in names}
 
 
 def evenly_spaced(items: np.ndarray, limit: int) -> np.ndarray:

@@ -259,11 +259,8 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = 
 
     Each year is a member with its own start: dates of different years are independent. Variables are
     float32, (time, [level,] latitude, longitude), in WeatherBench2's names and units. A pure function of its
-    arguments, to the bit on one machine. DataError for counts below one and parameters that blow up.
+    arguments, to the bit on one machine. ValueError for parameters that blow up.
     """
-    for key, value in (("num_years", num_years), ("num_days", num_days)):
-        if value < 1:
-            raise ValueError(f"{key} = {value}: simulate at least one")
     with torch.inference_mode():
         model = TwoLayerModel(parameters, torch.float32)
         spectra = integrate(model, num_years, num_days, seed)

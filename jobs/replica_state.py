@@ -1,41 +1,44 @@
 """The state of a run from one replica to another: rank to rank, so that nothing is gathered or cut anew."""
 
+import dataclasses
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints.run_state import RunState
-from config import Config, settings_of_replicas
+from config import Config
 from errors import ConfigError
-from jobs.replicas import Replicas, State, local
-from training.bad_steps import BadSteps
+from jobs.replicas import Alone, Replicas, State, local
 from training.optimizer_states import empty_moment
 
 
-def hand_over(run: RunState, bad_steps: BadSteps) -> State:
+def hand_over(run: RunState) -> State:
     """What this rank holds of everything that decides how the run goes on."""
     return {
         part: {name: local(tensor) for name, tensor in tensors.items()}
-        for part, tensors in _tensors(run, bad_steps).items()
+        for part, tensors in _tensors(run).items()
     }
 
 
 @torch.no_grad()
-def take_over(run: RunState, bad_steps: BadSteps, state: State) -> None:
+def take_over(run: RunState, state: State) -> None:
     """Makes another replica's state this one's. ConfigError where the two have another layout."""
     for key, value in state["optimizer"].items():
         _allocate_moment(run, key, value)
-    for part, mine in _tensors(run, bad_steps).items():
+    for part, mine in _tensors(run).items():
         if part != "train":  # numbers, which are no tensors here
             _copy(part, mine, state[part])
     run.progress.load(state["train"])
     run.scaler.load(state["train"])
 
 
-def _tensors(run: RunState, bad_steps: BadSteps) -> State:
+def _tensors(run: RunState) -> State:
     """Beside what a checkpoint has, what bad steps are judged by: all replicas have to judge alike."""
     return {
         **run.tensors(),
-        "bad_steps": {name: getattr(bad_steps, name) for name in ("losses", "bad")},
+        "bad_steps": {name: getattr(run.bad_steps, name) for name in ("losses", "bad")},
     }
 
 
@@ -61,20 +64,36 @@ def _copy(part: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
         local(mine[name]).copy_(theirs[name])
 
 
-def join_replicas(config: Config, num_ranks: int, run: RunState, bad_steps: BadSteps) -> Replicas:
+def settings_of_replicas(config: Config, num_ranks: int) -> dict[str, Any]:
+    """What all replicas of a run must have alike, key -> value; where they find their data may differ."""
+    sections = ("data", "model", "optimizer", "lr_scheduler", "training", "parallelism", "float8")
+    own = {"data.path", "data.static_path", "data.cache_gib", "data.num_workers", "data.prefetch_factor"}
+    own |= {"training.max_wall_time"}
+    values = {
+        f"{section}.{key}": value
+        for section in sections
+        for key, value in dataclasses.asdict(getattr(config, section)).items()
+        if f"{section}.{key}" not in own
+    }
+    return values | {"fault_tolerance.group_size": config.fault_tolerance.group_size, "ranks": num_ranks}
+
+
+def meet_replicas(config: Config, run: RunState) -> Replicas | Alone:
     """Meets the other replicas before the first step: all of them, or the state of those that have gone on.
 
     It gives up before the watchdog would, and knows the reason.
     """
+    if not config.fault_tolerance.enable:
+        return Alone()
     replicas = Replicas(
         config.fault_tolerance,
-        settings_of_replicas(config, num_ranks),
-        give=lambda: hand_over(run, bad_steps),
-        take=lambda state: take_over(run, bad_steps, state),
+        settings_of_replicas(config, dist.get_world_size()),
+        give=lambda: hand_over(run),
+        take=lambda state: take_over(run, state),
         patience=int(0.9 * config.comm.timeout_seconds),
         timeout=config.comm.train_timeout_seconds,
         device=next(iter(run.parameters.values())).device,
     )
     replicas.set_step(run.progress.step)
-    replicas.begin_step()
+    replicas.begin_step(run.progress.step)
     return replicas

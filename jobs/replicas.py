@@ -28,8 +28,9 @@ from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 
 from config import FaultTolerance
-from errors import ConfigError
+from errors import ConfigError, RunFailed
 from parallelisms.mesh import from_first_rank
+from traces.profiler import span
 
 logger = logging.getLogger(__name__)
 TORCHFT = "torchft==0.2.0"
@@ -39,8 +40,24 @@ REACH_SECONDS = 5.0  # a lighthouse may be started together with its replicas
 State = dict[str, dict[str, Tensor]]  # part -> name -> what this rank holds of it
 
 
-class ReplicaLost(RuntimeError):
+class ReplicaLost(RunFailed):
     """This replica cannot go on; started again, it takes over the state of the others."""
+
+
+class Alone:
+    """What the training loop asks of the other replicas where there are none."""
+
+    index, number, present, saves = 0, 1, 1, True
+
+    def begin_step(self, step: int) -> bool:
+        return False
+
+    def average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool:
+        return True
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Replicas:
@@ -63,6 +80,7 @@ class Replicas:
     ) -> None:
         torchft = import_torchft()
         self.place, self.settings, self.give, self.take = place, settings, give, take
+        self.index, self.number = place.replica_id, place.group_size
         self.patience, self.device, self.lighthouse = patience, device, lighthouse_of(place)
         group = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
         self.group, limit = group(timeout=timedelta(seconds=timeout)), timedelta(seconds=timeout)
@@ -85,7 +103,7 @@ class Replicas:
             replica_id=f"replica_{place.replica_id:06d}",  # sorted as text
         )
         self.present = 0  # replicas that take part in the step
-        self.is_first = False  # whether this is the one of them that saves checkpoints
+        self.saves = False  # whether this is the one of them that saves checkpoints
         self.started = False  # whether the run goes on already: then nobody waits for those that are missing
         self.has_quorum = False
 
@@ -95,13 +113,18 @@ class Replicas:
         """The steps that this replica's own checkpoint has; of all replicas the farthest one counts."""
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def begin_step(self) -> int:
-        """Agrees on who takes part in the next step, and returns the steps done.
+    def begin_step(self, step: int) -> bool:
+        """Agrees on who takes part in the step after `step` steps.
 
-        They are more than this replica had done where others went on without it: its state is then theirs.
-        The first step waits for all replicas, for `patience` seconds. Asked again before `commit`, it answers
-        the same. ConfigError: another replica's settings are not these. ReplicaLost: no quorum.
+        True: the others went on without this replica, and its state is now theirs. The first step waits for
+        all replicas, for `patience` seconds. Asked again before the step is committed, it answers the same.
+        ConfigError: another replica's settings are not these. ReplicaLost: no quorum.
         """
+        with span("replicas"):
+            self._gather()
+        return self.manager.current_step() != step
+
+    def _gather(self) -> None:
         if not self.has_quorum:
             self._form_quorum()
         waited, pause = 0.0, 0.2
@@ -113,14 +136,18 @@ class Replicas:
             if self.present != before:
                 waited, pause = 0.0, 0.2
         self.started = True
-        return self.manager.current_step()
 
-    @torch.no_grad()
-    def average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
+    def average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool:
         """Makes the loss and all gradients their means over the replicas present, in place.
 
-        When a replica is lost meanwhile they hold anything; `commit` tells.
+        False: a replica was lost meanwhile and they hold anything; the step has to be taken again.
         """
+        with span("replicas"):
+            self._average(loss, parameters)
+            return self._commit()
+
+    @torch.no_grad()
+    def _average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> None:
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         for bucket in buckets([loss, *gradients], BUCKET):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
@@ -128,8 +155,8 @@ class Replicas:
             for tensor, mean in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
-    def commit(self) -> bool:
-        """Whether the means are good on all ranks of this replica; if not, the step has to be taken again."""
+    def _commit(self) -> bool:
+        """Whether the means are good on all ranks of this replica."""
         error = self.manager.errored()
         if error:
             self.group.abort()  # who waits for this replica learns of it now and not after the timeout
@@ -173,7 +200,7 @@ class Replicas:
         present = self.manager.num_participants()
         if present != self.present:
             logger.info("%d of %d replicas are here", present, self.place.group_size)
-        self.present, self.is_first = present, self.manager.participating_rank() == 0
+        self.present, self.saves = present, self.manager.participating_rank() == 0
 
     def _too_few(self, waited: float) -> bool:
         least, all_of_them = self.place.min_replica_size, self.place.group_size

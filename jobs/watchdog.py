@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
+from errors import BAD_INPUT, RunFailed, UserError
 from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
 from jobs.heartbeat import activity
 
@@ -117,11 +118,15 @@ class Watchdog:
             if thread.is_alive():
                 thread.join(timeout=2 * STORE_SECONDS)
 
-    def first_step_done(self, agreement: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Once all ranks have compiled, `comm.train_timeout_seconds` holds. agreement: a group to wait on.
+    def step_done(self, agreement: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
+        """After each step. Once all ranks have compiled, with the first, `comm.train_timeout_seconds` holds.
+
+        agreement: a group to wait on.
 
         The groups give up a little later, so that the watchdog speaks first: it knows who is to blame.
         """
+        if self.trained:
+            return
         dist.barrier(agreement)
         self.trained = True
         for group in groups:
@@ -264,6 +269,10 @@ class Watchdog:
         """
         if self.world == 1 or not self.threads[0].is_alive():
             return
+        if isinstance(error, RunFailed):
+            return  # all ranks have found the same
+        if isinstance(error, UserError):
+            self._leave(f"rossby: {' '.join(str(error).splitlines())}", BAD_INPUT, traces=False)
         if is_lost_connection(error):
             self.lost = True
             time.sleep(EXPLAIN_SECONDS)  # the thread leaves as soon as there is a verdict

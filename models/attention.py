@@ -19,7 +19,7 @@ BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash_attn", "math")
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose, as `auto` does until parallelisms/attention_choice.py has measured; `cudnn` and
+    `sdpa` lets torch choose, as `auto` does until parallelisms/measured_choices.py has measured; `cudnn` and
     `flash` pin one of torch's kernels; `flash_attn` is the package; `math` is two matmuls and a softmax,
     faster on a CPU than its flash kernel at a few hundred tokens.
     """

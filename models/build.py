@@ -1,4 +1,4 @@
-"""The model that a configuration describes: every one maps pieces of fields, as `to_pieces` cuts them."""
+"""The model that a configuration describes: every one maps pieces of fields, as `from_fields` cuts them."""
 
 import torch
 

@@ -151,7 +151,7 @@ class UNet(nn.Module):
         # By name and from the start: wrapped and sharded modules no longer show their shapes.
         self._fan_in = {f"{name}.weight": conv.fan_in for name, conv in named_convolutions(self)}
 
-    def to_pieces(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
+    def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
         """fields (B, C, H, W) -> (B, C, H', W'), padded as `pad_grid` says; tiles are cut out of that."""
         return pad_grid(fields, self.padded_shape, self.periodic, with_zeros)
 
@@ -165,10 +165,10 @@ class UNet(nn.Module):
 
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole grid."""
-        return self.to_fields(self(self.to_pieces(fields)))
+        return self.to_fields(self(self.from_fields(fields)))
 
     def forward(self, x: Tensor) -> Tensor:
-        assert not (x.shape[2] % self.multiple or x.shape[3] % self.multiple), "pad with to_pieces first"
+        assert not (x.shape[2] % self.multiple or x.shape[3] % self.multiple), "pad with from_fields first"
         # Channels last: norms over channels then read memory in order, and tensor-core kernels want it so.
         x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, D, h, w)
         skips = []

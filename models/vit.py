@@ -103,7 +103,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Patches of fields in, patches of fields out: (B, T, C P Q) -> (B, T, V P Q).
 
-    `to_pieces` makes patches of fields, for any grid: what patches do not divide is padded; `to_fields` is
+    `from_fields` makes patches of fields, for any grid: what patches do not divide is padded; `to_fields` is
     its inverse. The model itself only sees tokens, and these may be a part of all.
     """
 
@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
             tokens = block(tokens)
         return self.head(self.norm(tokens))  # (B, T, V P Q)
 
-    def to_pieces(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
+    def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
         """fields (B, C, H, W) -> patches (B, T, C P Q), padded as `pad_grid` says."""
         return patchify(pad_grid(fields, self.padded_shape, self.periodic, with_zeros), self.patch_size)
 
@@ -179,7 +179,7 @@ class VisionTransformer(nn.Module):
 
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole model and the whole grid."""
-        return self.to_fields(self(self.to_pieces(fields)))
+        return self.to_fields(self(self.from_fields(fields)))
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""

@@ -25,9 +25,9 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.size() == 1:
         return model
     device_ids = [torch.cuda.current_device()] if mesh.device_type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, process_group=mesh.get_group(), gradient_as_bucket_view=True
-    )
+    # Not synchronised at start: every rank has made the same weights from (seed, name).
+    shared = {"process_group": mesh.get_group(), "gradient_as_bucket_view": True, "init_sync": False}
+    return DistributedDataParallel(model, device_ids=device_ids, **shared)
 
 
 def apply_fsdp(

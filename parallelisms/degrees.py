@@ -3,9 +3,11 @@ starts.
 """
 
 import math
+import os
 from dataclasses import dataclass
 
-from errors import ConfigError
+from config import Parallelism
+from errors import ConfigError, refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -44,31 +46,33 @@ class Degrees:
         return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and self.splits_model)
 
 
-def resolve_degrees(world: int, pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int) -> Degrees:
-    """Degrees with `dp_shard = -1` filled in. ConfigError, with a layout that works, where they do not give
-    `world`.
+def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
+    """The degrees of `world` ranks, `data_parallel_shard_degree = -1` filled in.
+
+    ConfigError, with a layout that works, where they do not give `world`.
     """
+    named = {
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
+        # One of the two is 1: tokens are a ViT's, tiles a U-Net's.
+        "context_parallel_degree": parallelism.context_parallel_degree
+        * math.prod(parallelism.domain_parallel_tiles),
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+    }
+    pp, dp_replicate, dp_shard, cp, tp = named.values()
     rest = pp * dp_replicate * cp * tp
     if dp_shard == -1 and world % rest == 0:
         return Degrees(pp, dp_replicate, world // rest, cp, tp)
     if dp_shard != -1 and rest * dp_shard == world:
         return Degrees(pp, dp_replicate, dp_shard, cp, tp)
-    named = {
-        "pipeline_parallel_degree": pp,
-        "data_parallel_replicate_degree": dp_replicate,
-        "data_parallel_shard_degree": dp_shard,
-        "context_parallel_degree": cp,
-        "tensor_parallel_degree": tp,
-    }
     asked = {key: value for key, value in named.items() if value != 1} or {
         "data_parallel_shard_degree": dp_shard
     }
     key, value = max(asked.items(), key=lambda item: item[1])
     product = " x ".join(str(value) for value in named.values() if value != -1)
-    raise ConfigError(
-        f"parallelism.{key} = {value}: the run has {world} rank(s), the degrees make {product}; "
-        f"{_proposal(world, named, key)}"
-    )
+    reason = f"the run has {world} rank(s), the degrees make {product}; {_proposal(world, named, key)}"
+    refuse(f"parallelism.{key}", value, reason)
 
 
 def _proposal(world: int, named: dict[str, int], key: str) -> str:
@@ -110,3 +114,19 @@ def check_axis_order(order: tuple[str, ...]) -> None:
 def num_stages(schedule: str, pp: int) -> int:
     """Stages of a pipeline: schedules that interleave or fold have two on each rank."""
     return pp if schedule in ("GPipe", "1F1B") else 2 * pp
+
+
+def num_ranks() -> int:
+    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        return number_in_environment("WORLD_SIZE")
+    return number_in_environment("NGPU") * number_in_environment("NNODES")
+
+
+def number_in_environment(name: str) -> int:
+    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
+    text = os.environ.get(name) or "1"
+    first = text.partition(":")[0]
+    if not first.isdecimal() or int(first) < 1:
+        refuse(name, text, "an environment variable that must be a whole number, at least 1")
+    return int(first)

@@ -94,7 +94,9 @@ class GridTiles:
 
     def cut_input(self, x: Tensor) -> Tensor:
         """x (B, C, H', W') -> this rank's tile (B, C, h, w), a view."""
-        assert x.shape[-2:] == (self.row_bounds[-1], self.column_bounds[-1]), "pad with model.to_pieces first"
+        assert x.shape[-2:] == (self.row_bounds[-1], self.column_bounds[-1]), (
+            "pad with model.from_fields first"
+        )
         rows, columns = self._slices(self.index)
         return x[..., rows, columns]
 
@@ -123,7 +125,7 @@ class GridTiles:
             whole[..., rows, columns] = part[..., : rows.stop - rows.start, : columns.stop - columns.start]
         return whole
 
-    def sum_over_pieces(self, value: Tensor) -> Tensor:
+    def sum_over_shards(self, value: Tensor) -> Tensor:
         """The sum of `value` over the tiles, in place; without gradients."""
         if len(self.ranks) == 1:
             return value

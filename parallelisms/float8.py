@@ -29,7 +29,7 @@ def apply_float8(
     `filter_min_features` and multiples of 16 on every tensor-parallel rank; embedding and head never are.
     Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
     `emulate` rounds to float8 and multiplies in the parameters' precision: the numbers without the speed.
-    "auto" takes the recipe that a layer is marked with (parallelisms/float8_choice.py), or "tensorwise".
+    "auto" takes the recipe that a layer is marked with (parallelisms/measured_choices.py), or "tensorwise".
     Raises ConfigError where the machine or the combination cannot do it, or no layer is left.
     """
     check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)

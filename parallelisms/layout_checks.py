@@ -1,11 +1,10 @@
 """Layouts that cannot work, said before any rank starts: degrees, batches, and what needs all gradients."""
 
 import math
-import os
 
 from config import Config, Parallelism
 from errors import refuse
-from parallelisms.degrees import check_axis_order, check_heads, num_stages, resolve_degrees
+from parallelisms.degrees import check_axis_order, check_heads, num_ranks, num_stages, resolve_degrees
 
 
 def check_layout(config: Config) -> None:
@@ -22,7 +21,7 @@ def _check_ranks(config: Config) -> None:
     _check_tiles(parallelism, config.model.name)
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     check_heads(heads, tp, cp, parallelism.context_parallel_method)
-    degrees = resolve_degrees(num_ranks(), **degrees_asked(parallelism))
+    degrees = resolve_degrees(num_ranks(), parallelism)
     _check_pipeline(config)
     if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
         reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
@@ -97,7 +96,7 @@ def _check_cuda_graphs(config: Config) -> None:
     if config.optimizer.in_backward:
         reason = "keeps gradients, which optimizer.in_backward lets go; set one of them to false"
         refuse("compile.cuda_graphs", True, reason)
-    degrees = resolve_degrees(num_ranks(), **degrees_asked(config.parallelism))
+    degrees = resolve_degrees(num_ranks(), config.parallelism)
     if degrees.dp_replicate != degrees.world:
         reason = (
             f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}, or this to false"
@@ -127,37 +126,9 @@ def _check_in_backward(config: Config) -> None:
         )
     if config.fault_tolerance.enable:
         refuse("fault_tolerance.enable", True, f"{reason} replicas have averaged; set one of them to false")
-    degrees = resolve_degrees(num_ranks(), **degrees_asked(config.parallelism))
+    degrees = resolve_degrees(num_ranks(), config.parallelism)
     if degrees.dp_replicate > 1 and not degrees.uses_fsdp:
         fix = f"shard: data_parallel_shard_degree = {degrees.dp_replicate}"
         refuse(
             "parallelism.data_parallel_replicate_degree", degrees.dp_replicate, f"{reason} DDP reduces; {fix}"
         )
-
-
-def degrees_asked(parallelism: Parallelism) -> dict[str, int]:
-    """The degrees of the configuration under the mesh's names for its axes; dp_shard may be -1."""
-    return {
-        "pp": parallelism.pipeline_parallel_degree,
-        "dp_replicate": parallelism.data_parallel_replicate_degree,
-        "dp_shard": parallelism.data_parallel_shard_degree,
-        # One of the two is 1: tokens are a ViT's, tiles a U-Net's.
-        "cp": parallelism.context_parallel_degree * math.prod(parallelism.domain_parallel_tiles),
-        "tp": parallelism.tensor_parallel_degree,
-    }
-
-
-def num_ranks() -> int:
-    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
-    if "WORLD_SIZE" in os.environ:
-        return number_in_environment("WORLD_SIZE")
-    return number_in_environment("NGPU") * number_in_environment("NNODES")
-
-
-def number_in_environment(name: str) -> int:
-    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
-    text = os.environ.get(name) or "1"
-    first = text.partition(":")[0]
-    if not first.isdecimal() or int(first) < 1:
-        refuse(name, text, "an environment variable that must be a whole number, at least 1")
-    return int(first)

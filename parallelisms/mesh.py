@@ -4,14 +4,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelisms.degrees import AXES, Degrees
+from config import Parallelism
+from errors import UserError
+from parallelisms.degrees import AXES, Degrees, resolve_degrees
 
 T = TypeVar("T")
 
@@ -81,9 +83,9 @@ class Mesh:
         axes = [axis for axis in AXES if getattr(self.degrees, axis) > 1]
         ranks = self.grid.mesh
         lines = [
-            f"rank {int(ranks[tuple(place)]):>4}: "
-            + ", ".join(f"{axis} {int(i)}" for axis, i in zip(AXES, place, strict=True) if axis in axes)
-            for place in torch.cartesian_prod(*(torch.arange(n) for n in ranks.shape))
+            f"rank {int(ranks[tuple(at)]):>4}: "
+            + ", ".join(f"{axis} {int(i)}" for axis, i in zip(AXES, at, strict=True) if axis in axes)
+            for at in torch.cartesian_prod(*(torch.arange(n) for n in ranks.shape))
             .view(-1, len(AXES))
             .tolist()
         ]
@@ -105,8 +107,24 @@ def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] =
     return Mesh(degrees, grid, parameters)
 
 
+def mesh_of(parallelism: Parallelism, device: torch.device) -> Mesh:
+    """The mesh that a configuration asks for. ConfigError: its degrees do not give this number of ranks."""
+    degrees = resolve_degrees(dist.get_world_size(), parallelism)
+    return build_mesh(device.type, degrees, parallelism.axis_order)
+
+
 def from_first_rank(compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank: for what is read or fitted once."""
-    result = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result, src=0)
-    return result[0]  # type: ignore[return-value]
+    """What `compute` returns on rank 0, on every rank: for what is read or fitted once.
+
+    A user's mistake that rank 0 finds is raised on every rank.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = compute()
+        except UserError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

@@ -1,10 +1,9 @@
-"""From a plain model to the part of it that this rank trains, in one order with a reason for each place in
-it.
-"""
+"""From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,9 @@ from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_ten
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossPart = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # output, target, weights -> this rank's part of the loss
 Shards = TokenShards | GridTiles
 
 
@@ -42,27 +43,32 @@ class ParallelModel:
     parts: list[nn.Module]  # what is called: the model, perhaps wrapped, or stages of a pipeline
     shards: Shards
     mesh: Mesh
+    device: torch.device
     autocast: torch.autocast
     pipeline: Pipeline | None = None
     gathers_float8: bool = False
     zero1: Zero1 | None = None
     cuda_graphs: bool = False
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank under their own names."""
-        for part in self.parts:
-            for name, parameter in part.named_parameters():
-                yield canonical(name), parameter
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this rank under their own names."""
+        return {canonical(name): p for part in self.parts for name, p in part.named_parameters()}
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
             part.train(mode)
 
     def forward_backward(
-        self, inputs: Tensor, target: Tensor, weights: Tensor, loss: Loss, scale: float, exchange: bool
+        self,
+        inputs: Tensor,
+        target: Tensor,
+        weights: Tensor,
+        loss_part: LossPart,
+        scale: float,
+        exchange: bool,
     ) -> Tensor:
-        """One micro-batch: this rank's share of `loss(output, target, weights)`; gradients are those of
-        scale x loss.
+        """One micro-batch: this rank's part of its loss; gradients are those of scale x loss.
 
         `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
         where they have to be summed: hence the factor.
@@ -77,10 +83,10 @@ class ParallelModel:
             with record_function("forward"):
                 with self.autocast:
                     output = part(inputs)
-                share = loss(output, target, weights)
+                loss = loss_part(output, target, weights)
             with record_function("backward"):
-                (share * scale).backward()
-        return share.detach()
+                (loss * scale).backward()
+        return loss.detach()
 
     def _begin_pass(self) -> None:
         if self.cuda_graphs:
@@ -88,7 +94,7 @@ class ParallelModel:
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank's optimiser updates: all it has, but for ZeRO-1."""
-        return self.zero1.mine() if self.zero1 else dict(self.named_parameters())
+        return self.zero1.mine() if self.zero1 else self.parameters
 
     def zero_grad(self) -> None:
         """Of all parameters: the optimiser may have a part of them only."""
@@ -104,23 +110,21 @@ class ParallelModel:
 
     @torch.no_grad()
     def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), gathered on every rank that shares the sample: for
-        validation.
-        """
+        """fields (B, C, H, W) -> (B, V, H, W), whole on every rank that takes part in the sample."""
         self._begin_pass()
-        inputs = self.shards.cut_input(self.geometry.to_pieces(fields))
+        inputs = self.shards.cut_input(self.geometry.from_fields(fields))
         if self.pipeline:
             assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, VisionTransformer)
             tokens = (len(inputs), self.shards.output_tokens, self.geometry.dim)
-            piece = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
+            output = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
         else:
             with self.autocast:
-                piece = self.parts[0](inputs)
-        return self.geometry.to_fields(self.shards.gather_output(piece))
+                output = self.parts[0](inputs)
+        return self.geometry.to_fields(self.shards.gather_output(output))
 
     @property
     def speaks_for_sample(self) -> bool:
-        """True on one of the ranks that share a sample."""
+        """True on one of the ranks that take part in a sample."""
         return all(self.mesh.rank(axis) == 0 for axis in ("pp", "cp", "tp"))
 
     @property
@@ -160,7 +164,7 @@ def parallelize(
             if parallelism.enable_async_tensor_parallel:
                 enable_async_tensor_parallel(mesh.parameters.get_group("tp").group_name)
         # Context parallelism replaces attention, whose heads are by now those of this rank.
-        share_samples(part, model, shards, mesh, parallelism.context_parallel_method)
+        split_samples(part, model, shards, mesh, parallelism.context_parallel_method)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.
         ac = activation_checkpoint
         apply_activation_checkpoint(
@@ -190,10 +194,18 @@ def parallelize(
         pipeline = Pipeline(wrapped, indices, stages, mesh, device)
     gathers_float8 = float8 is not None and float8.enable and float8.enable_fsdp_float8_all_gather
     result = ParallelModel(
-        model, wrapped, shards, mesh, autocast, pipeline, gathers_float8, cuda_graphs=compile.cuda_graphs
+        model,
+        wrapped,
+        shards,
+        mesh,
+        device,
+        autocast,
+        pipeline,
+        gathers_float8,
+        cuda_graphs=compile.cuda_graphs,
     )
     if parallelism.data_parallel == "zero1":
-        result.zero1 = Zero1(dict(result.named_parameters()), mesh.group("dp_replicate"))
+        result.zero1 = Zero1(result.parameters, mesh.group("dp_replicate"))
     return result
 
 
@@ -209,8 +221,8 @@ def swap_linears(part: nn.Module, float8: Float8, device_type: str, tp: int) -> 
     apply_float8(part, float8.recipe, float8.filter_min_features, float8.emulate, gather, device_type, tp)
 
 
-def share_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str) -> None:
-    """From now on `part` computes this rank's piece of a sample, and asks the others for what it needs."""
+def split_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str) -> None:
+    """From now on `part` computes this rank's shard of a sample, and asks the others for what it needs."""
     if isinstance(model, UNet):
         assert isinstance(shards, GridTiles)
         if mesh.degrees.cp > 1:
@@ -227,7 +239,7 @@ def share_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Me
 def cut_stages(
     model: WeatherModel, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
 ) -> tuple[list[nn.Module], list[int]]:
-    """The stages of this rank and their places in the pipeline; without one, the model itself."""
+    """The stages of this rank and their indices in the pipeline; without one, the model itself."""
     pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
     if pp == 1:
         return [model], [0]

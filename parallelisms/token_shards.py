@@ -43,17 +43,17 @@ class TokenShards:
         """(B, T, C) -> this rank's (B, T'/(cp tp), C)."""
         return self.cut_input(tokens).chunk(self.tp, dim=1)[self.mesh.rank("tp")]
 
-    def gather_output(self, piece: Tensor) -> Tensor:
+    def gather_output(self, shard: Tensor) -> Tensor:
         """The inverse of `cut_output`, for validation: a training step never has a whole field's tokens."""
         for axis in ("tp", "cp"):
             if getattr(self, axis) > 1:
-                parts = [torch.empty_like(piece) for _ in range(getattr(self, axis))]
-                dist.all_gather(parts, piece.contiguous(), group=self.mesh.group(axis))
-                piece = torch.cat(parts, dim=1)
-        return piece[:, : self.num_tokens]
+                parts = [torch.empty_like(shard) for _ in range(getattr(self, axis))]
+                dist.all_gather(parts, shard.contiguous(), group=self.mesh.group(axis))
+                shard = torch.cat(parts, dim=1)
+        return shard[:, : self.num_tokens]
 
-    def sum_over_pieces(self, value: Tensor) -> Tensor:
-        """The sum of `value` over the ranks that hold the other pieces of the same samples."""
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """The sum of `value` over the ranks that hold the other shards of the same samples."""
         for axis in ("tp", "cp"):
             if getattr(self, axis) > 1:
                 dist.all_reduce(value, group=self.mesh.group(axis))

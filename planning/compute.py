@@ -75,7 +75,8 @@ def linear_times(work: Workload, rates: Rates, backward: bool) -> Times:
     for name in rank_matrices(work.model, work.degrees.tp):
         if name.startswith(("attention.", "mlp.")):
             times["matmul"] += linear_time(work, rates, name, backward)
-            times["float8 casts"] += float8_time(work, rates, name, backward) if work.float8 else 0.0
+            if work.float8:
+                times["float8 casts"] += float8_time(work, rates, name, backward)
     return times
 
 

@@ -1,34 +1,41 @@
 """One training step of any layout in one process: fake ranks, fake tensors, real code.
 
-Builds the configured layout as rank 0 of `world_size` ranks on torch's fake process group, under
-FakeTensorMode: every operator computes shapes and nothing else. Memory is torch's MemTracker's, collectives
-are the Recorder's.
+Assembles the configured layout as rank 0 of `world_size` ranks on torch's fake process group, and takes
+train.py's step under FakeTensorMode: every operator computes shapes and nothing else. Memory is torch's
+MemTracker's, collectives are the Recorder's.
 """
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from checkpoints.checkpointer import NoCheckpoints
+from checkpoints.run_state import RunState
 from config import Config
-from models.build import build_model
+from datasets.grid import Grid
+from datasets.normalization import Statistics
+from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
-from parallelisms.degrees import Degrees, resolve_degrees
-from parallelisms.layout_checks import degrees_asked
-from parallelisms.mesh import build_mesh
-from parallelisms.parallelize import ParallelModel, parallelize
-from training.gradients import clip, total_norm
-from training.losses import mse_loss, sum_of_squares
-from training.optimizers import build_optimizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from parallelisms.degrees import Degrees
+from parallelisms.mesh import mesh_of
+from parallelisms.parallelize import ParallelModel
+from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
+from training.batches import Batch
+from training.gradients import LossScaler
+from training.step import train_step
+from training.update import Update, UpdateInBackward
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class DryRun:
 
     degrees: Degrees
     total_parameters: int  # bytes of the whole model in float32
-    replicated: int  # of `parameters`: what tensor parallelism leaves whole, beyond an even share
+    replicated: int  # of `parameters`: what tensor parallelism leaves whole, beyond an even part
     parameters: int  # of this rank, master copies
     gradients: int
     optimizer: int
@@ -47,16 +54,16 @@ class DryRun:
 
     @property
     def padding(self) -> int:
-        """What is left beyond an even share: shards whose first dim the ranks do not divide."""
+        """What is left beyond an even part: shards whose first dim the ranks do not divide."""
         even = self.total_parameters // (self.degrees.world // (self.degrees.dp_replicate * self.degrees.pp))
         return max(self.parameters - self.replicated - even, 0) if self.degrees.pp == 1 else 0
 
     def table(self) -> str:
-        share = self.total_parameters / max(self.parameters, 1)
+        fraction = self.total_parameters / max(self.parameters, 1)
         whole = mib(self.total_parameters).strip()
         lines = [
             f"rank 0 of {self.degrees.world}: {self.degrees}",
-            f"{'parameters':<28}{mib(self.parameters)}   1/{share:.2f} of {whole}",
+            f"{'parameters':<28}{mib(self.parameters)}   1/{fraction:.2f} of {whole}",
             f"    {'whole on every tp rank':<24}{mib(self.replicated)}   norms, positions, some biases",
             f"    {'padding of shards':<24}{mib(self.padding)}",
             f"{'gradients':<28}{mib(self.gradients)}",
@@ -73,125 +80,147 @@ def mib(size: int) -> str:
     return f"{size / 2**20:>14,.1f} MiB"
 
 
-def dry_run(
-    config: Config, world_size: int, grid_shape: tuple[int, int], num_variables: int, periodic: bool
-) -> DryRun:
-    """One step of `config` on `world_size` ranks. grid_shape: latitudes and longitudes of the data."""
+def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
+    """One step of `config` on `world_size` ranks."""
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        return _step(config, grid_shape, num_variables, periodic)
+        return _run(config, fields_without_values(config, grid, num_variables))
     finally:
         dist.destroy_process_group()
 
 
-def _step(config: Config, grid_shape: tuple[int, int], num_variables: int, periodic: bool) -> DryRun:
-    training, device = config.training, torch.device("cpu")
-    degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(config.parallelism))
-    mesh = build_mesh("cpu", degrees, config.parallelism.axis_order)
-    num_conditions = len(config.data.static_variables) + len(config.data.forcings)
-    plan = build_model(config.model, num_variables, num_conditions, grid_shape, periodic)
-    total = sum(4 * p.numel() for p in plan.parameters())
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = parallelize(
-        plan,
-        mesh,
-        device,
-        None,
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        param_dtype=DTYPES[training.mixed_precision_param],
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-        memory=fake,
-    )
+def fields_without_values(config: Config, grid: Grid, num_variables: int) -> Fields:
+    """What a model has to know of data that need not be there."""
+    ones, nothing = np.ones(num_variables), np.zeros(0, int)
+    mean_field = np.zeros((num_variables, *grid.shape), np.float32)
+    static = [np.zeros(grid.shape) for _ in config.data.static_variables]
+    names = [f"variable {number}" for number in range(num_variables)]
+    return Fields(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, ""))
+
+
+def _run(config: Config, fields: Fields) -> DryRun:
+    device, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+    mesh = mesh_of(config.parallelism, device)
+    assembly = assemble(config, fields, mesh, device, memory=fake)
+    model = assembly.model
+    objective = build_objective(config, assembly, np.ones(fields.grid.shape[0]))
+    run = replace(build_run_state(config, model), scaler=LossScaler(False))  # which looks at values
+    tracker = MemTracker()
+    for part in model.parts:
+        if isinstance(part, DistributedDataParallel):
+            part.register_comm_hook(None, reduced_bucket)
+    if model.pipeline:
+        model.pipeline = FirstStage(config, model, tracker)  # type: ignore[assignment]
     with fake:
-        parameters = dict(model.named_parameters())
-        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
-        make_states(optimizer)
-        if config.optimizer.in_backward:
-            for parameter in parameters.values():
-                parameter.register_post_accumulate_grad_hook(release_gradient)
-        tracker = MemTracker()
-        tracker.track_external(*model.parts, optimizer)
-        channels = (num_variables, num_variables + num_conditions)
-        with tracker:
-            gradients, record = _run(config, model, channels, grid_shape, tracker)
-        with record:  # not tracked: as fake tensors, operators in place have temporaries
-            norm = total_norm(parameters.values(), model.pipeline_group)
-            clip(parameters.values(), config.training.max_norm, norm)
-            optimizer.step()
-        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        make_states(model, run)
+        tracker.track_external(*model.parts, run.optimizer)
+        batches = FakeBatches(config, fields, mesh.degrees, tracker, Recorder(mesh))
+        update = build_update(config, model, run, NoCheckpoints(), objective.loss_part, len(batches))
+        with ExitStack() as tracked, batches.record:
+            tracked.enter_context(tracker)
+            watched = UntrackedUpdate(update, model, tracked)
+            train_step(1, batches, objective, model, watched, Alone())  # type: ignore[arg-type]
+    states = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    parameters = model.parameters.values()
     peak = tracker.get_tracker_snapshot("peak")[device]
+    batches.count_repeated()
     return DryRun(
-        degrees,
-        total,
-        sum(map(beyond_even_share, parameters.values())),
-        sum(map(local_bytes, parameters.values())),
-        gradients,
+        mesh.degrees,
+        4 * assembly.num_parameters,
+        sum(map(beyond_even_part, parameters)),
+        sum(map(local_bytes, parameters)),
+        watched.gradients,
         sum(map(local_bytes, states)),
-        with_micro_batches(
-            {str(getattr(kind, "value", kind)): n for kind, n in peak.items()}, in_flight(config)
-        ),
-        record.table(),
-        record.calls,
+        {str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
+        batches.record.table(),
+        batches.record.calls,
     )
 
 
-def _run(
-    config: Config,
-    model: ParallelModel,
-    channels: tuple[int, int],
-    grid_shape: tuple[int, int],
-    tracker: MemTracker,
-) -> tuple[int, Recorder]:
-    """Micro-batches; bytes of this rank's gradients, and all collectives.
+class FakeBatches:
+    """The micro-batches of a step. Those that only accumulate are alike: the first stands for all of them."""
 
-    Of micro-batches that only accumulate one is run, and its collectives counted for each.
-    """
-    training, degrees = config.training, model.mesh.degrees
-    batch = training.local_batch_size
-    accumulation = max(training.global_batch_size // (batch * degrees.dp), 1)
-    loss = lambda output, target, weights: mse_loss(sum_of_squares(output, target, weights))  # noqa: E731
-    record = Recorder(model.mesh)
-    for last in [False, True] if accumulation > 1 else [True]:
-        tracker.reset_mod_stats()  # it follows one pass through each module
-        target = model.geometry.to_pieces(torch.empty(batch, channels[0], *grid_shape))
-        inputs = model.geometry.to_pieces(torch.empty(batch, channels[1], *grid_shape))
-        pieces = model.shards.cut_output(target)
-        size = config.parallelism.pipeline_parallel_microbatch_size
-        with Recorder(model.mesh) as calls:
-            if model.pipeline:  # one of the micro-batches that pass through the first stage
-                output = model.parts[0](model.shards.cut_input(inputs)[:size])
-                output.backward(torch.empty_like(output))
-            else:
-                model.forward_backward(
-                    model.shards.cut_input(inputs), pieces, torch.empty_like(pieces), loss, 1.0, last
-                )
-        repeated = batch // size if model.pipeline else 1
-        for call, number in calls.calls.items():
-            record.calls[call] += number * repeated * (1 if last else accumulation - 1)
-    gradients = sum(local_bytes(p.grad) for _, p in model.named_parameters() if p.grad is not None)
-    return gradients, record
+    def __init__(
+        self, config: Config, fields: Fields, degrees: Degrees, tracker: MemTracker, record: Recorder
+    ) -> None:
+        training = config.training
+        self.shape = (training.local_batch_size, 2, len(fields.variables), *fields.grid.shape)
+        self.accumulation = max(training.global_batch_size // (training.local_batch_size * degrees.dp), 1)
+        self.tracker, self.record, self.first = tracker, record, Counter()
+
+    def __len__(self) -> int:
+        return min(self.accumulation, 2)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(len(self)):
+            if number:
+                self.first = self.record.calls.copy()
+            self.tracker.reset_mod_stats()  # it follows one pass through each module
+            yield torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
+
+    def count_repeated(self) -> None:
+        """Of every micro-batch that the first one stood for."""
+        for call, number in self.first.items():
+            self.record.calls[call] += number * (self.accumulation - 2)
 
 
-def release_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+class UntrackedUpdate:
+    """The update, whose memory is not counted: as fake tensors, operators in place have temporaries."""
+
+    def __init__(self, update: Update | UpdateInBackward, model: ParallelModel, tracked: ExitStack) -> None:
+        self.update, self.model, self.tracked, self.gradients = update, model, tracked, 0
+        self.begin, self.loss_part, self.loss_scale = update.begin, update.loss_part, update.loss_scale
+
+    def finish(self, step: int, loss: Tensor) -> Tensor:
+        self.gradients = sum(
+            local_bytes(p.grad) for p in self.model.parameters.values() if p.grad is not None
+        )
+        self.tracked.close()
+        return self.update.finish(step, loss)
 
 
-def make_states(optimizer: torch.optim.Optimizer) -> None:
+class FirstStage:
+    """In place of a pipeline: its first stage alone, with the micro-batches that it holds, nothing sent."""
+
+    def __init__(self, config: Config, model: ParallelModel, tracker: MemTracker) -> None:
+        self.part, self.tracker = model.parts[0], tracker
+        self.size = config.parallelism.pipeline_parallel_microbatch_size
+        self.in_flight = in_flight(config)
+
+    def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
+        waiting: list[Tensor] = []
+        for micro_batch in inputs.split(self.size):
+            self.tracker.reset_mod_stats()
+            waiting.append(self.part(micro_batch))
+            if len(waiting) == self.in_flight:
+                backward(waiting.pop(0))
+        while waiting:
+            backward(waiting.pop(0))
+        return torch.zeros(())
+
+
+def backward(output: Tensor) -> None:
+    output.backward(torch.empty_like(output))
+
+
+def reduced_bucket(
+    state: None,
+    bucket: dist.GradBucket,  # type: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[Tensor]:
+    """What DDP does by itself: the fake group's own answer is not a tensor, which DDP insists on."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    done.set_result(bucket.buffer())
+    return done
+
+
+def make_states(model: ParallelModel, run: RunState) -> None:
     """As after the first step: the peak of a run is that of its second."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def with_micro_batches(peak: dict[str, int], number: int) -> dict[str, int]:
-    """The peak with the activations of `number` micro-batches instead of one."""
-    more = (number - 1) * peak.get("Activation", 0)
-    return peak | {key: peak[key] + more for key in ("Activation", "Total") if key in peak}
+    for parameter in model.own_parameters().values():
+        parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    model.zero_grad()
 
 
 def in_flight(config: Config) -> int:
@@ -212,7 +241,7 @@ def local_bytes(tensor: Tensor) -> int:
     return part.numel() * part.element_size()
 
 
-def beyond_even_share(tensor: Tensor) -> int:
+def beyond_even_part(tensor: Tensor) -> int:
     """Bytes of a parameter that this rank would not have if tensor parallelism had dealt it out."""
     if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
         return 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from config import Config, Model
 from errors import ConfigError
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
-from parallelisms.layout_checks import degrees_asked
 from planning.architecture import Architecture, vit_architecture
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -107,7 +106,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
             f'model.name = "{config.model.name}": plan.py knows the vit; for others use --dry_run'
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
-    degrees = resolve_degrees(world, **degrees_asked(parallelism))
+    degrees = resolve_degrees(world, parallelism)
     conditions = len(config.data.static_variables) + len(config.data.forcings)
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)

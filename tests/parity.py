@@ -1,10 +1,10 @@
-"""Three optimiser steps of a small ViT on any layout, by the functions that train.py is made of.
+"""Three optimiser steps of a small model on any layout, by train.py's own assembly and step.
 
 What comes back is layout-free: losses, gradient norms, full gradients of the first step, full weights after
 the third. A layout is right when all of it is what one process gives.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,21 +14,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from config import ActivationCheckpoint, Compile, Float8, Parallelism
-from datasets.grid import area_weights
+from checkpoints.checkpointer import NoCheckpoints
+from config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Data,
+    Float8,
+    LrScheduler,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
+from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
-from models.build import WeatherModel
-from models.unet import UNet
-from models.vit import VisionTransformer
+from datasets.normalization import Statistics
+from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
-from parallelisms.layout_checks import degrees_asked
-from parallelisms.parallelize import parallelize
 from tests.distributed import shared_mesh
-from training.ema import EMA
-from training.gradients import LossScaler, clip, total_norm
-from training.losses import mse_loss, mse_weights, relative_l2_loss, relative_l2_weights, sum_of_squares
-from training.optimizers import build_optimizer, set_lr
+from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
+from training.batches import Batch
+from training.step import train_step
 
 GLOBAL_BATCH = 8
 # Some gradients are zero but for rounding (a bias of all keys moves no softmax); with a small eps Adam
@@ -95,116 +103,116 @@ def full(tensor: Tensor) -> np.ndarray:
     return whole.detach().float().cpu().numpy().copy()
 
 
-def samples(grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """16 samples: inputs (5 channels), targets (3 variables) and a mask with holes."""
+def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
+    """`settings`: keys of [training] and [optimizer]."""
+    model = {"name": "unet", "width": 8, "levels": 2} if layout.unet else dict(layout.model)
+    training = {
+        "seed": seed,
+        "local_batch_size": GLOBAL_BATCH,  # that of one process; `SmallRun` divides it
+        "mixed_precision_param": layout.dtype,
+        "loss": layout.loss,
+        "variable_weights": (1.0, 2.0, 0.5),
+        "max_norm": 0.5,
+    }
+    optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
+    training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
+    optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
+    return Config(
+        data=Data(static_variables=("one", "another")),
+        model=replace(Model(dim=32), **model),
+        optimizer=Optimizer(**optimizer),
+        lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
+        training=Training(**training),
+        parallelism=Parallelism(**layout.parallelism),
+        activation_checkpoint=ActivationCheckpoint(layout.activation_checkpoint, every_n_blocks=2),  # type: ignore[arg-type]
+        compile=Compile(layout.compile),
+        float8=Float8(layout.float8, emulate=True, enable_fsdp_float8_all_gather=layout.float8_all_gather),
+    )
+
+
+def samples(grid: tuple[int, int]) -> Tensor:
+    """16 pairs of states (16, 2, 3, H, W), the second with holes."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(16, 5, *grid, generator=generator)
-    targets = inputs[:, :3].roll(2, dims=-1) + 0.1 * torch.randn(16, 3, *grid, generator=generator)
-    return inputs, targets, torch.rand(16, 3, *grid, generator=generator) > 0.1
+    states = torch.randn(16, 3, *grid, generator=generator)
+    targets = states.roll(2, dims=-1) + 0.1 * torch.randn(16, 3, *grid, generator=generator)
+    holes = torch.rand(16, 3, *grid, generator=generator) < 0.1
+    return torch.stack([states, targets.masked_fill(holes, torch.nan)], dim=1)
 
 
-def build(layout: Layout) -> WeatherModel:
-    with torch.device("meta"):
-        if layout.unet:
-            return UNet(5, 3, layout.grid, width=8, levels=2)
-        return VisionTransformer(5, 3, layout.grid, (4, 4), 32, 4, 4, **dict(layout.model))
+def fields_of(grid: tuple[int, int]) -> Fields:
+    """Three variables of mean 0 and deviation 1, and two constant fields."""
+    static = np.random.default_rng(2).normal(size=(2, *grid))
+    moments = (np.zeros(3), np.ones(3), np.ones(3), np.zeros((3, *grid), np.float32))
+    statistics = Statistics(*moments, empty_dates=np.zeros(0, int), fingerprint="")
+    return Fields(["a", "b", "c"], global_grid(grid), list(static), statistics)
 
 
 class SmallRun:
-    """A model on a layout with its optimiser and data, by the functions that train.py is made of."""
+    """A run of train.py's parts on a layout. `settings`: keys of [training] and [optimizer]."""
 
-    def __init__(self, layout: Layout, seed: int = 0, ema_decay: float = 0.0) -> None:
-        parallelism = Parallelism(**layout.parallelism)
-        self.layout = layout
-        self.degrees = degrees = resolve_degrees(dist.get_world_size(), **degrees_asked(parallelism))
+    def __init__(self, layout: Layout, seed: int = 0, **settings: Any) -> None:
+        config = config_of(layout, seed, **settings)
+        self.layout, parallelism = layout, config.parallelism
+        self.degrees = degrees = resolve_degrees(dist.get_world_size(), parallelism)
         self.mesh = shared_mesh(degrees, parallelism.axis_order)
-        dtype = getattr(torch, layout.dtype)
-        self.plan = build(layout)
-        checkpointing = ActivationCheckpoint(mode=layout.activation_checkpoint, every_n_blocks=2)  # type: ignore[arg-type]
-        float8 = Float8(layout.float8, emulate=True, enable_fsdp_float8_all_gather=layout.float8_all_gather)
-        options = (parallelism, checkpointing, Compile(layout.compile), dtype, torch.float32, float8)
-        self.model = parallelize(self.plan, self.mesh, torch.device("cpu"), seed, *options)
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), EPS, 0.05, "fused")
-        set_lr(self.optimizer, 1e-2)
-        self.scaler = LossScaler(dtype == torch.float16)
-        self.average = EMA(self.parameters, ema_decay) if ema_decay else None
-        self.local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
-        self.sampler = TrainSampler(16, 0, self.local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
+        local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
+        config = replace(config, training=replace(config.training, local_batch_size=local))
+        fields = fields_of(layout.grid)
+        assembly = assemble(config, fields, self.mesh, torch.device("cpu"))
+        self.model = assembly.model
+        self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
+        self.run = build_run_state(config, self.model)
+        self.run.progress.global_batch = GLOBAL_BATCH
+        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, layout.accumulation)
+        self.update = build_update(config, *parts)
+        self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
         self.data = samples(layout.grid)
-        latitude = np.linspace(88, -88, layout.grid[0])
-        self.area = torch.tensor(area_weights(latitude), dtype=torch.float32)
-        self.gradients: dict[str, np.ndarray] = {}
+        self.gradients: dict[str, np.ndarray] = {}  # of the last step, before it was clipped
         self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
-        if self.model.pipeline:
-            micro_batches = self.local // parallelism.pipeline_parallel_microbatch_size
-            schedule = parallelism.pipeline_parallel_schedule
-            self.model.pipeline.schedule(schedule, micro_batches, self.loss_of)
+        self._finish, self._watched = self.update.finish, ExitStack()
+        self.update.finish = self._finish_watched  # type: ignore[method-assign]
 
-    def loss_of(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        squares = sum_of_squares(output, target, weights)
-        if self.layout.loss == "mse":
-            return mse_loss(squares)
-        return relative_l2_loss(squares, self.local, self.model.shards.sum_over_pieces)
-
-    def micro_batches(self, step: int) -> Tensor:
-        """This rank's share of the loss of a step, with gradients left in the parameters."""
-        (inputs, targets, mask), plan, shards = self.data, self.plan, self.model.shards
-        total = torch.zeros(())
-        for micro in range(self.layout.accumulation):
-            rows = self.sampler.local_batch(step * GLOBAL_BATCH, micro)
-            if self.layout.loss == "mse":
-                weights = mse_weights(mask[rows], self.area, torch.tensor([1.0, 2.0, 0.5]))
-            else:
-                weights = relative_l2_weights(mask[rows], targets[rows])
-            total += self.model.forward_backward(
-                shards.cut_input(plan.to_pieces(inputs[rows])),
-                shards.cut_output(plan.to_pieces(targets[rows])),
-                shards.cut_output(plan.to_pieces(weights, with_zeros=True)),
-                self.loss_of,
-                self.scaler.factor / self.layout.accumulation,
-                micro == self.layout.accumulation - 1,
-            )
-        return total
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of step `step`, counted from 0."""
+        rows = [
+            self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(self.layout.accumulation)
+        ]
+        return [(self.data[chosen], torch.zeros(len(chosen), dtype=torch.int64)) for chosen in rows]
 
     def step(self, step: int) -> tuple[float, float]:
-        """Loss over all ranks and gradient norm of step `step`, counted from 0; gradients stay in
-        `gradients`.
-        """
-        with self.watch:
-            total = self.micro_batches(step)
-        parameters = self.parameters.values()
-        self.scaler.unscale(parameters)
-        norm = total_norm(parameters, self.model.pipeline_group)
-        if step == 0:
-            self.gradients = {n: full(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        clip(parameters, 0.5, norm)
-        if self.scaler.good(norm):
-            self.optimizer.step()
-            self.model.after_update()
-            if self.average:
-                self.average.update(step + 1)
-        self.model.zero_grad()
-        dist.all_reduce(total)
-        return total.item() / self.degrees.dp / self.layout.accumulation, norm.item()
+        """Loss over all ranks and gradient norm of step `step`, counted from 0."""
+        self._watched.enter_context(self.watch)
+        taken = train_step(step + 1, self.batches(step), self.objective, self.model, self.update, Alone())
+        assert taken is not None
+        dist.all_reduce(taken.loss)
+        self.run.progress.advance()
+        return taken.loss.item() / self.degrees.dp, taken.grad_norm.item()
+
+    def _finish_watched(self, step: int, loss: Tensor) -> Tensor:
+        self._watched.close()
+        found = {name: p.grad for name, p in self.model.parameters.items()}
+        scale = self.update.loss_scale
+        self.gradients = {name: full(grad) / scale for name, grad in found.items() if grad is not None}
+        return self._finish(step, loss)
 
 
 def three_steps(layout: Layout) -> Outcome:
     """Runs on every rank of the layout; all return the same."""
     run = SmallRun(layout)
-    initial = {name: full(p) for name, p in run.parameters.items()}
-    losses, norms, record = [], [], Recorder(run.mesh)
+    initial = {name: full(p) for name, p in run.model.parameters.items()}
+    losses, norms, first, record = [], [], {}, Recorder(run.mesh)
     for step in range(3):
         record = Recorder(run.mesh)  # of the third step in the end: the first sets groups and shapes up
         run.watch = nullcontext() if layout.compile else record  # compile refuses a dispatch mode around it
         loss, norm = run.step(step)
         losses.append(loss)
         norms.append(norm)
-    parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.parameters.values()]
-    predicted = full(run.model.predict(run.data[0][:2]))
+        first = first or run.gradients
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
+    predicted = full(run.model.predict(torch.cat([run.data[:2, 0], run.data[2:4, 0, :2]], dim=1)))
     group = run.model.pipeline_group
-    gradients, initial = (gather_stages(tensors, group) for tensors in (run.gradients, initial))
-    weights = gather_stages({name: full(p) for name, p in run.parameters.items()}, group)
+    gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
+    weights = gather_stages({name: full(p) for name, p in run.model.parameters.items()}, group)
     return Outcome(
         losses,
         norms,

@@ -7,8 +7,9 @@ import numpy as np
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_state import Progress, RunState, resume
-from tests.parity import GLOBAL_BATCH, Layout, SmallRun, cp, full, pp, replicate, tp
+from checkpoints.run_state import RunState, resume
+from config import Checkpoint
+from tests.parity import Layout, SmallRun, cp, full, pp, replicate, tp
 
 STEPS, MORE = 2, 2  # before the save, and after it
 KINDS: dict[str, Layout] = {
@@ -23,12 +24,6 @@ KINDS: dict[str, Layout] = {
 }
 
 
-def build_run(layout: Layout, seed: int) -> tuple[SmallRun, RunState]:
-    small = SmallRun(layout, seed, ema_decay=0.9)
-    progress = Progress(global_batch=GLOBAL_BATCH)
-    return small, RunState(small.parameters, small.optimizer, small.scaler, small.average, progress)
-
-
 def whole(state: RunState) -> dict[str, np.ndarray]:
     """Every tensor of a run, gathered over shards, stages and owners; the same on every rank."""
     tensors = state.tensors()
@@ -40,11 +35,11 @@ def whole(state: RunState) -> dict[str, np.ndarray]:
 
 def save(layout: Layout, folder: Path, mode: str) -> tuple[dict[str, np.ndarray], list[float]]:
     """A run that saves after STEPS steps: all that was saved, and the losses of the steps after it."""
-    small, state = build_run(layout, seed=0)
+    small = SmallRun(layout, ema_decay=0.9)
+    state = small.run
     for step in range(STEPS):
         small.step(step)
-    state.progress.step, state.progress.samples = STEPS, STEPS * GLOBAL_BATCH
-    checkpointer = Checkpointer(folder, mode, 1, "", layout.parallelism)
+    checkpointer = Checkpointer(folder, Checkpoint(async_mode=mode, keep_latest_k=1), "", layout.parallelism)  # type: ignore[arg-type]
     checkpointer.save(STEPS, state.tensors())
     saved = whole(state)
     checkpointer.wait()
@@ -54,8 +49,9 @@ def save(layout: Layout, folder: Path, mode: str) -> tuple[dict[str, np.ndarray]
 
 def load(layout: Layout, folder: Path) -> tuple[dict[str, np.ndarray], list[float]]:
     """What a run with other initial weights has after resuming, and its next losses."""
-    small, state = build_run(layout, seed=1)
-    checkpointer = Checkpointer(folder, "disabled", 1, "", layout.parallelism)
+    small = SmallRun(layout, seed=1, ema_decay=0.9)
+    state = small.run
+    checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
     assert resume(checkpointer, state) and state.progress.step == STEPS
     checkpointer.close()
     return whole(state), [small.step(STEPS + more)[0] for more in range(MORE)]

@@ -10,7 +10,8 @@ import torch
 from checkpoints.best import Best, history, link_folder
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps, read_manifest
-from config import load_config
+from command_line import load_config
+from config import Checkpoint
 from tests.jobs import write_config
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -19,7 +20,7 @@ VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10",
 
 @pytest.fixture
 def checkpointer(one_rank, tmp_path):
-    made = Checkpointer(tmp_path / "checkpoints", "disabled", 1, "", {})
+    made = Checkpointer(tmp_path / "checkpoints", Checkpoint(async_mode="disabled", keep_latest_k=1), "", {})
     yield made
     made.close()
 

@@ -12,8 +12,10 @@ from torch import nn
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
 from checkpoints.run_state import Progress, RunState, global_batch_size, resume
+from config import Checkpoint
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
+from training.bad_steps import BadSteps
 from training.gradients import LossScaler, total_norm
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 
@@ -27,8 +29,9 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
         parameters = dict(self.model.named_parameters())
-        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
-        self.run = RunState(parameters, optimizer, LossScaler(scaling, growth_interval=2), None, Progress())
+        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1)
+        scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(0.0, 0, torch.device("cpu"))
+        self.run = RunState(parameters, optimizer, scaler, None, Progress(), bad_steps)
 
     def step(self, checkpointer: Checkpointer | None = None) -> float:
         run = self.run
@@ -57,7 +60,10 @@ def build(one_rank, tmp_path):
     def build(mode: str = "disabled", keep: int = 5, folder: Path = tmp_path) -> Checkpointer:
         for checkpointer in made:
             checkpointer.close()
-        made[:] = [Checkpointer(folder, mode, keep, "x = 1", {"dp_shard": 1})]
+        settings = Checkpoint(async_mode=mode, keep_latest_k=keep)  # type: ignore[arg-type]
+        made[:] = [
+            Checkpointer(folder, settings, "x = 1", {"dp_shard": 1}),
+        ]
         return made[0]
 
     yield build
@@ -143,7 +149,7 @@ def test_two_runs_do_not_write_into_one_folder(build, tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoints.files.PATIENCE", 0.0)
     build()
     with pytest.raises(ValueError, match="another run writes there"):
-        Checkpointer(tmp_path, "disabled", 2, "", {})
+        Checkpointer(tmp_path, Checkpoint(async_mode="disabled"), "", {})
 
 
 @pytest.mark.parametrize("mode", MODES)

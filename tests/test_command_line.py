@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import config
-from command_line import help_text, load_config, to_toml
+from command_line import help_text, load_config, start, to_toml
 from tests.test_config import GOOD, ROOT, SHARD
 
 
@@ -34,7 +34,7 @@ def test_precedence(folder: Path) -> None:
     (folder / "base.toml").write_text(GOOD + "[training]\nsteps = 10\nseed = 1\nlocal_batch_size = 4\n")
     loaded = load_config(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
     training = loaded.training
-    assert (training.steps, training.seed, training.local_batch_size, training.gc_freq) == (30, 2, 4, 50)
+    assert (training.steps, training.seed, training.local_batch_size) == (30, 2, 4)
     assert loaded.model.patch_size == (2, 2) and loaded.dump_folder == Path("outputs/over")
 
 
@@ -81,7 +81,7 @@ def test_help_names_every_key_with_type_default_and_meaning() -> None:
 def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--help"], ["--training.stepz", "-h"]):
         with pytest.raises(SystemExit) as end:
-            config.start(argv)
+            start(argv)
         assert end.value.code == 0
         assert "--optimizer.lr_max  (number above 0; default inf)" in capsys.readouterr().out
 
@@ -96,7 +96,7 @@ def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.Captu
         "--training.variable_weights=[1,0.5,2]",
     ]
     with pytest.raises(SystemExit) as end:
-        config.start([*args, "--job.print_config"])
+        start([*args, "--job.print_config"])
     assert end.value.code == 0
     (folder / "resolved.toml").write_text(capsys.readouterr().out)
     first, again = load_config(args), load_config(["--job.config_file", "resolved.toml"])

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import config
+from jobs import start_checks
 from tests.archives import analyses, weatherbench
 
-ROOT = Path(config.__file__).parent
+ROOT = Path(start_checks.__file__).parents[1]
+
 GOOD = """
 [data]
 path = "wb.zarr"
@@ -57,7 +58,7 @@ def one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line with which the check before the start of ranks ends. Nothing else is printed."""
     with pytest.raises(SystemExit) as end:
-        config.main(argv)
+        start_checks.main(argv)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == ""
     assert err.startswith("rossby: ") and len(err.splitlines()) == 1, err
@@ -214,7 +215,7 @@ COMMAND_LINES = [
     ('--data.forcings \'["sin_latitude", "sin_latitude"]\'', "'sin_latitude' is listed twice"),
     (
         "--data.forcings '[\"sin_latitud\"]'",
-        "data.forcings = 'sin_latitud': unknown; did you mean 'sin_latitude'?",
+        "data.forcings = 'sin_latitud': unknown; did you mean sin_latitude?",
     ),
     ("--model.patch_size [7,2]", "model.patch_size = [7, 2]: larger than the grid [6, 8]"),
     ("--data.grid_shape [32,64]", "data.grid_shape = [32, 64]: the data have [6, 8]; set that or [0, 0]"),
@@ -351,12 +352,12 @@ def test_ranks_that_are_not_first_say_nothing(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as end:
-        config.main(["--training.stepz=3"])
+        start_checks.main(["--training.stepz=3"])
     assert end.value.code == 2 and capsys.readouterr() == ("", "")
 
 
 def test_the_good_configuration_passes_every_check() -> None:
-    config.main(["--job.config_file", "good.toml"])
+    start_checks.main(["--job.config_file", "good.toml"])
 
 
 # Through the door: program, processes, arguments, what the line says.
@@ -368,8 +369,8 @@ STARTED = [
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
     ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
-    ("config.py", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
-    ("config.py", 1, "--training.steps 1 2", "2: not an option"),
+    ("-m jobs.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
+    ("-m jobs.start_checks", 1, "--training.steps 1 2", "2: not an option"),
 ]
 
 
@@ -382,7 +383,7 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     # A rank without MASTER_ADDR: joining a process group would end in a traceback.
     env = os.environ | {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
     env.pop("MASTER_ADDR", None)
-    command = [program] if program.startswith("./") else [str(python), program]
+    command = [program] if program.startswith("./") else [str(python), *program.split()]
     own_file = ["--job.config_file", str(folder / "good.toml")] * ("config_file" not in args)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

@@ -54,7 +54,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 def total(value: Tensor | None, tiles: GridTiles) -> Tensor:
     """Sum over the tiles, of a copy."""
     assert value is not None
-    return tiles.sum_over_pieces(value.detach().clone())
+    return tiles.sum_over_shards(value.detach().clone())
 
 
 def gradient_differences(model: nn.Module, plain: nn.Module, tiles: GridTiles) -> float:
@@ -116,7 +116,7 @@ def check_model(layout: tuple[int, int], periodic: bool, dtype: torch.dtype) -> 
     mesh, model = domain(layout), build_model(periodic, dtype)
     tiles = build_tiles(mesh, layout, model.padded_shape, model.multiple)
     torch.manual_seed(dist.get_rank() // mesh.size())
-    fields = model.to_pieces(torch.randn(2, 5, *GRID, dtype=dtype))
+    fields = model.from_fields(torch.randn(2, 5, *GRID, dtype=dtype))
     result = compare(model, tiles, fields, torch.randn(2, 3, *model.padded_shape, dtype=dtype))
     result["stated"] = list(halo_traffic(model, tiles, 2, dtype.itemsize))
     return result
@@ -151,7 +151,7 @@ def check_wrapped(wrapper: str) -> dict:
     mesh, model = domain((2, 2)), build_model(True, torch.float32)
     tiles = build_tiles(mesh, (2, 2), model.padded_shape, model.multiple)
     torch.manual_seed(0)
-    fields, target = model.to_pieces(torch.randn(2, 5, *GRID)), torch.randn(2, 3, *model.padded_shape)
+    fields, target = model.from_fields(torch.randn(2, 5, *GRID)), torch.randn(2, 3, *model.padded_shape)
     plain, split = copy.deepcopy(model), apply_domain_parallel(model, tiles)
     (plain(fields) - target).square().sum().backward()
     averaging = wrapper in ("ddp", "fsdp")
@@ -194,7 +194,7 @@ def check_gather() -> dict:
     return {
         "same": torch.equal(tiles.gather_output(piece), x),
         "shape": list(piece.shape),
-        "sum": tiles.sum_over_pieces(piece.double().sum()).item() == x.double().sum().item(),
+        "sum": tiles.sum_over_shards(piece.double().sum()).item() == x.double().sum().item(),
     }
 
 

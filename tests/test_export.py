@@ -13,7 +13,7 @@ import xarray as xr
 from safetensors import safe_open
 
 import forecast
-from config import load_config
+from command_line import load_config
 from tests.jobs import write_config
 from train import train
 

@@ -13,15 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from config import Compile, Float8
+from config import Float8
 from models.vit import VisionTransformer, fill_with_nan, init_weights
-from parallelisms import float8_choice
+from parallelisms import measured_choices
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8, check_float8, precompute_float8_scales
-from parallelisms.float8_choice import choose_float8
-from parallelisms.mesh import Mesh, build_mesh
+from parallelisms.measured_choices import Choices, choose_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 LAYERS = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
@@ -155,14 +154,10 @@ def update(model: nn.Module) -> None:
     precompute_float8_scales(model)
 
 
-# -- the recipe that is fastest: parallelisms/float8_choice.py
+# -- the recipe that is fastest: parallelisms/measured_choices.py
 
 FLOAT8 = Float8(enable=True, recipe="auto")
 CPU = torch.device("cpu")
-
-
-def mesh() -> Mesh:
-    return build_mesh("cpu", Degrees(1, 1, 1, 1, 1))
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
@@ -193,27 +188,25 @@ def test_each_shape_gets_what_is_fastest(one_rank, monkeypatch, caplog, tmp_path
         asked.append(shape)
         return measured[shape]
 
-    monkeypatch.setattr(float8_choice, "measure", measure)
+    monkeypatch.setattr(measured_choices, "measure_float8", measure)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         model = build()
-        choose_float8(model, 2, mesh(), FLOAT8, Compile(), torch.bfloat16, CPU, tmp_path)
+        choose_float8(model, 2, Degrees(), FLOAT8, False, torch.bfloat16, CPU, Choices(tmp_path))
         apply_float8(model, "auto", 0, True, False, "cpu")
         found = recipes_of(model)
         assert list(found.values()) == ["none", "none", "tensorwise", "rowwise"]
     assert sorted(asked) == sorted(measured)  # once
-    line = (
-        "float8: 256 x 256 x 64: rowwise (none 1000.000 ms, tensorwise 800.000 ms, rowwise 700.000 ms, forw"
-    )
+    line = "float8: 256 x 256 x 64: rowwise (none 1000.000 ms, tensorwise 800.000 ms, rowwise 700.000 ms)"
     assert sum(message.startswith(line) for message in caplog.messages) == 1
     (out, _), (expected, _) = step(model), step(build())
     assert 1e-3 < error(out, expected) < 0.08
 
 
 def test_nothing_gains(one_rank, monkeypatch, caplog, tmp_path: Path) -> None:
-    monkeypatch.setattr(float8_choice, "measure", lambda *_: {"none": 1.0, "tensorwise": 1.0})
+    monkeypatch.setattr(measured_choices, "measure_float8", lambda *_: {"none": 1.0, "tensorwise": 1.0})
     model = build()
-    choose_float8(model, 2, mesh(), FLOAT8, Compile(), torch.bfloat16, CPU, tmp_path)
+    choose_float8(model, 2, Degrees(), FLOAT8, False, torch.bfloat16, CPU, Choices(tmp_path))
     assert "no matrix gains" in caplog.text
     assert apply_float8(model, "auto", 0, True, False, "cpu") == converted(model) == []
 
@@ -221,7 +214,7 @@ def test_nothing_gains(one_rank, monkeypatch, caplog, tmp_path: Path) -> None:
 def test_emulated_or_not_measured_it_is_tensorwise(one_rank, caplog, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO)
     model, emulated = build(), replace(FLOAT8, emulate=True)
-    chosen = choose_float8(model, 2, mesh(), emulated, Compile(), torch.float32, CPU, tmp_path)
+    chosen = choose_float8(model, 2, Degrees(), emulated, False, torch.float32, CPU, Choices(tmp_path))
     assert set(chosen.values()) == {"tensorwise"} and "it is emulated" in caplog.text
     for one in (model, build()):
         apply_float8(one, "auto", 0, True, False, "cpu")
@@ -231,14 +224,14 @@ def test_emulated_or_not_measured_it_is_tensorwise(one_rank, caplog, tmp_path: P
 def test_measured_times() -> None:
     """Emulated here, so that figures mean nothing; a recipe that this machine lacks is not timed."""
     shape = (64, 128, 256)
-    found = float8_choice.measure(shape, False, torch.bfloat16, CPU, emulate=True)
+    found = measured_choices.measure_float8(shape, False, torch.bfloat16, CPU, emulate=True)
     assert list(found) == ["none", "tensorwise", "rowwise"] and min(found.values()) > 0
-    assert list(float8_choice.measure(shape, False, torch.bfloat16, CPU)) == ["none"]
+    assert list(measured_choices.measure_float8(shape, False, torch.bfloat16, CPU)) == ["none"]
 
 
 def test_shapes_of_a_rank() -> None:
     """Tensor parallelism cuts qkv and up by features out, the others by features in."""
-    shapes = [float8_choice.rank_shape(build(), f"blocks.1.{layer}", 100, 2) for layer in LAYERS]
+    shapes = [measured_choices.rank_shape(build(), f"blocks.1.{layer}", 100, 2) for layer in LAYERS]
     assert shapes == [(100, 64, 96), (100, 32, 64), (100, 64, 128), (100, 128, 64)]
 
 

@@ -16,7 +16,7 @@ import xarray as xr
 from torch.distributed.checkpoint import state_dict_loader
 
 import forecast
-from config import load_config
+from command_line import load_config
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
 from models.vit import VisionTransformer

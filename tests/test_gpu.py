@@ -14,7 +14,7 @@ from benchmarks.gpu_session import TINY
 from benchmarks.gpu_step import Case, Training
 from benchmarks.gpu_table import table
 from models.attention import attention, check_backend
-from parallelisms.attention_choice import CANDIDATES
+from parallelisms.measured_choices import BACKENDS
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
 
@@ -49,7 +49,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("backend", CANDIDATES[DEVICE.type])
+@pytest.mark.parametrize("backend", BACKENDS[DEVICE.type])
 def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim: int) -> None:
     try:
         check_backend(backend, DEVICE.type, torch.bfloat16)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import Channels, load_initial_weights
 from checkpoints.run_state import Progress, RunState
-from config import Model, Parallelism
+from config import ActivationCheckpoint, Checkpoint, Compile, Model, Parallelism
 from models.build import build_model
 from parallelisms.degrees import resolve_degrees
-from parallelisms.layout_checks import degrees_asked
 from parallelisms.parallelize import parallelize
 from tests.distributed import shared_mesh
 from tests.parity import full
+from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers import build_optimizer
@@ -40,25 +40,24 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **par
     """Parameters of a small model on all ranks of the group."""
     settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
     asked = Parallelism(**parallelism)
-    mesh = shared_mesh(resolve_degrees(dist.get_world_size(), **degrees_asked(asked)), asked.axis_order)
+    mesh = shared_mesh(resolve_degrees(dist.get_world_size(), asked), asked.axis_order)
     outputs = len(channels.outputs)
     plan = build_model(settings, outputs, len(channels.inputs) - outputs, GRID, True)
-    from config import ActivationCheckpoint, Compile
-
     options = (asked, ActivationCheckpoint(), Compile(), torch.float32, torch.float32)
-    return dict(parallelize(plan, mesh, torch.device("cpu"), seed, *options).named_parameters())
+    return parallelize(plan, mesh, torch.device("cpu"), seed, *options).parameters
 
 
 def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
     """A checkpoint of a model of OLD; its weights."""
     parameters = build(OLD, 0, **options)
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused")
+    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1)
     average = EMA(parameters, 0.9) if ema else None
     if average:
         for tensor in average.averages.values():
             tensor += 1
-    run = RunState(parameters, optimizer, LossScaler(False), average, Progress(step=1))
-    checkpointer = Checkpointer(folder / "checkpoints", "disabled", 1, CONFIG, {})
+    bad_steps = BadSteps(0.0, 0, torch.device("cpu"))
+    run = RunState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
+    checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, {})
     checkpointer.save(1, run.tensors())
     checkpointer.close()
     kept = average.averages if average else parameters

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from config import load_config
+from command_line import load_config
 from datasets.loader import FieldDataset
 from models.build import build_model
 from tests.jobs import write_config

@@ -1,6 +1,7 @@
 """Lines of metrics.jsonl, and peaks."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def log(folder, steps, resume_step=0, loss=1.0):
         folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_sample=1e9, peak=0.0
     )
     for step in steps:
-        metrics.count(samples=8, data_seconds=0.001)
+        metrics.count(8, SimpleNamespace(seconds=0.001, bytes=0))  # type: ignore[arg-type]
         metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), 1e-3, torch.device("cpu"))
     metrics.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_state import Progress, RunState, resume
-from config import load_config
+from checkpoints.run_state import resume
+from command_line import load_config
+from config import Checkpoint
 from errors import ConfigError
 from models.vit import VisionTransformer, init_weights
-from tests.parity import EPS, GLOBAL_BATCH, Layout, SmallRun, full, replicate, tp
+from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training import optimizer_states
 from training.bad_steps import step_unless
@@ -30,7 +31,7 @@ LAYOUTS |= {"tp": Layout(2, tp())}
 
 def build(model: nn.Module, state_dtype: str) -> torch.optim.AdamW:
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, "fused", state_dtype)
+    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, state_dtype)
     set_lr(optimizer, 1e-2)
     return optimizer
 
@@ -96,7 +97,7 @@ def final_loss(seed: int, state_dtype: str, steps: int = 150) -> float:
         phase = 6.28 * torch.rand(8, 2, 1, 1, generator=generator)
         longitude = torch.linspace(0, 6.28 * 15 / 16, 16).expand(8, 2, 8, 16)
         fields = torch.sin(longitude + phase) + 0.5 * torch.cos(2 * longitude - phase)
-        loss = (model.to_fields(model(model.to_pieces(fields))) - fields.roll(2, dims=-1)).square().mean()
+        loss = (model.to_fields(model(model.from_fields(fields))) - fields.roll(2, dims=-1)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -114,25 +115,16 @@ def test_runs_end_within_the_spread_of_seeds() -> None:
 # -- layouts and checkpoints
 
 
-def build_run(layout: Layout, state_dtype: str, seed: int) -> tuple[SmallRun, RunState]:
-    small = SmallRun(layout, seed, ema_decay=0.9)
-    own = small.model.own_parameters()
-    small.optimizer = build_optimizer(own, (0.9, 0.95), EPS, 0.05, "fused", state_dtype)
-    set_lr(small.optimizer, 1e-2)
-    progress = Progress(global_batch=GLOBAL_BATCH)
-    return small, RunState(small.parameters, small.optimizer, small.scaler, small.average, progress)
-
-
 def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, Any]:
     """Some steps, a save, as many again: losses, weights after half of them, everything at the end."""
     layout = LAYOUTS[name]
     with patch.object(optimizer_states, "BLOCK", 16):  # the small run's rows have 32 numbers
-        small, state = build_run(layout, state_dtype, seed=0)
+        small = SmallRun(layout, ema_decay=0.9, state_dtype=state_dtype)
+        state = small.run
         losses = [small.step(step)[0] for step in range(STEPS)]
-        weights = {name: full(p) for name, p in small.parameters.items()}
+        weights = {name: full(p) for name, p in small.model.parameters.items()}
         if folder:
-            state.progress.step = STEPS
-            checkpointer = Checkpointer(folder, "disabled", 1, "", layout.parallelism)
+            checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
             checkpointer.save(STEPS, state.tensors())
             checkpointer.close()
         saved = whole(state)
@@ -143,8 +135,9 @@ def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, 
 def go_on(name: str, state_dtype: str, folder: Path) -> dict[str, Any]:
     layout = LAYOUTS[name]
     with patch.object(optimizer_states, "BLOCK", 16):
-        small, state = build_run(layout, state_dtype, seed=1)
-        checkpointer = Checkpointer(folder, "disabled", 1, "", layout.parallelism)
+        small = SmallRun(layout, seed=1, ema_decay=0.9, state_dtype=state_dtype)
+        state = small.run
+        checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
         try:
             assert resume(checkpointer, state)
         except ValueError as error:
@@ -202,7 +195,6 @@ def test_another_state_dtype_is_refused_by_name(ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["state_dtype=int8", "implementation=foreach"], "optimizer.implementation = 'foreach': .*\"int8\""),
         (
             ["state_dtype=bfloat16", "beta2=0.999"],
             "optimizer.state_dtype = 'bfloat16': .*beta2 to 0.99 or less",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from config import load_config
+from command_line import load_config
+from datasets.grid import global_grid
 from models.build import build_model
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees
@@ -98,16 +99,15 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("world, options", LAYOUTS)
 def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
-    """Peak within 6 %, states exactly. A dry run of a first stage has no truth to hold: 12 %."""
+    """Peak within 4 %, states exactly; the first stage of a pipeline within 8 %."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = configuration(**options)
     work = workload_of(config, world, GRID, 7)
     found = stage_memory(work, first=True, last=work.degrees.pp == 1)
-    real = dry_run(config, world, GRID, 7, True)
+    real = dry_run(config, world, global_grid(GRID), 7)
     assert 4 * shard_parameters(work, last=work.degrees.pp == 1) == real.parameters
-    read = 2 * 4 * work.local_batch * work.field_values  # the dry run's fields come as pieces
-    tolerance = 0.06 if work.degrees.pp == 1 else 0.12
-    assert found.peak - read == pytest.approx(real.peak["Total"], rel=tolerance)
+    tolerance = 0.04 if work.degrees.pp == 1 else 0.08
+    assert found.peak == pytest.approx(real.peak["Total"], rel=tolerance)
 
 
 def test_states_of_a_shard_by_hand():

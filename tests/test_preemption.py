@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from checkpoints.files import complete_steps
-from config import load_config
+from command_line import load_config
 from config_checks import wall_time_seconds
 from jobs.preemption import EXIT_SAVED, Agreement
 from jobs.watchdog import Watchdog

@@ -13,8 +13,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from checkpoints.files import complete_steps, step_folder, stored_tensors
-from config import FaultTolerance, load_config, settings_of_replicas, to_toml
+from command_line import load_config, to_toml
+from config import FaultTolerance
 from errors import ConfigError
+from jobs.replica_state import settings_of_replicas
 from jobs.replicas import brief, buckets, check_replicas, import_torchft
 from tests.test_train import archive, config_file, losses, read, read_complete_lines, run, start
 

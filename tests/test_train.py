@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 
 from checkpoints.files import complete_steps
-from config import load_config
+from command_line import load_config
 from tests.archives import weatherbench
 from train import train
 from training.bad_steps import TrainingDiverged

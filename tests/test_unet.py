@@ -134,6 +134,6 @@ def test_too_many_levels_say_how_many_there_can_be():
 
 def test_weights_are_padded_with_zeros():
     model = build()
-    padded = model.to_pieces(torch.ones(1, 3, 33, 36), with_zeros=True)
+    padded = model.from_fields(torch.ones(1, 3, 33, 36), with_zeros=True)
     assert padded.shape == (1, 3, 36, 36) and padded.sum() == 3 * 33 * 36
     assert model.to_fields(padded).all()

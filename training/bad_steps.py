@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from errors import RunFailed
+
 logger = logging.getLogger(__name__)
 WINDOW = 100  # steps that bad ones are counted in, and losses that a spike is measured against
 ENOUGH = 20  # losses that a median of them means something
 TO_SIGMA = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(RunFailed):
     """Skipping and going back did not help; the message says where, on which ranks, what is left."""
 
 
@@ -87,9 +89,6 @@ class BadSteps:
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """The optimiser's step, unless it is bad: a fused kernel looks for itself, on the device."""
-    if all(group.get("fused") for group in optimizer.param_groups):
-        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # torch's name, for its GradScaler
-        optimizer.step()
-    elif not bad:
-        optimizer.step()
+    """The optimiser's step, unless it is bad: its fused kernel looks for itself, on the device."""
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # torch's name, for its GradScaler
+    optimizer.step()

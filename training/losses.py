@@ -1,7 +1,7 @@
-"""Losses of normalised fields, in float32, as weighted sums of squares that can be taken piece by piece.
+"""Losses of normalised fields, in float32, as weighted sums of squares that can be taken shard by shard.
 
-Shapes: B batch, V variables, H latitudes, W longitudes. A piece is what a rank has of a prediction: some of
-its tokens or a tile of its grid; weights are made of whole fields, so that no piece has to ask another for
+Shapes: B batch, V variables, H latitudes, W longitudes. A shard is what a rank has of a prediction: some of
+its tokens or a tile of its grid; weights are made of whole fields, so that no rank has to ask another for
 a mean.
 """
 
@@ -36,7 +36,7 @@ def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:
 
 
 def sum_of_squares(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """(B,): the weighted sum of squared errors of a piece, all of the same shape (B, ...).
+    """(B,): the weighted sum of squared errors of a shard, all of the same shape (B, ...).
 
     In float32, a sample at a time: errors of a whole batch of fields would be five copies of it.
     """
@@ -62,27 +62,22 @@ class SumOfSquares(torch.autograd.Function):
 
 
 def mse_loss(squares: Tensor) -> Tensor:
-    """This piece's share of the loss, from `sum_of_squares` with `mse_weights`."""
+    """This shard's part of the loss, from `sum_of_squares` with `mse_weights`."""
     return squares.sum()
 
 
-def relative_l2_loss(squares: Tensor, batch_size: int, sum_over_pieces: Callable[[Tensor], Tensor]) -> Tensor:
-    """This piece's share of mean sqrt(S), where S sums over the pieces of a sample; shares add up to the
-    loss.
+def relative_l2_loss(squares: Tensor, batch_size: int, sum_over_shards: Callable[[Tensor], Tensor]) -> Tensor:
+    """This shard's part of mean sqrt(S), where S sums over the shards of a sample; parts add up to the loss.
 
-    d sqrt(S) = dS / (2 sqrt(S)), while the share S_piece / sqrt(S) has the right value and twice that
-    gradient.
+    d sqrt(S) = dS / (2 sqrt(S)), while S_shard / sqrt(S) has the right value and twice that gradient.
     """
-    total = sum_over_pieces(squares.detach().clone())
-    share = (squares / total.sqrt().clamp_min(TINY)).sum() / batch_size
-    return share / 2 + (share / 2).detach()
+    total = sum_over_shards(squares.detach().clone())
+    part = (squares / total.sqrt().clamp_min(TINY)).sum() / batch_size
+    return part / 2 + (part / 2).detach()
 
 
 def variable_weights(given: tuple[float, ...], num_variables: int) -> Tensor:
-    """(V,) weights that the user gives, or ones. ValueError when there are not as many as variables."""
-    if given and len(given) != num_variables:
-        reason = f"{num_variables} variables are predicted; give one weight each"
-        raise ValueError(f"training.variable_weights = {list(given)}: {reason}")
+    """(V,) weights that the user gives, or ones."""
     return torch.tensor(given) if given else torch.ones(num_variables)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from traces.profiler import part_times
+from training.batches import Batches
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
@@ -74,13 +75,11 @@ class Metrics:
         self.data_bytes = 0
         part_times.read(1)
 
-    def count(self, samples: int, data_seconds: float, data_bytes: int = 0) -> None:
-        """One step has been launched: `samples` over all ranks, `data_seconds` waited for the loader, which
-        gave this rank `data_bytes`.
-        """
+    def count(self, samples: int, batches: Batches) -> None:
+        """One step has been launched: `samples` over all ranks, with what this rank waited for and got."""
         self.samples += samples
-        self.data_seconds += data_seconds
-        self.data_bytes += data_bytes
+        self.data_seconds += batches.seconds
+        self.data_bytes += batches.bytes
         self.num_steps += 1
 
     def log_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What is minimised: the loss of a batch, on the piece of it that a rank has, and of whole fields.
+"""What is minimised: the loss of a batch, on the shard of it that a rank has, and of whole fields.
 
 Shapes: B batch, V variables, H latitudes, W longitudes.
 """
@@ -51,24 +51,22 @@ class Objective:
         return mse_weights(mask, self.area, self.variables)
 
     def cut(self, fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, and
-        weights.
-        """
+        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights."""
         values, mask = self.normalizer.normalize(fields)
         state, target = values[:, 0], values[:, 1]
         weights = self.weights(target, mask[:, 1]) * self.normalizer.output_scale.square()
-        pieces: Any = self.geometry.to_pieces
+        from_fields: Any = self.geometry.from_fields
         return (
-            self.shards.cut_input(pieces(self.conditions.append(state, times))),
-            self.shards.cut_output(pieces(self.normalizer.expected_output(state, target))),
-            self.shards.cut_output(pieces(weights, with_zeros=True)),
+            self.shards.cut_input(from_fields(self.conditions.append(state, times))),
+            self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
+            self.shards.cut_output(from_fields(weights, with_zeros=True)),
         )
 
-    def share(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        """The share of the loss that a piece of a batch has; shares add up."""
+    def loss_part(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        """The part of the loss that a shard of a batch has; the parts of all ranks add up to it."""
         squares = sum_of_squares(output, target, weights)  # (B,)
         if self.relative:
-            return relative_l2_loss(squares, self.local_batch_size, self.shards.sum_over_pieces)
+            return relative_l2_loss(squares, self.local_batch_size, self.shards.sum_over_shards)
         return mse_loss(squares)
 
     def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:

@@ -129,9 +129,8 @@ def empty_moment(
 
     ConfigError: it was saved in another `optimizer.state_dtype`.
     """
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if name == "step":  # a fused kernel wants it where the weights are, others on the host
-        return torch.zeros((), dtype=dtype, device=parameter.device if fused else "cpu")
+    if name == "step":  # the fused kernel wants it where the weights are
+        return torch.zeros((), dtype=dtype, device=parameter.device)
     asked = getattr(optimizer, "state_dtype", "float32")
     is_scale = name.endswith("_scale")
     wanted = STORED[asked] if is_compact(parameter, asked) and not is_scale else torch.float32

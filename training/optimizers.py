@@ -11,25 +11,17 @@ def build_optimizer(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    implementation: str,
     state_dtype: str = "float32",
 ) -> torch.optim.AdamW:
     """AdamW over two groups. Its learning rate is set at every step, from training/lr_schedules.py.
 
-    `state_dtype` "bfloat16" or "int8": moments rest in so few bits between steps; fused only.
+    The kernel is the fused one, which leaves out a bad step by itself, on the device. `state_dtype`
+    "bfloat16" or "int8": moments rest in so few bits between steps.
     """
     groups = parameter_groups(parameters, weight_decay)
     if state_dtype != "float32":
-        assert implementation == "fused"  # config_checks has said so
         return CompactAdamW(groups, state_dtype, betas, eps)
-    return torch.optim.AdamW(
-        groups,
-        lr=0.0,
-        betas=betas,
-        eps=eps,
-        fused=implementation == "fused",
-        foreach=implementation == "foreach",
-    )
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:

@@ -105,11 +105,11 @@ def axis_size(field: StoredField, role: str) -> int:
 
 
 def initial_times(file: StoredFile, field: StoredField) -> np.ndarray:
-    """Initial dates (n,) datetime64[s]: the time axis, or one date that all fields share."""
+    """Initial dates (n,) datetime64[s]: the time axis, or the one date of all fields."""
     if field.times is not None:
         return field.times
-    shared = [name for name in file.arrays if coordinate_role(file, name, FORECAST_ROLES) == "time"]
-    single = [name for name in shared if file.arrays[name].shape == () and name.lower() != "valid_time"]
+    named = [name for name in file.arrays if coordinate_role(file, name, FORECAST_ROLES) == "time"]
+    single = [name for name in named if file.arrays[name].shape == () and name.lower() != "valid_time"]
     if not single:
         raise DataError(f"cannot read {file.path!r} as forecasts: it has no initial date")
     return np.atleast_1d(coordinate_times(file, single[0]))

@@ -5,7 +5,7 @@ for each valid time and kept as long as later initial dates can ask for them. Al
 a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,12 +55,12 @@ class FieldsByValidTime(Protocol):
 
 @dataclass(frozen=True)
 class Pair:
-    """One initial date and lead by their places, fields (V, H, W) on the device; without truth no score."""
+    """An initial date and a lead by their positions, and their fields (V, H, W) on the device."""
 
     date: int
     lead: int
     forecast: Tensor  # or (M, V, H, W)
-    truth: Tensor | None
+    truth: Tensor | None  # without it there is no score
     climatology: Tensor | None
 
 
@@ -92,7 +92,7 @@ class KeptFields:
 
 
 class Matcher:
-    """Reads pairs of forecast and truth, on one grid; `places` are those of the leads that count."""
+    """Reads pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class Matcher:
         truth: Archive,
         climatology: FieldsByValidTime | None,
         variables: Sequence[str],
-        places: Sequence[int],
+        leads: Sequence[int],
         grid: Grid,
         device: torch.device | str,
     ) -> None:
-        self.forecast, self.variables, self.places = forecast, list(variables), list(places)
+        self.forecast, self.variables, self.leads = forecast, list(variables), list(leads)
         self.device, self.grid = torch.device(device), grid
         self.regrid_forecast = self._regridding(forecast.grid)
         self.truth = KeptFields(truth_reader(truth, self.variables), self._regridding(truth.grid))
@@ -132,20 +132,21 @@ class Matcher:
         steps = []
         for block in blocks:
             size = max(1, min(self.forecast.block[1], self._limit() // len(block)))
-            steps += [(block, leads) for leads in _together(self.places, size)]
+            steps += [(block, leads) for leads in _together(self.leads, size)]
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            waiting = [reader.submit(self._load, *step) for step in steps[:1]]
-            for number in range(len(steps)):
-                loaded = waiting.pop().result()
-                waiting += [reader.submit(self._load, *step) for step in steps[number + 1 : number + 2]]
+            waiting = deque(reader.submit(self._load, *step) for step in steps[:1])
+            for following in [*steps[1:], None]:
+                loaded = waiting.popleft().result()
+                if following is not None:
+                    waiting.append(reader.submit(self._load, *following))
                 yield from loaded
 
     def _load(self, dates: Sequence[int], leads: Sequence[int]) -> list[Pair]:
         times, source = self.forecast.times, self.forecast
         for kept in filter(None, (self.truth, self.climatology)):
             kept.forget_before(times[dates[0]])
-        spans = [slice(places[0], places[-1] + 1) for places in (dates, leads)]
-        fields = source.read_block(spans[0], spans[1], self.variables)
+        spans = [slice(positions[0], positions[-1] + 1) for positions in (dates, leads)]
+        fields = source.read_block(*spans, self.variables)
         pairs = []
         for date in dates:
             for lead in leads:
@@ -176,6 +177,6 @@ def truth_reader(
     return read
 
 
-def _together(places: Sequence[int], size: int) -> list[list[int]]:
-    """Ascending places in groups of those with the same quotient by `size`."""
-    return [list(group) for _, group in groupby(places, key=lambda place: place // size)]
+def _together(positions: Sequence[int], size: int) -> list[list[int]]:
+    """Ascending positions in groups of those with the same quotient by `size`."""
+    return [list(group) for _, group in groupby(positions, key=lambda position: position // size)]

@@ -134,8 +134,8 @@ def cell_statistics(forecast: Tensor, truth: Tensor, climatology: Tensor | None)
     torch.abs(error, out=fields[1])
     if climatology is not None:
         ours, theirs = state - climatology, truth - climatology
-        for place, (a, b) in enumerate(((ours, theirs), (ours, ours), (theirs, theirs)), start=3):
-            torch.mul(a, b, out=fields[place])
+        for row, (a, b) in enumerate(((ours, theirs), (ours, ours), (theirs, theirs)), start=3):
+            torch.mul(a, b, out=fields[row])
     if ensemble:
         fields[-2] = fair_crps(forecast, truth)
         fields[-1] = forecast.double().var(dim=0, correction=1)
@@ -166,13 +166,13 @@ def complete(values: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Name of a wind vector ("wind_vector:500") -> places of its components among the variables."""
-    place, pairs = {name: i for i, name in enumerate(variables)}, {}
+    """Name of a wind vector ("wind_vector:500") -> positions of its components among the variables."""
+    position, pairs = {name: i for i, name in enumerate(variables)}, {}
     for name in variables:
         base, colon, level = name.partition(":")
         for vector, (u, v) in WIND_VECTORS.items():
-            if base == u and v + colon + level in place:
-                pairs[vector + colon + level] = place[name], place[v + colon + level]
+            if base == u and v + colon + level in position:
+                pairs[vector + colon + level] = position[name], position[v + colon + level]
     return pairs
 
 
@@ -184,7 +184,7 @@ def append_wind(
     """
     if not pairs:
         return values, present
-    u, v = (torch.tensor(places, device=values.device) for places in zip(*pairs.values(), strict=True))
+    u, v = (torch.tensor(rows, device=values.device) for rows in zip(*pairs.values(), strict=True))
     vectors = torch.full_like(values[:, u], torch.nan)
     vectors[0] = values[0, u] + values[0, v]
     return torch.cat([values, vectors], dim=1), torch.cat([present, present[u] & present[v]])

@@ -12,6 +12,8 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from errors import DataError
+
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
@@ -43,12 +45,12 @@ def mean_over_latitudes(spectrum: xr.DataArray, bands: Sequence[tuple[float, flo
 
     spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` and `wavelength` instead.
     Frequencies run over what all these rows have, and rows are interpolated linearly between their own
-    (WeatherBench2, interpolate_spectral_frequencies). ValueError where no row lies inside.
+    (WeatherBench2, interpolate_spectral_frequencies). DataError where no row lies inside.
     """
     north = spectrum.latitude.values
     inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
     if not inside.any():
-        raise ValueError(f"no latitude of the spectrum lies in {list(bands)}")
+        raise DataError(f"no latitude of the spectrum lies in {list(bands)}")
     rows = spectrum.isel(latitude=np.flatnonzero(inside)).transpose("latitude", ..., "zonal_wavenumber")
     numbers = np.arange(rows.sizes["zonal_wavenumber"])
     own = numbers / circumference(rows.latitude.values)[:, None]  # (H, K)

@@ -64,14 +64,14 @@ class Validation:
         area: Tensor,
         batch_size: int,
         num_workers: int = 0,
-        share: tuple[int, int] = (0, 1),
+        part: tuple[int, int] = (0, 1),
         counts: bool = True,
     ) -> None:
-        """share: this rank's share of the dates and how many there are; counts: on one rank of each share."""
+        """part: which part of the dates is this rank's, of how many; counts: on one rank of each part."""
         self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
         self.dataset, self.variables, self.num_dates = dataset, dataset.variables, len(dataset)
         self.counts = counts
-        self.sampler = EvaluationSampler(self.num_dates, batch_size, *share)
+        self.sampler = EvaluationSampler(self.num_dates, batch_size, *part)
         self.loader = build_loader(dataset, self.sampler, num_workers, pin=area.device.type == "cuda")
         self.known: dict[str, Tensor] = {}
 
@@ -83,21 +83,20 @@ class Validation:
         errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in forecasts}
         losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
         for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
-            mine = [
-                row for row, index in enumerate(indices) if index >= 0
-            ]  # -1: a date that is another rank's
-            places = torch.tensor([indices[row] for row in mine], device=self.device)
+            # -1: a date that is another rank's
+            mine = [row for row, index in enumerate(indices) if index >= 0]
+            dates = torch.tensor([indices[row] for row in mine], device=self.device)
             state, times = fields[:, 0].to(self.device), times.to(self.device)
             # Cells missing at the start count for nobody: persistence would have nothing to say there.
             truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:].to(self.device), torch.nan)
             for name, forecast in forecasts.items():
                 predicted = forecast(state, times, self.lead_steps)  # (B, L, V, H, W)
                 squares = mean_squared_error(predicted, truth, self.area)  # (B, L, V)
-                errors[name][places] = squares[mine]
+                errors[name][dates] = squares[mine]
                 if name == "model":
                     for row in mine:
                         losses[indices[row]] = loss(predicted[row, :1], truth[row, :1])
-            present[places] = torch.isfinite(truth).any(-1).any(-1)[mine].double()
+            present[dates] = torch.isfinite(truth).any(-1).any(-1)[mine].double()
         return self._scores(errors, losses, present)
 
     @torch.no_grad()

@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import load_config
+from command_line import load_config
 from errors import ConfigError
-from tests.parity import EPS, Layout, SmallRun, cp, difference, full, replicate, tp
-from training.backward_updates import BackwardUpdates
-from training.bad_steps import BadSteps, step_unless
-from training.gradients import total_norm
-from training.optimizers import build_optimizer, set_lr
+from tests.parity import Layout, SmallRun, cp, difference, full, replicate, tp
+from training.update import UpdateInBackward
 
 LAYOUTS = {
     "one": Layout(1),
@@ -30,40 +27,29 @@ BAD = 2  # the step, counted from 1, whose loss is not finite
 
 def train(layout: Layout, in_backward: bool, state_dtype: str = "float32") -> dict[str, Any]:
     """Four steps, one of them bad: losses, norms, weights, and moments of the optimiser."""
-    run = SmallRun(layout)
-    parameters, bad_steps = run.parameters.values(), BadSteps(0.0, 10, torch.device("cpu"))
-    run.optimizer = build_optimizer(run.parameters, (0.9, 0.95), EPS, 0.05, "fused", state_dtype)
-    set_lr(run.optimizer, 1e-2)
-    plain, number = run.loss_of, 0
+    small = SmallRun(layout, max_norm=0.0, in_backward=in_backward, state_dtype=state_dtype)
+    number, plain = 0, small.objective.loss_part
 
-    def loss_of(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def loss_part(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         ruined = number == BAD and dist.get_rank() == 0  # all have to hear of it
         return plain(output, target, weights) * (torch.nan if ruined else 1.0)
 
-    updates = BackwardUpdates(run.optimizer, parameters, bad_steps, loss_of, 1) if in_backward else None
-    run.loss_of = updates.share if updates else loss_of  # type: ignore[method-assign]
-    losses, norms = [], []
+    where = "plain_loss_part" if isinstance(small.update, UpdateInBackward) else "loss_part"
+    setattr(small.update, where, loss_part)
+    losses, norms, parameters = [], [], small.model.parameters
     for number in range(1, 5):
-        if updates:
-            updates.begin(number, None)
-        loss = run.micro_batches(number - 1)
-        if updates:
-            assert all(p.grad is None for p in parameters)
-            norm = updates.grad_norm
-        else:
-            norm = total_norm(parameters)
-            step_unless(bad_steps.judge(number, loss, norm, False), run.optimizer)
-        run.model.zero_grad()
-        dist.all_reduce(loss)
-        losses.append(loss.item())
-        norms.append(norm.item())
+        loss, norm = small.step(number - 1)
+        assert bool(small.gradients) != in_backward  # none is left over
+        losses.append(loss)
+        norms.append(norm)
     moments = {
         f"{name} {key}": full(value)
-        for name, p in run.parameters.items()
-        for key, value in run.optimizer.state[p].items()
+        for name, p in parameters.items()
+        for key, value in small.run.optimizer.state[p].items()
     }
-    weights = {name: full(p) for name, p in run.parameters.items()}
-    return {"losses": losses, "norms": norms, "moments": moments, "weights": weights, "bad": bad_steps.bad}
+    weights = {name: full(p) for name, p in parameters.items()}
+    bad = small.run.bad_steps.bad
+    return {"losses": losses, "norms": norms, "moments": moments, "weights": weights, "bad": bad}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -114,6 +100,6 @@ def test_replicas_are_refused(monkeypatch) -> None:
         load_config([*argv, *degrees])
 
 
-def test_accumulation_is_refused() -> None:
-    with pytest.raises(ValueError, match="made of 2 micro-batches a rank"):
-        BackwardUpdates(torch.optim.AdamW([torch.zeros(1)]), [], None, lambda *_: None, 2)  # type: ignore[arg-type]
+def test_accumulation_is_refused(one_rank) -> None:
+    with pytest.raises(ConfigError, match="made of 2 micro-batches a rank"):
+        SmallRun(Layout(1, accumulation=2), max_norm=0.0, in_backward=True)

@@ -1,0 +1,89 @@
+"""What only this machine and the data can refuse, before any rank starts: run_train.sh runs it first.
+
+python -m jobs.start_checks --job.config_file F --section.key value
+"""
+
+import math
+import os
+import sys
+
+from command_line import answer_early, start
+
+if __name__ == "__main__":
+    answer_early(__doc__)
+
+import torch
+
+from checkpoints.files import check_steps
+from config import Config
+from datasets.grid import Grid
+from datasets.selection import Selection, open_selection
+from errors import one_line_errors, refuse
+from jobs.replicas import check_replicas
+from models.attention import check_backend
+from models.build import build_model
+from models.unet import UNet
+from parallelisms.degrees import number_in_environment
+from parallelisms.domain_parallel import check_tiles
+from parallelisms.float8 import check_float8, float8_layers
+
+
+def open_checked(config: Config) -> Selection:
+    """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
+    check_machine(config)
+    lead_hours = config.validation.lead_hours if config.validation.enable else ()
+    selection = open_selection(config.data, config.model.patch_size, lead_hours)
+    check_model(config, selection.archive.grid)
+    if config.checkpoint.enable:
+        check_steps(config.dump_folder / "checkpoints", config.training.steps)
+    return selection
+
+
+def check_machine(config: Config) -> None:
+    """What only the machine that trains knows: devices, kernels, folder. Raises ConfigError."""
+    if config.fault_tolerance.enable:
+        check_replicas(config.fault_tolerance)
+    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
+    if backend == "nccl" and not num_gpus:
+        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
+    use_cuda = num_gpus > 0 and backend != "gloo"
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
+    local_ranks = number_in_environment(name)
+    if use_cuda and local_ranks > num_gpus:
+        refuse(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
+        reason = "needs CUDA devices and compile.enable = true; set it to false"
+        refuse("parallelism.enable_async_tensor_parallel", True, reason)
+    if config.compile.cuda_graphs and not use_cuda:
+        refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
+    folder = config.dump_folder
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        refuse("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
+    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
+    if config.model.name == "vit":
+        check_backend(config.model.attention_backend, device_type, dtype)
+    float8 = config.float8
+    if float8.enable:
+        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_model(config: Config, grid: Grid) -> None:
+    """What depends on the grid of the data, and on the model's layers. Raises ConfigError."""
+    if config.model.name == "vit" and not config.float8.enable:
+        return
+    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
+    if isinstance(model, UNet):
+        tiles = config.parallelism.domain_parallel_tiles
+        check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
+    else:
+        float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
+
+
+def main(argv: list[str]) -> None:
+    with one_line_errors():
+        open_checked(start(argv))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

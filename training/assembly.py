@@ -1,0 +1,154 @@
+"""From a configuration to what computes: one assembly for training, forecasts, dry runs and tests."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from checkpoints.run_state import Progress, RunState
+from config import ActivationCheckpoint, Config
+from datasets.conditions import Conditions
+from datasets.grid import Grid
+from datasets.normalization import Normalizer, Statistics
+from datasets.selection import Selection
+from models.build import WeatherModel, build_model
+from models.vit import VisionTransformer
+from parallelisms.measured_choices import Choices, choose_attention, choose_float8
+from parallelisms.mesh import Mesh
+from parallelisms.parallelize import LossPart, ParallelModel, parallelize
+from training.bad_steps import BadSteps
+from training.ema import EMA
+from training.gradients import LossScaler
+from training.losses import variable_weights
+from training.lr_schedules import learning_rate
+from training.objective import Objective
+from training.optimizers import build_optimizer
+from training.update import Saves, Update, UpdateInBackward
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What a model has to know of the data: V variables and S constant fields on H x W points."""
+
+    variables: Sequence[str]
+    grid: Grid
+    static: Sequence[np.ndarray]  # (H, W) each
+    statistics: Statistics
+
+    @classmethod
+    def of(cls, selection: Selection, statistics: Statistics) -> "Fields":
+        return cls(selection.variables, selection.archive.grid, list(selection.static.values()), statistics)
+
+
+@dataclass
+class Assembly:
+    """A model on this rank, and what stands between it and physical fields."""
+
+    meta_model: WeatherModel  # knows grids and patches; its parameters are those of `model`
+    num_parameters: int  # of the whole model
+    model: ParallelModel
+    normalizer: Normalizer
+    conditions: Conditions
+
+
+def assemble(
+    config: Config,
+    fields: Fields,
+    mesh: Mesh,
+    device: torch.device,
+    run_folder: Path | None = None,
+    for_training: bool = True,
+    memory: AbstractContextManager | None = None,
+) -> Assembly:
+    """The model that `config` describes, cut for this rank, with weights from (seed, name).
+
+    run_folder: of the run, which keeps the kernels and recipes that it has measured to be fastest, and which
+    a forecast takes as they are; None: nothing is measured.
+    memory: what the model gets its memory in, without values: a dry run's FakeTensorMode.
+    """
+    training = config.training
+    conditions = Conditions(fields.static, config.data.forcings, fields.grid).to(device)
+    normalizer = Normalizer(fields.statistics, config.model.predict).to(device)
+    num_variables, shape = len(fields.variables), fields.grid.shape
+    meta_model = build_model(
+        config.model, num_variables, conditions.num_channels, shape, fields.grid.periodic
+    )
+    num_parameters = sum(p.numel() for p in meta_model.parameters())
+    dtype = getattr(torch, training.mixed_precision_param)
+    if run_folder and isinstance(meta_model, VisionTransformer):
+        measured = (dtype, device, Choices(run_folder, fixed=not for_training))
+        if config.model.attention_backend == "auto":
+            choose_attention(meta_model, training.local_batch_size, mesh.degrees, *measured)
+        if config.float8.enable and config.float8.recipe == "auto":
+            settings = (config.float8, config.compile.enable)
+            choose_float8(meta_model, training.local_batch_size, mesh.degrees, *settings, *measured)
+    model = parallelize(
+        meta_model,
+        mesh,
+        device,
+        None if memory else training.seed,
+        config.parallelism,
+        # A forecast keeps nothing for a backward.
+        config.activation_checkpoint if for_training else ActivationCheckpoint(),
+        config.compile,
+        param_dtype=dtype,
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        float8=config.float8,
+        memory=memory,
+    )
+    return Assembly(meta_model, num_parameters, model, normalizer, conditions)
+
+
+def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Objective:
+    """What is minimised, area (H,); a pipeline's schedule is told too: its last stage computes the loss."""
+    training, model = config.training, assembly.model
+    objective = Objective(
+        training.loss,
+        assembly.meta_model,
+        model.shards,
+        assembly.conditions,
+        assembly.normalizer,
+        torch.tensor(area, dtype=torch.float32, device=model.device),
+        variable_weights(training.variable_weights, len(assembly.normalizer.mean)),
+        training.weight_by_change,
+        training.local_batch_size,
+    )
+    if model.pipeline:
+        parallelism = config.parallelism
+        micro_batches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        schedule = parallelism.pipeline_parallel_schedule
+        model.pipeline.schedule(schedule, micro_batches, objective.loss_part)
+    return objective
+
+
+def build_run_state(config: Config, model: ParallelModel) -> RunState:
+    """Optimiser, loss scaler and averages of a model whose weights are there; no step has been taken."""
+    optim, decay = config.optimizer, config.training.ema_decay
+    optimizer = build_optimizer(
+        model.own_parameters(), (optim.beta1, optim.beta2), optim.eps, optim.weight_decay, optim.state_dtype
+    )
+    average = EMA(model.parameters, decay) if decay else None
+    scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
+    bad_steps = BadSteps(config.training.spike_threshold, config.training.max_skipped_steps, model.device)
+    return RunState(model.parameters, optimizer, scaler, average, Progress(), bad_steps)
+
+
+def build_update(
+    config: Config,
+    model: ParallelModel,
+    run: RunState,
+    saves: Saves,
+    loss_part: LossPart,
+    accumulation: int,
+) -> Update | UpdateInBackward:
+    """The way from gradients to weights that `config` asks for. ConfigError: gradients accumulate."""
+    global_batch = run.progress.global_batch
+    rate = partial(learning_rate, config.optimizer, config.lr_scheduler, config.training.steps, global_batch)
+    parts = (model, run, saves, rate, loss_part)
+    if config.optimizer.in_backward:
+        return UpdateInBackward(*parts, accumulation)
+    return Update(*parts, config.training.max_norm)

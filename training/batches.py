@@ -1,0 +1,63 @@
+"""The micro-batches of each step on the device, wherever the run's progress stands."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from checkpoints.run_state import Progress
+from config import Config
+from datasets.loader import FieldDataset, TrainLoader, TrainSampler
+from traces.profiler import span
+
+Batch = tuple[Tensor, Tensor]  # fields (B, 2, V, H, W) float32, NaN where missing; first dates (B,), seconds
+
+
+def build_batches(
+    samples: FieldDataset,
+    config: Config,
+    progress: Progress,
+    parts: tuple[int, int],
+    accumulation: int,
+    device: torch.device,
+) -> "Batches":
+    """parts: which part of each global batch this rank takes, and of how many."""
+    training, data = config.training, config.data
+    order = TrainSampler(len(samples), training.seed, training.local_batch_size, accumulation, *parts)
+    loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
+    return Batches(loader, progress, device)
+
+
+class Batches:
+    """Iterated once a step, it gives the micro-batches that `progress` says come next.
+
+    Where the run has gone back, or on with another replica's state, the loader goes there by itself.
+    """
+
+    def __init__(self, loader: TrainLoader, progress: Progress, device: torch.device) -> None:
+        self.loader, self.progress, self.device = loader, progress, device
+        self.iterator: Iterator[Batch] = iter(())
+        self.at: tuple[int, int] | None = None  # samples and rollbacks that the iterator goes on from
+        self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and what it gave
+
+    def __len__(self) -> int:
+        """Micro-batches a step."""
+        return self.loader.sampler.accumulation
+
+    def __iter__(self) -> Iterator[Batch]:
+        progress = self.progress
+        if self.at != (progress.samples, progress.rollbacks):
+            self.iterator = self.loader.iterate(progress.samples, progress.rollbacks)
+        self.at, self.seconds, self.bytes = None, 0.0, 0
+        for _ in range(len(self)):
+            yield self._next()
+        self.at = progress.samples + progress.global_batch, progress.rollbacks
+
+    def _next(self) -> Batch:
+        with span("data"):
+            started = time.perf_counter()
+            fields, times = next(self.iterator)
+            self.seconds += time.perf_counter() - started
+            self.bytes += fields.nbytes
+            return fields.to(self.device, non_blocking=True), times.to(self.device, non_blocking=True)

@@ -1,0 +1,43 @@
+"""The samples of a run: dates of its periods, and the statistics of the one it trains on."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from config import Data
+from datasets.grid import area_weights
+from datasets.loader import FieldDataset, cache_if_small
+from datasets.normalization import known_empty_dates, load_or_compute
+from datasets.selection import Selection, evenly_spaced
+from parallelisms.mesh import from_first_rank
+
+logger = logging.getLogger("rossby")
+
+
+class Samples:
+    """Made by all ranks together. Fields are kept in memory where they take at most `data.cache_gib`."""
+
+    def __init__(self, selection: Selection, data: Data, folder: Path) -> None:
+        """folder: the run's, which keeps the statistics."""
+        self.selection, variables = selection, selection.variables
+        dates = np.union1d(selection.train, selection.validation)
+        self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
+        self.area = area_weights(selection.archive.grid.latitude)  # (H,)
+        counted = evenly_spaced(selection.train, data.statistics_dates)
+        source = (self.archive, variables, counted, selection.step, self.area)
+        self.statistics = from_first_rank(lambda: load_or_compute(folder / "statistics.npz", *source))
+        self.empty = {
+            "train": self.statistics.empty_dates,
+            "validation": from_first_rank(
+                lambda: known_empty_dates(self.archive, variables, selection.validation)
+            ),
+        }
+
+    def dataset(self, period: str, offsets: Sequence[int], limit: int = 0) -> FieldDataset:
+        """Samples of the dates t + offset x step in a period, at most `limit` of them, evenly spaced."""
+        chosen = self.selection.samples(period, offsets, self.empty[period])
+        if not limit:
+            logger.info(self.selection.describe(period, chosen, self.empty[period]))
+        return FieldDataset(self.archive, self.selection.variables, evenly_spaced(chosen, limit))

@@ -1,0 +1,61 @@
+"""The training step: what train.py, a dry run, the table of layouts, the benchmarks and the tests call."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallelisms.parallelize import ParallelModel
+from training.batches import Batch
+from training.objective import Objective
+from training.update import Update, UpdateInBackward
+
+
+class MicroBatches(Protocol):
+    """A list of batches, or what loads them."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Others(Protocol):
+    """The other replicas of this run (jobs/replicas.py), of which there may be none."""
+
+    def average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step was, as scalars on the device, which nobody has waited for."""
+
+    loss: Tensor  # this rank's part of the loss
+    grad_norm: Tensor  # of all gradients
+
+
+def train_step(
+    step: int,
+    batches: MicroBatches,
+    objective: Objective,
+    model: ParallelModel,
+    update: Update | UpdateInBackward,
+    others: Others,
+) -> Step | None:
+    """Step `step` (1 is the first): gradients of all micro-batches, their mean over replicas, one update.
+
+    None: a replica was lost and nothing has changed; the same samples are to be taken again.
+    """
+    update.begin(step)
+    loss, last = torch.zeros((), device=model.device), len(batches) - 1
+    for number, (fields, times) in enumerate(batches):
+        shards = objective.cut(fields, times)
+        scale = update.loss_scale / len(batches)
+        part = model.forward_backward(*shards, update.loss_part, scale, exchange=number == last)
+        loss += part / len(batches)
+    if not others.average(loss, model.parameters.values()):
+        model.zero_grad()
+        return None
+    grad_norm = update.finish(step, loss)
+    model.zero_grad()
+    return Step(loss, grad_norm)

@@ -1,0 +1,85 @@
+"""A run's own validation: forecasts over every date of the validation period, beside what costs nothing."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoints.run_state import RunState
+from config import Config
+from traces.profiler import span
+from training.assembly import Assembly
+from training.metrics import Metrics
+from training.objective import Objective
+from training.samples import Samples
+from training.update import Saves
+from verification.baselines import FIT_SAMPLES, fit_baselines
+from verification.rollout import model_forecast
+from verification.validation import Scores, Validation
+
+
+class Validator:
+    """Called by all ranks together. Averaged weights, where there are any, are what is validated."""
+
+    def __init__(
+        self,
+        config: Config,
+        samples: Samples,
+        assembly: Assembly,
+        objective: Objective,
+        run: RunState,
+        saves: Saves,
+        metrics: Metrics,
+    ) -> None:
+        self.model, self.objective, self.run = assembly.model, objective, run
+        self.saves, self.metrics = saves, metrics
+        settings, data, area = config.validation, config.data, objective.area
+        self.forecast = model_forecast(
+            self.model.predict, assembly.normalizer, assembly.conditions, data.step_hours * 3600
+        )
+        self.validation, self.baselines = None, {}
+        if not settings.enable or not len(samples.selection.validation):
+            return
+        leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
+        mesh = self.model.mesh
+        self.validation = Validation(
+            samples.dataset("validation", [0, *leads]),
+            leads,
+            data.step_hours,
+            area,
+            settings.local_batch_size,
+            data.num_workers,
+            part=(mesh.dp_rank, mesh.degrees.dp),
+            counts=self.model.speaks_for_sample,
+        )
+        mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
+        fitted = samples.dataset("train", [0, *leads], limit=FIT_SAMPLES)
+        self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
+
+    def _averaged(self) -> AbstractContextManager:
+        return self.run.average.in_place() if self.run.average else nullcontext()
+
+    def scores(self, step: int) -> Scores | None:
+        """After `step`, into metrics.jsonl too; None where nothing is validated."""
+        if self.validation is None:
+            return None
+        self.model.train(False)
+        self.saves.before_update()  # averages take the place of weights that are still being copied
+        with span("validation"), self._averaged():
+            scores = self.validation.run(self.forecast, self.baselines, self.objective.of_fields)
+        self.model.train()
+        self.metrics.write(scores.record(step))
+        return scores
+
+    def plot(self, folder: Path, scores: Scores, samples: Samples) -> None:
+        """Loss curve, errors against lead time, and maps of the last date, into plots/."""
+        if self.validation is None:
+            return
+        with self._averaged():
+            example = self.validation.last_date(self.forecast)  # on all ranks: the model may take all of them
+        if dist.get_rank() == 0:
+            from verification.plots import plot_run  # here, because it takes half a second of every start
+
+            selection = samples.selection
+            plot_run(folder, scores, example, selection.archive.grid, selection.static.get("land_sea_mask"))
