@@ -145,8 +145,8 @@ class Matcher:
         times, source = self.forecast.times, self.forecast
         for kept in filter(None, (self.truth, self.climatology)):
             kept.forget_before(times[dates[0]])
-        spans = [slice(positions[0], positions[-1] + 1) for positions in (dates, leads)]
-        fields = source.read_block(*spans, self.variables)
+        block, some = (slice(positions[0], positions[-1] + 1) for positions in (dates, leads))
+        fields = source.read_block(block, some, self.variables)
         pairs = []
         for date in dates:
             for lead in leads:
