@@ -146,7 +146,7 @@ def calibrate_machine(config: Config) -> None:
     import torch
 
     from datasets.variables import expand_levels
-    from planning.calibrate import calibrate, vit_shapes
+    from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
     from training.host_memory import keep_freed_memory
 
@@ -154,14 +154,12 @@ def calibrate_machine(config: Config) -> None:
     grid_shape, variables = grid_of(config).shape, expand_levels(config.data.variables, config.data.levels)
     model = workload_of(config, 1, grid_shape, len(variables)).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backends = (config.model.attention_backend,)
-    shapes = vit_shapes(
-        config.training.local_batch_size, model.tokens, model.dim, model.heads, model.mlp_dim, backends
-    )
+    batch = config.training.local_batch_size
+    block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
     keep_freed_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
-    measured = calibrate(shapes, device, threads, ranks)
+    measured = calibrate([block], [config.model.attention_backend], device, threads, ranks)
     save_calibration(measured, CALIBRATION)
     print(measured.table())
     print(f"\n{CALIBRATION}: measured in {time.perf_counter() - started:.0f} s; use it with --cluster this")

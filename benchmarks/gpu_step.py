@@ -31,7 +31,7 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from parallelisms.parallelize import ParallelModel, parallelize
 from planning.architecture import vit_architecture
-from planning.calibrate import Shapes, calibrate, vit_shapes
+from planning.calibrate import BlockShape, calibrate
 from planning.calibration import save_calibration
 from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
@@ -300,18 +300,13 @@ def planner(session: Session) -> None:
     sizes, device = session.sizes, session.device
     measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
     backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
-    found = [
-        vit_shapes(4, sizes.tokens(patch), sizes.dim, heads, 4 * sizes.dim, backends)
+    blocks = [
+        BlockShape(4, sizes.tokens(patch), sizes.dim, heads, 4 * sizes.dim)
         for patch in sizes.patches
         for heads in sizes.heads
     ]
-    shapes = Shapes(
-        linears=tuple(dict.fromkeys(shape for s in found for shape in s.linears)),
-        attentions=tuple(dict.fromkeys(shape for s in found for shape in s.attentions)),
-        activations=tuple(dict.fromkeys(shape for s in found for shape in s.activations)),
-        backends=backends,
-    )
-    rates = calibrate(shapes, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
+    threads = torch.get_num_threads()
+    rates = calibrate(blocks, backends, device, threads, seconds=sizes.calibration_seconds)
     print("\n".join(rates.table().splitlines()[:2]))
     if not session.rehearse:
         save_calibration(rates, CALIBRATION)

@@ -32,7 +32,7 @@ from models.vit import VisionTransformer, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
-from planning.calibrate import Shapes, calibrate, vit_shapes
+from planning.calibrate import BlockShape, calibrate
 from planning.clusters import load_cluster
 from planning.communication import step_collectives
 from planning.hardware import Cluster
@@ -157,7 +157,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     keep_freed_memory(DEVICE)  # as train.py does
-    rates = calibrate(shapes(), DEVICE, torch.get_num_threads(), seconds=options.seconds)
+    blocks = [BlockShape(c.batch, c.architecture.tokens, c.dim, c.heads, 4 * c.dim) for c in CALIBRATED]
+    rates = calibrate(blocks, ("math", "sdpa"), DEVICE, torch.get_num_threads(), seconds=options.seconds)
     cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
     cluster = dataclasses.replace(cluster, measured=rates)
     steps = [Step(case) for case in UNSEEN]
@@ -180,21 +181,6 @@ def predict(case: Case, cluster: Cluster) -> float:
     """Seconds of a step whose data are there."""
     time = step_time(case.workload, cluster)
     return time.total - time.classes["fields"]
-
-
-def shapes() -> Shapes:
-    """Of all calibrated cases in one list, with both kernels of attention."""
-    found = [
-        vit_shapes(c.batch, c.architecture.tokens, c.dim, c.heads, 4 * c.dim, ("math", "sdpa"))
-        for c in CALIBRATED
-    ]
-    return Shapes(
-        linears=tuple(dict.fromkeys(shape for s in found for shape in s.linears)),
-        attentions=tuple(dict.fromkeys(shape for s in found for shape in s.attentions)),
-        blocks=tuple(dict.fromkeys(shape for s in found for shape in s.blocks)),
-        activations=tuple(dict.fromkeys(shape for s in found for shape in s.activations)),
-        backends=("math", "sdpa"),
-    )
 
 
 def measure(steps: list[Step], rounds: int) -> dict[Case, float]:

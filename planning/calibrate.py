@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -45,29 +46,20 @@ JOIN_SECONDS = 120  # that a rank waits for the others
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What to measure."""
+class BlockShape:
+    """A block of the ViT, whose operations are measured."""
 
-    linears: tuple[tuple[int, int, int], ...]  # (rows, inputs, outputs) of linear layers
-    attentions: tuple[tuple[int, int, int, int], ...]  # (batch, heads, tokens, head size)
-    activations: tuple[tuple[int, int], ...]  # (rows, width) that elementwise operations work on
-    blocks: tuple[tuple[int, int, int, int, int], ...] = ()  # (batch, tokens, width, heads, MLP width)
-    backends: tuple[str, ...] = ("sdpa",)  # of models/attention.py
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    batch: int
+    tokens: int
+    dim: int
+    heads: int
+    mlp_dim: int
 
-
-def vit_shapes(
-    batch: int, tokens: int, dim: int, heads: int, mlp_dim: int, backends: tuple[str, ...] = ("sdpa",)
-) -> Shapes:
-    """Of a block of the ViT: (rows) samples x tokens of width `dim`."""
-    rows = batch * tokens
-    return Shapes(
-        linears=tuple((rows, k, n) for k, n in ((dim, 3 * dim), (dim, dim), (dim, mlp_dim), (mlp_dim, dim))),
-        attentions=((batch, heads, tokens, dim // heads),),
-        activations=((rows, dim), (rows, mlp_dim)),
-        blocks=((batch, tokens, dim, heads, mlp_dim),),
-        backends=backends,
-    )
+    @property
+    def linears(self) -> list[tuple[int, int, int]]:
+        """(rows, inputs, outputs) of its linear layers."""
+        d, m = self.dim, self.mlp_dim
+        return [(self.batch * self.tokens, k, n) for k, n in ((d, 3 * d), (d, d), (d, m), (m, d))]
 
 
 @dataclass(frozen=True)
@@ -81,20 +73,25 @@ class Operation:
 
 
 def calibrate(
-    shapes: Shapes, device: torch.device, threads: int, ranks: int = 1, seconds: float = SECONDS
+    blocks: Sequence[BlockShape],
+    backends: Sequence[str],
+    device: torch.device,
+    threads: int,
+    ranks: int = 1,
+    seconds: float = SECONDS,
 ) -> Calibration:
     """Times of a rank of `threads` threads on `device` while `ranks` such ranks do the same on this host.
 
     Ranks on a CPU share its caches and its memory: let as many measure as will train at once. TF32 is on or
-    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. ConfigError where
-    the device has no kernel for a backend that is asked for.
+    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. `backends` are
+    those of models/attention.py; ConfigError where the device has no kernel for one, in no precision.
     """
-    check(shapes, device.type)
+    for backend in backends:
+        if not any(has_kernel(backend, device.type, dtype) for dtype in DTYPES):
+            check_backend(backend, device.type, torch.float32)
     jobs = ranks if device.type == "cpu" else 1
-    if jobs == 1:
-        timings, launch = measure(shapes, device, threads, seconds)
-    else:
-        timings, launch = together(measure, jobs, "gloo", shapes, device, threads, seconds)
+    what = (blocks, backends, device, threads, seconds)
+    timings, launch = measure(*what) if jobs == 1 else together(measure, jobs, "gloo", *what)
     on_gpu = device.type == "cuda"
     world = torch.cuda.device_count() if on_gpu else 2
     link = None
@@ -116,13 +113,6 @@ def calibrate(
     )
 
 
-def check(shapes: Shapes, device_type: str) -> None:
-    """Each backend needs a kernel for one of the precisions; others are left out where it has none."""
-    for backend in shapes.backends:
-        if not any(has_kernel(backend, device_type, dtype) for dtype in shapes.dtypes):
-            check_backend(backend, device_type, DTYPES[shapes.dtypes[0]])
-
-
 def has_kernel(backend: str, device_type: str, dtype: str) -> bool:
     try:
         check_backend(backend, device_type, DTYPES[dtype])
@@ -141,19 +131,24 @@ def memory_of(device: torch.device) -> int:
 # -- what is timed
 
 
-def operations(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
-    for dtype in shapes.dtypes:
-        for shape in shapes.linears:
+def operations(
+    blocks: Sequence[BlockShape], backends: Sequence[str], device: torch.device
+) -> Iterator[Operation]:
+    """In every precision; shapes that several blocks have are timed once."""
+    linears = dict.fromkeys(shape for block in blocks for shape in block.linears)
+    attentions = dict.fromkeys((b.batch, b.heads, b.tokens, b.dim // b.heads) for b in blocks)
+    activations = dict.fromkeys((b.batch * b.tokens, n) for b in blocks for n in (b.dim, b.mlp_dim))
+    for dtype in DTYPES:
+        for shape in linears:
             yield from linear_operations(*shape, dtype, device)
-        for shape in shapes.attentions:
-            for backend in shapes.backends:
-                if has_kernel(backend, device.type, dtype):
-                    yield from attention_operations(*shape, dtype, backend, device)
-        for rows, width in shapes.activations:
+        for shape, backend in product(attentions, backends):
+            if has_kernel(backend, device.type, dtype):
+                yield from attention_operations(*shape, dtype, backend, device)
+        for rows, width in activations:
             yield from elementwise_operations(rows, width, dtype, device)
-        for block in shapes.blocks:
-            yield block_operation(*block, dtype, shapes.backends[0], device)
-    yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in shapes.linears), device)
+        for block in blocks:
+            yield block_operation(block, dtype, backends[0], device)
+    yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in linears), device)
 
 
 def linear_operations(
@@ -212,18 +207,10 @@ def elementwise_operations(rows: int, width: int, dtype: str, device: torch.devi
         yield Operation(f"elementwise/{name}", dtype, (size,), run)
 
 
-def block_operation(
-    batch: int,
-    tokens: int,
-    dim: int,
-    heads: int,
-    mlp_dim: int,
-    dtype: str,
-    backend: str,
-    device: torch.device,
-) -> Operation:
+def block_operation(block: BlockShape, dtype: str, backend: str, device: torch.device) -> Operation:
     """Forward and backward of blocks one after the other, as in a model."""
-    batch = max(min(batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
+    tokens, dim, heads, mlp_dim = block.tokens, block.dim, block.heads, block.mlp_dim
+    batch = max(min(block.batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
     options = {"qkv_bias": True, "qk_norm": False, "drop": 0.0, "backend": backend}
     blocks = nn.Sequential(*(Block(dim, heads, mlp_dim, **options) for _ in range(BLOCKS))).to(device)
     (x,) = tensors([(batch, tokens, dim)], "float32", device)
@@ -257,18 +244,15 @@ def tensors(shapes: list[tuple[int, ...]], dtype: str, device: torch.device) -> 
 
 
 def measure(
-    shapes: Shapes, device: torch.device, threads: int, seconds: float
+    blocks: Sequence[BlockShape], backends: Sequence[str], device: torch.device, threads: int, seconds: float
 ) -> tuple[tuple[Timing, ...], float]:
     """Timings of all operations, and the time of an operator on next to nothing."""
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         (small,) = tensors([(16,)], "float32", device)
-        *timings, launch = repeat(
-            [*operations(shapes, device), Operation("launch", "float32", (1,), lambda: small + small)],
-            device,
-            seconds,
-        )
+        tiny = Operation("launch", "float32", (1,), lambda: small + small)
+        *timings, launch = repeat([*operations(blocks, backends, device), tiny], device, seconds)
     finally:
         torch.set_num_threads(usual)
     return tuple(timings), launch.seconds

@@ -133,7 +133,7 @@ def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
 
 def weight_copies(work: Workload, first: bool, last: bool) -> float:
     """Autocast's copy of each matrix; FSDP gathers in that precision instead."""
-    if work.uses_fsdp or work.itemsize == FLOAT32 or not work.autocast_copies:
+    if work.uses_fsdp or work.itemsize == FLOAT32:
         return 0
     units = stage_shapes(work, first, last)
     matrices = sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)

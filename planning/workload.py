@@ -32,7 +32,6 @@ class Workload:
     compiled: bool = False
     float8: bool = False
     attention: str = "sdpa"
-    autocast_copies: bool = True  # where nothing is sharded, autocast keeps a copy of each matrix
     reshard: str = "default"
     zero1: bool = False
     offload: bool = False
@@ -144,16 +143,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
 def architecture_of(
     model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
 ) -> Architecture:
-    return vit_architecture(
-        grid_shape,
-        model.patch_size,
-        in_channels,
-        out_channels,
-        model.dim,
-        model.num_layers,
-        model.num_heads,
-        model.mlp_dim,
-        qkv_bias=model.qkv_bias,
-        qk_norm=model.qk_norm,
-        learned_position=model.position == "learned",
-    )
+    shape = (model.dim, model.num_layers, model.num_heads, model.mlp_dim)
+    options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
+    options["learned_position"] = model.position == "learned"
+    return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planning import calibrate as module
-from planning.calibrate import Shapes, calibrate, fit_link, measure, repeat, undisturbed, vit_shapes
+from planning.calibrate import BlockShape, calibrate, fit_link, measure, repeat, undisturbed
 from planning.calibration import (
     Calibration,
     Timing,
@@ -27,7 +27,7 @@ from planning.clusters import load_cluster
 from planning.hardware import Link
 
 CPU = torch.device("cpu")
-TINY = vit_shapes(batch=2, tokens=32, dim=64, heads=4, mlp_dim=128, backends=("sdpa", "math"))
+TINY = [BlockShape(batch=2, tokens=32, dim=64, heads=4, mlp_dim=128)]
 ELEMENTWISE = {"copy", "cast", "add", "sum", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward"}
 
 
@@ -239,8 +239,7 @@ def test_large_shapes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what a minute allows, in rows and heads and never in width: rates depend on that."""
     monkeypatch.setattr(module, "MAX_FLOPS", {"cpu": 1e6})
     monkeypatch.setattr(module, "MAX_VALUES", {"cpu": 2**12})
-    shapes = vit_shapes(64, 256, 64, 4, 128)
-    found = list(module.operations(dataclasses.replace(shapes, dtypes=("float32",)), CPU))
+    found = list(module.operations([BlockShape(64, 256, 64, 4, 128)], ["sdpa"], CPU))
     assert next(o for o in found if o.kind == "matmul/forward").sizes == (40, 64, 192)
     assert next(o for o in found if o.kind == "attention/sdpa/forward").sizes == (1, 1, 256, 16)
     assert max(o.sizes[0] for o in found if o.kind == "elementwise/copy") == 2 * 4 * 2**12
@@ -248,21 +247,20 @@ def test_large_shapes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_without_a_kernel_here() -> None:
     with pytest.raises(ValueError, match='model.attention_backend = "cudnn"'):
-        calibrate(dataclasses.replace(TINY, backends=("cudnn",)), CPU, threads=1)
+        calibrate(TINY, ["cudnn"], CPU, threads=1)
 
 
 def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
-    shapes = Shapes(linears=((8, 8, 8),), attentions=(), activations=(), dtypes=("float32",))
-    timings, launch = measure(shapes, CPU, threads=before + 1, seconds=0.0)
+    timings, launch = measure(TINY, ["sdpa"], CPU, threads=before + 1, seconds=0.0)
     assert torch.get_num_threads() == before
-    assert {row.kind.partition("/")[0] for row in timings} == {"matmul", "elementwise"}
+    assert {row.kind.partition("/")[0] for row in timings} == {"matmul", "attention", "elementwise", "blocks"}
     assert 0 < launch < 1e-3
 
 
 def test_two_ranks_measure_at_once(tmp_path: Path) -> None:
     """All operations, in both precisions, and the link between the ranks; the file and the cluster of it."""
-    found = calibrate(TINY, CPU, threads=1, ranks=2, seconds=0.5)
+    found = calibrate(TINY, ["sdpa", "math"], CPU, threads=1, ranks=2, seconds=0.5)
     kinds = {(row.kind, row.dtype) for row in found.timings}
     for dtype in ("float32", "bfloat16"):
         assert {f"elementwise/{name}" for name in ELEMENTWISE} <= {k for k, d in kinds if d == dtype}
