@@ -18,10 +18,27 @@
 Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate is missed, 2 bad input.
 """
 
-import argparse
+import sys
+
+from command_line import answer_early, own_options, split_options, start
+
+BASELINES = ("persistence", "damped_persistence", "climatology")
+OPTIONS = own_options(
+    forecast=[],
+    truth="",
+    climatology="",
+    baselines=",".join(BASELINES),
+    regions="global",
+    against="",
+    gate=[],
+    output="",
+)
+if __name__ == "__main__":
+    answer_early(__doc__, OPTIONS)  # before torch takes its seconds
+
 import logging
 import os
-import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +47,6 @@ import torch.distributed as dist
 import xarray as xr
 from tqdm import tqdm
 
-from command_line import start
 from config import Config
 from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
@@ -52,20 +68,12 @@ from verification.score_plots import describe, plot_bias, plot_by_lead, plot_rel
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
 
 logger = logging.getLogger("rossby")
-BASELINES = ("persistence", "damped_persistence", "climatology")
 FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on
 
 
-def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     """This verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("forecast", "gate"):
-        own.add_argument(f"--{name}", action="append", default=[])
-    for name in ("truth", "climatology", "against", "output"):
-        own.add_argument(f"--{name}", default="")
-    own.add_argument("--baselines", default=",".join(BASELINES))
-    own.add_argument("--regions", default="global")
-    options, rest = own.parse_known_args(argv)
+    options, rest = split_options(argv, OPTIONS)
     options.gates = [Gate.parse(text) for text in options.gate]
     for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
         names = [name for name in getattr(options, key).split(",") if name]
@@ -233,7 +241,7 @@ def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> 
     return int(not all(passed for passed, _ in judged))
 
 
-def run(config: Config, options: argparse.Namespace) -> int:
+def run(config: Config, options: Namespace) -> int:
     """The whole evaluation on every rank; the exit code."""
     folder = config.dump_folder
     selection = open_selection(config.data, config.model.patch_size, ())
@@ -262,8 +270,6 @@ def run(config: Config, options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(__doc__)
     with one_line_errors():
         options, rest = parse_options(sys.argv[1:])
         config = start(rest)

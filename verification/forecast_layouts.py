@@ -58,15 +58,6 @@ class StoredForecast(FieldsByName):
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
 
-    def __repr__(self) -> str:
-        hours = self.leads.astype(int) // 3600
-        members = f", {self.num_members} members" if self.num_members else ""
-        return (
-            f"StoredForecast({self.path!r}: {len(self.times)} dates {self.times[0]} .. {self.times[-1]}, "
-            f"leads {hours[0]} .. {hours[-1]} h, grid {self.grid.shape}, "
-            f"{len(self.variables)} variables{members})"
-        )
-
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""
         fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
