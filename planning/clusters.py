@@ -19,6 +19,7 @@ Table = dict[str, Any]  # one machine of a TOML file
 PRECISIONS = ("bf16", "fp32", "fp8")  # "fp32" means TF32 where the device has it
 HEAD_SIZES = ("32", "48", "64", "80", "96", "128", "256")  # TOML's keys are text
 LINK = ("latency", "bandwidth")
+NEEDED = {PRECISIONS: ("bf16", "fp32"), LINK: LINK}  # of the keys of such tables
 DEVICE_KEYS = tuple(field.name for field in dataclasses.fields(Device) if field.name != "name")
 # Key of a machine -> what it takes: a type, or a table with these keys; (): a number.
 KEYS: dict[str, type | tuple[str, ...]] = {
@@ -125,8 +126,10 @@ def _check(where: str, key: str, value: Any) -> None:
         what = {str: "text", list: "a list of names", bool: "true or false"}[takes]
     elif takes:
         right = isinstance(value, dict) and all(map(_positive, value.values())) and set(value) <= set(takes)
-        right = right and (takes is not LINK or len(value) == len(LINK))
+        needed = NEEDED.get(takes, ())
+        right = right and bool(value) and set(needed) <= set(value)
         what = f"a table of positive numbers with the keys {', '.join(takes)}"
+        what += f" (at least {', '.join(needed)})" if needed else ""
     else:
         right, what = _positive(value) or (key in MAY_BE_ZERO and value == 0), "a positive number"
     if not right:

@@ -2,7 +2,7 @@
 
 Preemptions are a Poisson process of `rate` a second for the whole job. One stops every device: the job starts
 again in `restart` seconds, which may be preempted too, and repeats what no checkpoint holds. Times are in
-seconds unless a name says hours; money is in dollars.
+seconds unless a name has hours; money is in dollars.
 """
 
 import math
@@ -46,7 +46,7 @@ class Fleet:
 
     @property
     def watts(self) -> float:
-        """Of all devices with their share of their nodes and of the centre."""
+        """Of all devices with their part of their nodes and of the centre."""
         return self.cluster.devices * self.cluster.device.watts * self.cluster.pue
 
 

@@ -34,7 +34,7 @@ class Route:
 
 
 def route(cluster: Cluster, work: Workload, axis: str) -> Route:
-    """Where the ranks of a mesh axis stand, numbered as `parallelism.axis_order` says.
+    """Where the ranks of a mesh axis stand, numbered in the order of `parallelism.axis_order`.
 
     "fsdp" is dp_shard and cp together. A node's network is divided among the groups that use it at once.
     """

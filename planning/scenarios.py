@@ -128,7 +128,7 @@ samples/s, batch 16: 8 workers | 12 | {fp32:.0f} | the same: no step's time, a l
 samples/s, batch 16: fp16 or bf16 | 37.5 | {rate(384, 16, Degrees()):.0f} | a step alone, data there
 samples/s, batch 16: compile, fused Adam | 42 | {rate(384, 16, Degrees(), compiled=True):.0f} |\
  a step alone, data there
-large model, 4 GPUs, data parallel | 51 | {data:.0f} | its batch is not said: 4 a GPU here
+large model, 4 GPUs, data parallel | 51 | {data:.0f} | its batch is not given: 4 a GPU here
   16 GPUs, tensor parallel 4 | 72 | {tensor:.0f} | it reduces 2 + 4 times a block, Rossby 2 + 2
   of the rate a GPU | 35 % | {tensor / 4 / data:.0%} |
 u10 RMSE after 22k steps | 0.13 | - | a score: measured there, not computable
@@ -169,7 +169,7 @@ class Decision(NamedTuple):
 
     situation: str
     job: str
-    source: str  # what the textbook takes; "-" where it does not say
+    source: str  # what the textbook takes; "-" where it names none
     kind: str  # what `--layout auto` has to find
     work: Workload  # its layout and micro-batch are only where the search starts
     cluster: str

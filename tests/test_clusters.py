@@ -182,6 +182,8 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("[a100]\nmemory = inf\n", "give a positive number"),
         ("[a100]\nspot = -1\n", "give a positive number"),
         ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32, fp8"),
+        ("[a100]\nmatmul = { fp32 = 1e12 }\n", "at least bf16, fp32"),
+        ("[a100]\nattention_forward = {}\n", "a table of positive numbers"),
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "a list of names"),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),

@@ -56,7 +56,9 @@ def test_flops_are_those_of_torchs_counter(tmp_path):
             products().backward()
     recorded.export_chrome_trace(str(tmp_path / "a.json"))
     timeline = build_timeline(read_trace(tmp_path / "a.json"))
-    found = {operator: work_of(operator) for operator in {p.operator for p in timeline.pieces if p.operator}}
+    found = {
+        operator: work_of(operator) for operator in {p.operator for p in timeline.segments if p.operator}
+    }
     attention = (2 + 4) * 2 * (2 * 3 * 16 * 16 * 8)  # whose kernel for CPUs the counter does not know
     assert sum(work.flops for work in found.values() if work) == counter.get_total_flops() + attention
 
@@ -86,7 +88,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
     traced = "--profiling.enable_profiling true --profiling.profile_freq 6 --profiling.profile_steps 3"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.FieldDataset", SlowDataset)
+        patch.setattr("training.samples.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count", wait_and_count)
         train(load_config([*files, *settings.split(), *traced.split(), *options]))
@@ -179,6 +181,8 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"traceEvents": []}')
     assert "no step was recorded" in complain([str(tmp_path / "a.json")], capsys)
     (tmp_path / "a.json").write_text('{"loss": 1}')
+    assert "no trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
+    (tmp_path / "a.json").write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm"}]}')
     assert "no trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
     whole = gzip.compress(b'{"traceEvents": []}' * 100)
     (tmp_path / "a.json.gz").write_bytes(whole[: len(whole) // 2])

@@ -9,7 +9,7 @@ from traces.advice import advice
 from traces.classes import CLASSES, kernel_class, operator_class
 from traces.events import Interval
 from traces.report import report, short_kernel
-from traces.timeline import Piece, Timeline, fill
+from traces.timeline import Segment, Timeline, fill
 from traces.work import Rates, rates_of, work_by_class, work_of
 
 
@@ -47,7 +47,7 @@ def test_floor_of_a_gpu_is_the_measured_rate(gpu):
     gemm = work_by_class(gpu, rates)["GEMM"]
     assert gemm.work.flops == 2 * 1000 * 395 * 1000 and gemm.milliseconds == pytest.approx(0.2)
     assert gemm.floor is None  # the other multiplication does not say its shapes
-    known = [operator for operator in {p.operator for p in gpu.pieces} if operator and work_of(operator)]
+    known = [operator for operator in {p.operator for p in gpu.segments} if operator and work_of(operator)]
     assert len(known) == 2
 
 
@@ -123,8 +123,8 @@ def test_no_moment_is_lost_or_given_twice(layer, lengths):
     for length in lengths:
         free.append(Interval(float(start), float(start + length)))
         start += length + (length % 2)
-    pieces = [Piece(float(a), float(a + n), "GEMM") for a, n in sorted(layer)]
-    taken, left = fill(free, pieces)
+    segments = [Segment(float(a), float(a + n), "GEMM") for a, n in sorted(layer)]
+    taken, left = fill(free, segments)
     moments = sorted([*((p.start, p.end) for p in taken), *left])
     assert all(first[1] <= second[0] for first, second in zip(moments, moments[1:], strict=False))
     assert sum(b - a for a, b in moments) == sum(b - a for a, b in free)

@@ -95,7 +95,7 @@ def around(timeline: Timeline) -> Loss:
 
 
 def gaps(timeline: Timeline) -> Iterator[Loss]:
-    """Idle time that has one place in the loop and one cause."""
+    """Idle time of one part of the loop with one cause."""
     for cause, time in timeline.idle_by_cause.items():
         if fix := next((fix for words, fix in GAP_FIXES.items() if words in cause), ""):
             idles = f"The {device(timeline.trace)} idles {time:.1f} ms a step"
@@ -164,11 +164,11 @@ def waits(timeline: Timeline) -> Iterator[str]:
     """Told even where they cost nothing yet: on a CPU nobody waits, and on a GPU it is a matter of luck."""
     steps = len(timeline.windows)
     found = [f"{w.what} {w.count / steps:.0f} x a step {w.where}" for w in timeline.waits if w.count >= steps]
-    places = ", ".join(found[:3])
-    if places and timeline.trace.on_gpu:
-        yield f"The host waits for the device outside logging steps: {places}."
-    elif places:
-        yield f"Python reads values of tensors: {places}; a GPU would be waited for each time."
+    values = ", ".join(found[:3])
+    if values and timeline.trace.on_gpu:
+        yield f"The host waits for the device outside logging steps: {values}."
+    elif values:
+        yield f"Python reads values of tensors: {values}; a GPU would be waited for each time."
 
 
 def is_compiled(timeline: Timeline) -> bool:

@@ -1,6 +1,6 @@
 """What an operator or a kernel does: GEMM, attention, norms and other elementwise work, optimiser, ...
 
-On a CPU the operator says it; on a GPU the kernel belongs to the operator that launched it, and only where
+On a CPU the operator's name tells; on a GPU the kernel belongs to the operator that launched it, and where
 that is not known (a CUDA graph, a compiled kernel) its own name has to do.
 """
 

@@ -144,7 +144,10 @@ def find_traces(where: Path) -> list[Path]:
 def read_trace(path: Path) -> Trace:
     """Raises DataError for what is no trace, or one without a whole step."""
     record = _read_json(path)
-    events = list(_events(record["traceEvents"]))
+    try:
+        events = list(_events(record["traceEvents"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: no trace of torch.profiler (an event has {error!r})") from error
     threads: dict[Hashable, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in ("op", "span", "call"):

@@ -5,7 +5,7 @@
     .venv/bin/python -m traces.inspect_trace some/trace.json.gz     a file of torch.profiler, anyone's
 
 A run writes them with --profiling.enable_profiling true --profiling.profile_freq 20. The picture goes into
-the run's plots/, or beside the file. docs/profiling.md says how to read it. Exit codes: 0, 2 bad input.
+the run's plots/, or beside the file. docs/profiling.md explains it. Exit codes: 0, 2 bad input.
 """
 
 import sys

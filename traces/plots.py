@@ -78,7 +78,7 @@ def draw_bars(axes: Axes, timelines: Sequence[Timeline]) -> None:
         for number, window in list(timeline.steps())[: max(MAX_BARS // len(timelines), 1)]:
             bottom = 0.0
             for name in CLASSES:
-                height = sum(p.milliseconds for p in timeline.pieces_of(window) if p.name == name)
+                height = sum(p.milliseconds for p in timeline.segments_of(window) if p.name == name)
                 axes.bar(x, height, bottom=bottom, color=COLOURS[name], width=0.8)
                 bottom += height
             ticks[x], head = number + head, ""
@@ -111,9 +111,9 @@ def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
     """The step of median length from left to right, with the parts of the loop above."""
     steps = sorted(timeline.steps(), key=lambda step: step[1].end - step[1].start)
     number, window = steps[len(steps) // 2]
-    pieces = timeline.pieces_of(window)
+    segments = timeline.segments_of(window)
     for name in CLASSES:
-        spans = [((p.start - window.start) / 1000, p.milliseconds) for p in pieces if p.name == name]
+        spans = [((p.start - window.start) / 1000, p.milliseconds) for p in segments if p.name == name]
         axes.broken_barh(spans, (0, 1), color=COLOURS[name], linewidth=0)
     name_parts(axes, timeline, window)
     axes.set(xlim=(0, (window.end - window.start) / 1000), ylim=(0, 1.5), yticks=[], xlabel="ms")

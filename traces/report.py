@@ -11,7 +11,7 @@ from errors import DataError
 from text_tables import text_table
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Trace
-from traces.timeline import Piece, Timeline
+from traces.timeline import Segment, Timeline
 from traces.work import ClassWork, Rates, dims, loaded_bytes, work_by_class, work_of
 
 WAITING = (COMMUNICATION, DATA_WAIT, AROUND, IDLE)  # a step need have none of them
@@ -155,12 +155,12 @@ def tasks(timeline: Timeline) -> list[Task]:
     calls: dict[str, set[Event | float]] = defaultdict(set)
     flops: dict[str, float] = defaultdict(float)
     counted: set[Event] = set()
-    for piece in timeline.pieces:
-        if piece.name in WAITING and piece.name != COMMUNICATION:
+    for segment in timeline.segments:
+        if segment.name in WAITING and segment.name != COMMUNICATION:
             continue
-        name, operator = task_name(piece, timeline.trace.on_gpu), piece.operator
-        time[name] += piece.milliseconds
-        calls[name].add(piece.kernel or operator or piece.start)
+        name, operator = task_name(segment, timeline.trace.on_gpu), segment.operator
+        time[name] += segment.milliseconds
+        calls[name].add(segment.kernel or operator or segment.start)
         if operator and operator not in counted and (work := work_of(operator)):
             counted.add(operator)  # where several kernels do it, the first, which is the large one
             flops[name] += work.flops
@@ -170,13 +170,13 @@ def tasks(timeline: Timeline) -> list[Task]:
     return sorted(found, key=lambda task: -task.milliseconds)
 
 
-def task_name(piece: Piece, on_gpu: bool) -> str:
+def task_name(segment: Segment, on_gpu: bool) -> str:
     if on_gpu:
-        return short_kernel(piece.what)
-    if piece.operator and piece.name in (GEMM, ATTENTION):
-        shapes = ["x".join(map(str, shape)) for shape in dims(piece.operator) if len(shape) > 1]
-        return f"{piece.what} {', '.join(shapes[:2])}"
-    return "compiled graph" if piece.what.startswith("##") else piece.what
+        return short_kernel(segment.what)
+    if segment.operator and segment.name in (GEMM, ATTENTION):
+        shapes = ["x".join(map(str, shape)) for shape in dims(segment.operator) if len(shape) > 1]
+        return f"{segment.what} {', '.join(shapes[:2])}"
+    return "compiled graph" if segment.what.startswith("##") else segment.what
 
 
 def short_kernel(name: str) -> str:

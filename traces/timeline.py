@@ -34,7 +34,7 @@ LONG = 1000.0  # microseconds without an operator that are a gap, and not merely
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of the timeline. Of idle ones `what` is the cause, of others the operator or kernel."""
 
     start: float  # microseconds
@@ -61,11 +61,11 @@ class Wait(NamedTuple):
 
 @dataclass(eq=False)
 class Timeline:
-    """One rank's steps: windows that follow each other, and pieces that fill them."""
+    """One rank's steps: windows that follow each other, and segments that fill them."""
 
     trace: Trace
     windows: list[Interval]
-    pieces: list[Piece]
+    segments: list[Segment]
     waits: list[Wait]
 
     @cached_property
@@ -77,52 +77,52 @@ class Timeline:
     def by_class(self) -> dict[str, float]:
         """Milliseconds a step; they add up to `step_milliseconds`."""
         total = dict.fromkeys(CLASSES, 0.0)
-        for piece in self.pieces:
-            total[piece.name] += piece.milliseconds / len(self.windows)
+        for segment in self.segments:
+            total[segment.name] += segment.milliseconds / len(self.windows)
         return total
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
         """Milliseconds a step, the largest first."""
         total: dict[str, float] = defaultdict(float)
-        for piece in self.pieces:
-            if piece.name == IDLE:
-                total[piece.what] += piece.milliseconds / len(self.windows)
+        for segment in self.segments:
+            if segment.name == IDLE:
+                total[segment.what] += segment.milliseconds / len(self.windows)
         return dict(sorted(total.items(), key=lambda item: -item[1]))
 
     @cached_property
     def hidden_communication(self) -> float:
         """Milliseconds a step in which a collective ran beside computation."""
-        computing = [Interval(p.start, p.end) for p in self.pieces if p.name in COMPUTE]
+        computing = [Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE]
         hidden, _ = fill(computing, collectives(self.trace))
-        return sum(piece.milliseconds for piece in hidden) / len(self.windows)
+        return sum(segment.milliseconds for segment in hidden) / len(self.windows)
 
     def operators(self, name: str) -> list[Event]:
         """That a class computes."""
-        return [piece.operator for piece in self.pieces if piece.name == name and piece.operator]
+        return [segment.operator for segment in self.segments if segment.name == name and segment.operator]
 
     def steps(self) -> Iterator[tuple[str, Interval]]:
         """(number, window) of each."""
         for step, window in zip(self.trace.steps, self.windows, strict=True):
             yield step.name.removeprefix(STEP), window
 
-    def pieces_of(self, window: Interval) -> list[Piece]:
-        first = bisect_left(self.pieces, window.start, key=lambda p: p.start)
-        return self.pieces[first : bisect_left(self.pieces, window.end, key=lambda p: p.start)]
+    def segments_of(self, window: Interval) -> list[Segment]:
+        first = bisect_left(self.segments, window.start, key=lambda p: p.start)
+        return self.segments[first : bisect_left(self.segments, window.end, key=lambda p: p.start)]
 
 
 def build_timeline(trace: Trace) -> Timeline:
     windows = step_windows(trace)
     loop = Loop(trace)
     layers = gpu_layers(trace) if trace.on_gpu else cpu_layers(trace, loop)
-    free, pieces = list(windows), []
+    free, segments = list(windows), []
     for layer in layers:
         taken, free = fill(free, layer)
-        pieces += taken
+        segments += taken
     waits = Waits(trace, loop)
     idle = gpu_idle(trace, loop, free, waits) if trace.on_gpu else cpu_idle(trace, loop, free)
-    pieces = sorted([*pieces, *idle], key=lambda piece: piece.start)
-    return Timeline(trace, windows, pieces, waits.found(pieces))
+    segments = sorted([*segments, *idle], key=lambda segment: segment.start)
+    return Timeline(trace, windows, segments, waits.found(segments))
 
 
 def step_windows(trace: Trace) -> list[Interval]:
@@ -139,22 +139,22 @@ def step_windows(trace: Trace) -> list[Interval]:
     return [Interval(*pair) for pair in pairwise(ends)]
 
 
-def fill(free: list[Interval], layer: Iterable[Piece]) -> tuple[list[Piece], list[Interval]]:
-    """Gives free time to the pieces of a layer, first come, first served; what of them fitted, and the time
-    still free. `free` and `layer` are sorted by start; pieces may overlap.
+def fill(free: list[Interval], layer: Iterable[Segment]) -> tuple[list[Segment], list[Interval]]:
+    """Gives free time to the segments of a layer, first come, first served; what of them fitted, and the time
+    still free. `free` and `layer` are sorted by start; segments may overlap.
     """
     taken, left, waiting, i = [], [], list(free), 0
-    for piece in layer:
-        while i < len(waiting) and waiting[i].end <= piece.start:
+    for segment in layer:
+        while i < len(waiting) and waiting[i].end <= segment.start:
             left.append(waiting[i])
             i += 1
-        while i < len(waiting) and waiting[i].start < piece.end:
+        while i < len(waiting) and waiting[i].start < segment.end:
             start, end = waiting[i]
-            begin, stop = max(start, piece.start), min(end, piece.end)
+            begin, stop = max(start, segment.start), min(end, segment.end)
             if begin > start:
                 left.append(Interval(start, begin))
             if stop > begin:
-                taken.append(piece._replace(start=begin, end=stop))
+                taken.append(segment._replace(start=begin, end=stop))
             if stop < end:
                 waiting[i] = Interval(stop, end)
                 break
@@ -165,47 +165,47 @@ def fill(free: list[Interval], layer: Iterable[Piece]) -> tuple[list[Piece], lis
 # -- what runs
 
 
-def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Piece]]:
+def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Segment]]:
     """Parts that count as a whole; operators of the main thread; of others; collectives."""
-    yield [Piece(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
+    yield [Segment(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
     yield list(operators(trace.loop_events))
     others = [
-        piece
+        segment
         for thread, events in trace.threads.items()
         if thread != trace.main and not any(is_gloo(event) for event in events)
-        for piece in operators(events)
+        for segment in operators(events)
     ]
     yield sorted(others, key=lambda p: p.start)
     yield collectives(trace)
 
 
-def gpu_layers(trace: Trace) -> Iterator[list[Piece]]:
+def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
     """Kernels that compute; collectives; copies."""
-    pieces = []
+    segments = []
     for kernel in trace.kernels:
         name, operator = classify_kernel(kernel, trace.launched_by(kernel))
-        pieces.append(Piece(kernel.start, kernel.end, name, kernel.name, operator, kernel))
-    yield [p for p in pieces if p.name not in (COMMUNICATION, COPIES)]
-    yield [p for p in pieces if p.name == COMMUNICATION]
-    yield [p for p in pieces if p.name == COPIES]
+        segments.append(Segment(kernel.start, kernel.end, name, kernel.name, operator, kernel))
+    yield [p for p in segments if p.name not in (COMMUNICATION, COPIES)]
+    yield [p for p in segments if p.name == COMMUNICATION]
+    yield [p for p in segments if p.name == COPIES]
 
 
-def operators(events: list[Event]) -> Iterator[Piece]:
+def operators(events: list[Event]) -> Iterator[Segment]:
     """What a thread of the host computes."""
     for start, end, event in stretches(events):
         name, operator = working_operator(event)
         if name and operator:
-            yield Piece(start, end, name, operator.name, operator)
+            yield Segment(start, end, name, operator.name, operator)
 
 
-def collectives(trace: Trace) -> list[Piece]:
+def collectives(trace: Trace) -> list[Segment]:
     """Of the GPU, or of gloo's threads."""
     if trace.on_gpu:
         found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
     else:
         found = [event for event in trace.host_events() if is_gloo(event)]
-    pieces = (Piece(e.start, e.end, COMMUNICATION, e.name, kernel=e) for e in found)
-    return sorted(pieces, key=lambda piece: piece.start)
+    segments = (Segment(e.start, e.end, COMMUNICATION, e.name, kernel=e) for e in found)
+    return sorted(segments, key=lambda segment: segment.start)
 
 
 def is_gloo(event: Event) -> bool:
@@ -215,7 +215,7 @@ def is_gloo(event: Event) -> bool:
 # -- what does not run, and why
 
 
-def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Piece]:
+def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment]:
     """Named by the part of the loop; a gap inside one also by the operator that ended before it."""
     done = [e for e in trace.loop_events if e.kind == "op" and e.name.startswith("aten::")]
     done.sort(key=lambda e: e.end)
@@ -226,18 +226,18 @@ def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Piece]:
             yield idle(part, f", behind {done[before].name}" if named else "")
 
 
-def idle(part: Part, detail: str = "") -> Piece:
+def idle(part: Part, detail: str = "") -> Segment:
     """Why nothing runs: Python between two operators, or a gap, whose detail is then given."""
     if part.end - part.start < LONG:
-        return Piece(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
-    return Piece(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
+        return Segment(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
+    return Segment(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
 
 
 def placed(part: str) -> str:
     return part if part.startswith(("after ", "at ")) else f"in {part}"
 
 
-def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> Iterator[Piece]:
+def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> Iterator[Segment]:
     """Until the next kernel is launched, the host is late: it waited, or it was busy. After that, the kernel
     was late.
     """
@@ -249,13 +249,13 @@ def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> 
         wait = waits.before(start, launched)
         for part in loop.cut(start, launched):
             if part.name in WHOLE_PARTS:
-                yield Piece(*part[:2], WHOLE_PARTS[part.name], part.name)
+                yield Segment(*part[:2], WHOLE_PARTS[part.name], part.name)
             elif wait:
-                yield Piece(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.part(wait)}", wait)
+                yield Segment(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.part(wait)}", wait)
             else:
                 yield idle(part, host_work(trace, launch, part) if part.end - part.start >= LONG else "")
         if end > launched:
-            yield Piece(launched, end, IDLE, "launched, not yet started")
+            yield Segment(launched, end, IDLE, "launched, not yet started")
 
 
 def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
@@ -300,12 +300,12 @@ class Waits:
         ended = [wait for wait in self.events[after : after + 1] if wait.end <= end and wait.start <= start]
         return ended[0] if ended else None
 
-    def found(self, pieces: list[Piece]) -> list[Wait]:
+    def found(self, segments: list[Segment]) -> list[Wait]:
         """Those that need not be, by operator and part of the loop; the most harmful first."""
         idle: dict[Event | None, float] = defaultdict(float)
-        for piece in pieces:
-            if piece.name == IDLE:
-                idle[piece.operator] += piece.milliseconds
+        for segment in segments:
+            if segment.name == IDLE:
+                idle[segment.operator] += segment.milliseconds
         groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             if self.loop.at(event.start).name not in WHOLE_PARTS:

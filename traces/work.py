@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What the device can do in a second, and who says so. 0: not known."""
+    """What the device can do in a second, and the source of that. 0: not known."""
 
     flops: float
     bytes: float
@@ -133,7 +133,7 @@ def flops_of(event: Event) -> float | None:
 
 
 def work_of(event: Event) -> Work | None:
-    """None where the trace does not say: a compiled graph, a list of very many tensors."""
+    """None where the trace does not tell: a compiled graph, a list of very many tensors."""
     shapes, types = dims(event), event.args.get("Input type", [])
     try:
         flops = flops_of(event) if any(shapes) else None
@@ -155,7 +155,7 @@ def _item_bytes(kind: str) -> int:
 
 def rates_of(timeline: Timeline) -> Rates:
     """Of the device by its name, or `metrics.peak_tflops` of the run that the trace lies with; what neither
-    says is the best of this trace.
+    gives is the best of this trace.
     """
     trace, reached = timeline.trace, reached_rates(timeline)
     named = [rates for name, rates in MEASURED.items() if name in trace.device]
@@ -176,16 +176,16 @@ def peak_of_run(trace: Trace) -> float:
         return 0.0
     try:
         return tomllib.loads(config.read_text()).get("metrics", {}).get("peak_tflops", 0.0)
-    except tomllib.TOMLDecodeError as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"{config}: {error}") from error
 
 
 def operator_times(timeline: Timeline) -> dict[Event, float]:
     """Milliseconds of the timeline that each operator has, in all steps."""
     times: dict[Event, float] = defaultdict(float)
-    for piece in timeline.pieces:
-        if piece.operator and piece.operator.kind == "op":
-            times[piece.operator] += piece.milliseconds
+    for segment in timeline.segments:
+        if segment.operator and segment.operator.kind == "op":
+            times[segment.operator] += segment.milliseconds
     return times
 
 
@@ -234,7 +234,7 @@ def _least_seconds(work: Work, rates: Rates) -> float:
 
 
 def _classes_of_operators(timeline: Timeline) -> dict[Event, str]:
-    return {piece.operator: piece.name for piece in timeline.pieces if piece.operator}
+    return {segment.operator: segment.name for segment in timeline.segments if segment.operator}
 
 
 def loaded_bytes(trace: Trace) -> float:
