@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datasets.grid import Grid
 from verification.matching import Pair
-from verification.score_tables import by_variable, lead_coordinate
+from verification.score_tables import by_variable
 from verification.scores import RegionMeans
 from verification.spectra import circumference, wavelengths, zonal_energy_spectrum
 
@@ -93,7 +93,7 @@ class Details:
         return self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
-        coords = {"lead_time": lead_coordinate(leads), **coords}
+        coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
         return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords)
 
 

@@ -34,7 +34,7 @@ from datasets.variables import nearest_name
 from errors import DataError
 from verification.details import Details
 from verification.matching import FieldsByValidTime, ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable, lead_coordinate
+from verification.score_tables import by_variable
 from verification.scores import (
     RegionMeans,
     append_wind,
@@ -239,7 +239,7 @@ def collect(
     means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
     final = final_scores(means, forecast.num_members)  # (L, V, R) each
     leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
-    coords = {"metric": list(final), "region": regions, "lead_time": lead_coordinate(leads)}
+    coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
     coords["num_dates"] = ("lead_time", num_dates.cpu().numpy())
     table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
     scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords)

@@ -32,11 +32,6 @@ def by_variable(
     return merged
 
 
-def lead_coordinate(leads: np.ndarray) -> np.ndarray:
-    """Leads as WeatherBench2's lead_time: timedelta64[ns]."""
-    return leads.astype("timedelta64[ns]")
-
-
 def lead_hours(scores: xr.Dataset) -> list[int]:
     """Leads of a Dataset of scores, in hours."""
     return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
