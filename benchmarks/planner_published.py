@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture
+from planning.architecture import PUBLISHED, Architecture, published_model
 from planning.clusters import load_cluster
 from planning.hardware import Cluster
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 
 ROOT = Path(__file__).parent.parent
-RUNS, MACHINES = ROOT / "planning" / "published.toml", ROOT / "planning" / "published_machines.toml"
+MACHINES = ROOT / "planning" / "published_machines.toml"
 ABOUT = ("model", "source", "cluster", "tokens", "rate", "unit", "seen", "unlike", "accumulation", "degrees")
 
 
@@ -43,14 +43,8 @@ def main() -> None:
 
 def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
     """Each run with the architecture that it trained."""
-    tables = tomllib.loads(RUNS.read_text(encoding="utf-8"))
-    return [(run, architecture(tables["models"][run["model"]], run["tokens"])) for run in tables["run"]]
-
-
-def architecture(keys: dict[str, Any], tokens: int) -> Architecture:
-    """A language model looks tokens up, and its head gives one value a word."""
-    words = keys.get("vocabulary", 0)
-    return Architecture(**{"tokens": tokens, "in_features": 0, "out_features": words, **keys})
+    runs = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["run"]
+    return [(run, published_model(run["model"], run["tokens"])) for run in runs]
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
