@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,40 +28,39 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
 from checkpoints.checkpointer import Checkpointer, State
-from checkpoints.run_state import Progress, RunState
-from models.vit import VisionTransformer, init_weights
+from config import Checkpoint, Config, Model, Optimizer
+from config import Training as TrainingSection
 from parallelisms.mesh import start_ranks
-from training.gradients import LossScaler
-from training.optimizers import build_optimizer, set_lr
 
 STEPS = 10
-MODES = ("disabled", "plain dcp.async_save", "async", "async_with_pinned_mem")
+PLAIN = {  # torch's own asynchronous saves: in a thread, and in a process
+    "plain dcp.async_save": AsyncCheckpointerType.THREAD,
+    "dcp.async_save, process": AsyncCheckpointerType.PROCESS,
+}
+OURS = ("disabled", "async", "async_with_pinned_mem")
+MODES = (*PLAIN, *OURS)
 
 
-class Training:
+class Training(RandomRun):
     """A ViT of `dim` on 32 x 64 fields in 8 x 8 patches, two samples a step."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
-        self.model = VisionTransformer(5, 3, (32, 64), (8, 8), dim, 12, dim // 64)
-        init_weights(self.model, 0)
-        self.model.to(device)
-        parameters = dict(self.model.named_parameters())
-        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05)
-        set_lr(optimizer, 1e-4)
-        self.run = RunState(parameters, optimizer, LossScaler(False), None, Progress())
-        patches = self.model.from_fields(torch.randn(2, 5, 32, 64, device=device))
-        self.patches = patches
+        model = Model(patch_size=(8, 8), dim=dim, num_layers=12, num_heads=dim // 64)
+        config = Config(
+            model=model, optimizer=Optimizer(lr=1e-4), training=TrainingSection(local_batch_size=2)
+        )
+        super().__init__(config, (32, 64), 5, device)
 
-    def step(self, before_update: Callable[[], None]) -> None:
-        self.run.progress.step += 1
-        self.model(self.patches).square().mean().backward()
-        before_update()
-        self.run.optimizer.step()
-        self.run.optimizer.zero_grad()
-        if self.patches.is_cuda:
+    def step_before(self, before_update: Callable[[], None]) -> None:
+        """A step that gives a save time for its copies."""
+        self.update.saves = SimpleNamespace(before_update=before_update)  # type: ignore[assignment]
+        self.step()
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def ten_steps(self, save: Callable[[], None], before_update: Callable[[], None]) -> float:
@@ -68,7 +68,7 @@ class Training:
         started = time.perf_counter()
         save()
         for _ in range(STEPS):
-            self.step(before_update)
+            self.step_before(before_update)
         return time.perf_counter() - started
 
 
@@ -78,21 +78,22 @@ def plain_copy(state: State) -> dict[str, dict[str, torch.Tensor]]:
 
 def measure(training: Training, folder: Path, rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of ten steps without a save (""), and with one in each mode, round by round."""
-    checkpointers = {m: Checkpointer(folder / m, m, 1, "", {}) for m in MODES if m != MODES[1]}
+    checkpointers = {
+        m: Checkpointer(folder / m, Checkpoint(async_mode=m, keep_latest_k=1), "", {}) for m in OURS
+    }
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     seconds: dict[str, list[float]] = {mode: [] for mode in ("", *MODES)}
     for number in range(-1, rounds):  # the first round only warms up
         for mode in ("", *MODES):
             step, state, nothing = training.run.progress.step, training.run.tensors(), lambda: None
-            if mode == MODES[1]:
+            if mode in PLAIN:
                 pending = []
                 writer = FileSystemWriter(str(folder / f"plain-{step}"), sync_files=True)
 
-                def save(state=state, writer=writer, pending=pending) -> None:
+                def save(state=state, writer=writer, pending=pending, kind=PLAIN[mode]) -> None:
+                    options = {"storage_writer": writer, "process_group": group}
                     copy = plain_copy(state)
-                    pending.append(
-                        state_dict_saver.async_save(copy, storage_writer=writer, process_group=group)
-                    )
+                    pending.append(state_dict_saver.async_save(copy, async_checkpointer_type=kind, **options))
 
                 taken = training.ten_steps(save, nothing)
                 pending[0].result()
@@ -138,7 +139,7 @@ def main() -> int:
     torch.manual_seed(0)
     training = Training(options.dim, device)
     for _ in range(3):
-        training.step(lambda: None)
+        training.step()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         seconds = measure(training, Path(folder), options.rounds, device)
     copy_seconds, size = floor(training)
@@ -152,7 +153,7 @@ def main() -> int:
 
 
 def report(excess: dict[str, float], step: float, copy: float, size: int, options: argparse.Namespace) -> int:
-    plain, ours = excess[MODES[1]], excess[MODES[3]]
+    plain, ours = excess["plain dcp.async_save"], excess["async_with_pinned_mem"]
     row = {"bytes": size, "step_seconds": step, "floor_seconds": copy, "excess_seconds": excess}
     record("checkpoint_stall", [row | {"rounds": options.rounds}])
     print(f"state {size / 2**20:.0f} MiB, step {step:.3f} s, medians of {options.rounds} rounds\n")

@@ -90,7 +90,7 @@ def save(session: Session) -> None:
     start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
     training = Training(session.sizes.stall_dim, session.device)
     for _ in range(3):
-        training.step(lambda: None)
+        training.step()
     folder = Path(tempfile.mkdtemp())
     try:
         seconds = measure(training, folder, 1 if session.rehearse else 2, session.device)

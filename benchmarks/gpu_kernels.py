@@ -13,7 +13,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from parallelisms.attention_choice import CANDIDATES, HOPPER, HOPPER_KERNELS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +21,7 @@ from benchmarks.saved_activations import Case, units
 from models.attention import attention as rossby_attention
 from models.attention import check_backend
 from models.vit import VisionTransformer
+from parallelisms.measured_choices import BACKENDS, HOPPER, HOPPER_KERNELS
 from planning.calibration import attention_flops, matmul_flops
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 
@@ -38,7 +38,7 @@ ADAM_BYTES = 28  # a parameter: four float32 tensors read, three written
 def attention(session: Session) -> None:
     """TFLOP/s forward and backward at both head sizes, and the name of the kernel that ran."""
     sizes, device = session.sizes, session.device
-    available = {name: kernel_of(name) for name in CANDIDATES[device.type]}
+    available = {name: kernel_of(name) for name in BACKENDS[device.type]}
     for module, name in PACKAGES.items():
         there = is_importable(module)
         session.add(f"{name} ({module}) is installed", float(there), "")
@@ -158,9 +158,9 @@ def float8_product(m: int, k: int, n: int, device: torch.device) -> Callable[[],
 def optimizers(session: Session) -> None:
     """Milliseconds of an update of some blocks' parameters, and what that takes for all of the model."""
     sizes = session.sizes
-    share = sizes.optimizer_blocks / sizes.layers
+    fraction = sizes.optimizer_blocks / sizes.layers
     # On a CPU the compiler takes half a minute for the last.
-    names = ("fused", "foreach", "for-loop", "bfloat16 moments", "int8 moments")
+    names = ("fused", "bfloat16 moments", "int8 moments")
     names += ("8-bit (torchao)",) if session.device.type == "cuda" else ()
     for name in names:
 
@@ -174,7 +174,7 @@ def optimizers(session: Session) -> None:
             seconds = session.seconds(optimizer.step, *sizes.steps)
             number = sum(p.numel() for p in model.parameters())
             rate = ADAM_BYTES * number / seconds / 1e9
-            session.add(f"AdamW {name}, whole model", seconds / share, "s", gigabytes_per_second=rate)
+            session.add(f"AdamW {name}, whole model", seconds / fraction, "s", gigabytes_per_second=rate)
 
         session.attempt(f"AdamW {name}", measure)
 
@@ -184,8 +184,8 @@ def build(name: str, parameters: dict[str, Any]) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit
 
         return AdamW8bit(parameter_groups(parameters, 0.05), lr=1e-6)
-    kind = ("fused", name.removesuffix(" moments")) if "moments" in name else (name, "float32")
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05, *kind)
+    state_dtype = name.removesuffix(" moments") if "moments" in name else "float32"
+    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05, state_dtype)
     set_lr(optimizer, 1e-6)
     return optimizer
 

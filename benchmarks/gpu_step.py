@@ -3,7 +3,8 @@ and the first step of a process.
 
     .venv/bin/python benchmarks/gpu_step.py steps|planner|rollout|first [--rehearse]
 
-Fields are random. A step is: normalise, cut into patches, forward, loss, backward, norm, clip, fused AdamW.
+Fields are random; the step is train.py's: normalise, cut into patches, forward, loss, backward, norm, clip,
+judge, fused AdamW.
 """
 
 import os
@@ -16,20 +17,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
-from parallelisms.attention_choice import measure
 
 from benchmarks.gpu_kernels import attention_kernels, kernel_seconds, of_hopper
 from benchmarks.gpu_session import Session, Sizes, start_part
-from config import ActivationCheckpoint, Compile, Float8, Parallelism
-from datasets.conditions import Conditions
-from datasets.grid import Grid, area_weights
-from datasets.normalization import Normalizer, Statistics
-from models.vit import VisionTransformer
+from benchmarks.random_run import RandomRun
+from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Training
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import build_mesh, start_ranks
-from parallelisms.parallelize import ParallelModel, parallelize
+from parallelisms.measured_choices import measure_attention
+from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
 from planning.calibrate import BlockShape, calibrate
 from planning.calibration import save_calibration
@@ -37,11 +33,7 @@ from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
 from planning.step_time import copy_seconds, step_time
 from planning.workload import Workload
-from training.bad_steps import BadSteps, step_unless
-from training.gradients import clip, total_norm
 from training.metrics import peak_tflops
-from training.objective import Objective
-from training.optimizers import build_optimizer, set_lr
 from verification.rollout import rollout as roll_out
 
 RESERVED = 2 * 2**30  # bytes of a device that libraries take beside torch's allocator
@@ -84,7 +76,7 @@ class Case:
             "tokens": sizes.tokens(self.patch),
             "length": sizes.patches.index(
                 self.patch
-            ),  # places in the lists of Sizes: the table looks for these
+            ),  # an index in the lists of Sizes: the table looks for these
             "head": sizes.heads.index(self.heads),
             "heads": self.heads,
             "head_dim": sizes.dim // self.heads,
@@ -122,72 +114,24 @@ def cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-class Training:
+def training_of(case: Case, sizes: Sizes, device: torch.device) -> RandomRun:
     """train.py's model, objective, optimiser and step for one case."""
-
-    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
-        plan = build_plan(case, sizes)
-        float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
-        self.model = build_parallel(
-            plan, case.mode, Compile(sizes.compiled, sizes.cuda_graphs), device, float8
-        )
-        self.parameters = dict(self.model.named_parameters())
-        self.fields = torch.randn(case.batch, 2, sizes.variables, *sizes.grid, device=device)
-        self.times = torch.zeros(case.batch, dtype=torch.int64, device=device)
-        self.normalizer, self.conditions, area = surroundings(sizes, device)
-        variables, shards = torch.ones(sizes.variables), self.model.shards
-        self.objective = Objective(
-            "mse", plan, shards, self.conditions, self.normalizer, area, variables, False, case.batch
-        )
-        self.optimizer = build_optimizer(self.parameters, (0.9, 0.95), 1e-8, 0.05)
-        set_lr(self.optimizer, 1e-5)
-        self.bad_steps, self.number = BadSteps(0.0, 10, device), 0
-        self.model.train()
-
-    def step(self) -> None:
-        self.number += 1
-        pieces = self.objective.cut(self.fields, self.times)
-        loss = self.model.forward_backward(*pieces, self.objective.share, 1.0, True)
-        norm = total_norm(self.parameters.values())
-        clip(self.parameters.values(), 1.0, norm)
-        step_unless(self.bad_steps.judge(self.number, loss, norm, False), self.optimizer)
-        self.model.after_update()
-        self.model.zero_grad()
-        self.loss = loss
-
-
-def build_plan(case: Case, sizes: Sizes) -> VisionTransformer:
-    channels = (sizes.variables, sizes.variables)
-    with torch.device("meta"):
-        shape = (sizes.grid, case.patch, sizes.dim, sizes.layers, case.heads)
-        return VisionTransformer(*channels, *shape, attention_backend=case.backend)
-
-
-def build_parallel(
-    plan: VisionTransformer, mode: str, compile: Compile, device: torch.device, float8: Float8 | None = None
-) -> ParallelModel:
-    """On this device alone, as train.py builds it; weights are drawn on the device, in no time."""
-    mesh = build_mesh(device.type, Degrees())
-    settings = (Parallelism(), ActivationCheckpoint(mode=mode), compile)  # type: ignore[arg-type]
-    model = parallelize(plan, mesh, device, None, *settings, torch.bfloat16, torch.float32, float8)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            std = plan.initial_std(name)
-            start = 0.0 if std is not None or name.endswith("bias") else 1.0
-            torch.nn.init.normal_(parameter, start, std or 0.0)
-    return model
-
-
-def surroundings(sizes: Sizes, device: torch.device) -> tuple[Normalizer, Conditions, torch.Tensor]:
-    """Normaliser, no conditions, area weights: of a globe with statistics 0 and 1."""
-    height, width = sizes.grid
-    step = 180 / height
-    latitude = np.arange(90 - step / 2, -90, -step)
-    grid = Grid(latitude, np.arange(width) * 360 / width)
-    zeros, ones = np.zeros(sizes.variables), np.ones(sizes.variables)
-    statistics = Statistics(zeros, ones, ones, np.zeros((0,), "f4"), np.zeros((0,), int), "")
-    area = torch.tensor(area_weights(latitude), dtype=torch.float32, device=device)
-    return Normalizer(statistics, "change").to(device), Conditions([], [], grid).to(device), area
+    float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
+    config = Config(
+        model=Model(
+            patch_size=case.patch,
+            dim=sizes.dim,
+            num_layers=sizes.layers,
+            num_heads=case.heads,
+            attention_backend=case.backend,  # type: ignore[arg-type]
+        ),
+        optimizer=Optimizer(lr=1e-5),
+        training=Training(local_batch_size=case.batch, mixed_precision_param="bfloat16"),
+        activation_checkpoint=ActivationCheckpoint(mode=case.mode),  # type: ignore[arg-type]
+        compile=Compile(sizes.compiled, sizes.cuda_graphs),
+        float8=float8,
+    )
+    return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True)
 
 
 # -- steps
@@ -217,7 +161,7 @@ def fastest_backend(case: Case, session: Session) -> str:
     """As model.attention_backend = "auto" chooses."""
     sizes = session.sizes
     shape = (2, case.heads, sizes.tokens(case.patch), sizes.dim // case.heads)
-    seconds = measure(shape, torch.bfloat16, session.device)
+    seconds = measure_attention(shape, torch.bfloat16, session.device)
     return min(seconds, key=lambda name: seconds[name])
 
 
@@ -253,11 +197,11 @@ def time_case(case: Case, session: Session, names: bool) -> Case:
 
 
 def time_steps(case: Case, session: Session, names: bool) -> None:
-    training, sizes = Training(case, session.sizes, session.device), session.sizes
+    training, sizes = training_of(case, session.sizes, session.device), session.sizes
     started = time.perf_counter()
     seconds = session.seconds(training.step, *sizes.steps)
     spent = time.perf_counter() - started
-    loss = training.loss.item()
+    loss = training.loss()
     if loss != loss:
         raise ValueError("the loss is NaN")
     flops = 3 * case.workload(sizes).model.flops() * case.batch / seconds
@@ -280,7 +224,7 @@ def time_steps(case: Case, session: Session, names: bool) -> None:
         print_kernels(training, session)
 
 
-def print_kernels(training: Training, session: Session) -> None:
+def print_kernels(training: RandomRun, session: Session) -> None:
     """Where a step goes, kernel by kernel, and whether its attention is one of Hopper's own."""
     found = kernel_seconds(training.step)
     total = sum(seconds for _, seconds in found)
@@ -344,14 +288,14 @@ def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
     sizes, device, number = session.sizes, session.device, 4
     case = Case(patch, sizes.heads[0])
     case = replace(case, backend=fastest_backend(case, session))
-    model = build_parallel(build_plan(case, sizes), "none", Compile(sizes.compiled), device)
-    model.train(False)
-    normalizer, conditions, _ = surroundings(sizes, device)
+    assembly = training_of(replace(case, mode="none"), sizes, device).assembly
+    assembly.model.train(False)
     fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)
     times = torch.zeros(1, dtype=torch.int64, device=device)
+    parts = (assembly.model.predict, assembly.normalizer, assembly.conditions, 21600)
 
     def run() -> None:
-        for _ in roll_out(model.predict, normalizer, conditions, 21600, fields, times, number):
+        for _ in roll_out(*parts, fields, times, number):
             pass
 
     session.add(what, session.seconds(run, 1, 3) / number, "s", tokens=sizes.tokens(patch))
@@ -364,12 +308,11 @@ def first(session: Session) -> None:
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     cache = "warm" if folder.name and folder.exists() and any(folder.iterdir()) else "cold"
     started = time.perf_counter()
-    training = Training(Case(sizes.patches[0], sizes.heads[0], mode="none"), sizes, session.device)
+    training = training_of(Case(sizes.patches[0], sizes.heads[0], mode="none"), sizes, session.device)
     if session.device.type == "cuda":
         torch.cuda.synchronize()
     built = time.perf_counter()
-    training.step()
-    training.loss.item()
+    training.loss()
     ended = time.perf_counter()
     about = {"cache": cache, "depth": sizes.layers}
     session.add(f"the model before it, {cache}", built - started, "s", **about)

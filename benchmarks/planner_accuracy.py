@@ -27,25 +27,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.layout_parity import layout_workload
+from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
-from models.vit import VisionTransformer, init_weights
-from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from config import ActivationCheckpoint, Config, Model, Training
 from parallelisms.degrees import Degrees
+from parallelisms.mesh import start_ranks
 from planning.architecture import Architecture, vit_architecture
 from planning.calibrate import BlockShape, calibrate
 from planning.clusters import load_cluster
 from planning.communication import step_collectives
 from planning.hardware import Cluster
 from planning.memory import memory, stored_bytes
-from planning.step_time import step_time
+from planning.step_time import copy_seconds, step_time
 from planning.workload import Workload
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
-from training.gradients import clip, total_norm
 from training.host_memory import keep_freed_memory
-from training.losses import mse_loss, sum_of_squares
-from training.optimizers import build_optimizer, set_lr
 
 GRID = (64, 128)
 CHANNELS = 20
@@ -111,37 +109,38 @@ UNSEEN = [
 ]
 
 
-class Step:
-    """A model, its optimiser, and a batch of pieces."""
+class Step(RandomRun):
+    """train.py's step on a batch that is there."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        shape = (CHANNELS, CHANNELS, GRID, case.patch, case.dim, case.layers, case.heads)
-        self.model = VisionTransformer(*shape, attention_backend=case.backend)
-        init_weights(self.model, 0)
-        self.model.to(DEVICE)
-        apply_activation_checkpoint(self.model, case.mode, 2)
-        self.parameters = list(self.model.parameters())
-        named = dict(self.model.named_parameters())
-        self.optimizer = build_optimizer(named, (0.9, 0.95), 1e-8, 0.05)
-        set_lr(self.optimizer, 1e-4)
-        size = (case.batch, case.architecture.tokens, case.architecture.in_features)
-        self.pieces = [torch.randn(size, device=DEVICE) for _ in range(3)]
-        self.autocast = torch.autocast(DEVICE.type, torch.bfloat16, enabled=case.dtype == "bfloat16")
+        config = Config(
+            model=Model(
+                patch_size=case.patch,
+                dim=case.dim,
+                num_layers=case.layers,
+                num_heads=case.heads,
+                attention_backend=case.backend,  # type: ignore[arg-type]
+            ),
+            training=Training(
+                local_batch_size=case.batch,
+                mixed_precision_param=case.dtype,  # type: ignore[arg-type]
+            ),
+            activation_checkpoint=ActivationCheckpoint(case.mode, every_n_blocks=2),  # type: ignore[arg-type]
+        )
+        super().__init__(config, GRID, CHANNELS, DEVICE)
 
-    def loss(self) -> Tensor:
-        with self.autocast:
-            output = self.model(self.pieces[0])
-        return mse_loss(sum_of_squares(output, self.pieces[1], self.pieces[2]))
+    def forward_loss(self) -> Tensor:
+        """The loss of the batch, whose backward has not run."""
+        inputs, target, weights = self.objective.cut(*self.batches[0])
+        with self.model.autocast:
+            output = self.model.parts[0](inputs)
+        return self.objective.loss_part(output, target, weights)
 
-    def run(self) -> float:
-        """Seconds of a step."""
+    def seconds(self) -> float:
         synchronize()
         started = time.perf_counter()
-        self.loss().backward()
-        clip(self.parameters, 1.0, total_norm(self.parameters))
-        self.optimizer.step()
-        self.model.zero_grad()
+        self.step()
         synchronize()
         return time.perf_counter() - started
 
@@ -157,6 +156,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     keep_freed_memory(DEVICE)  # as train.py does
+    start_ranks("auto", timeout_seconds=600)
     blocks = [BlockShape(c.batch, c.architecture.tokens, c.dim, c.heads, 4 * c.dim) for c in CALIBRATED]
     rates = calibrate(blocks, ("math", "sdpa"), DEVICE, torch.get_num_threads(), seconds=options.seconds)
     cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
@@ -179,8 +179,7 @@ def main() -> int:
 
 def predict(case: Case, cluster: Cluster) -> float:
     """Seconds of a step whose data are there."""
-    time = step_time(case.workload, cluster)
-    return time.total - time.classes["fields"]
+    return step_time(case.workload, cluster).total - copy_seconds(case.workload, cluster)
 
 
 def measure(steps: list[Step], rounds: int) -> dict[Case, float]:
@@ -188,8 +187,8 @@ def measure(steps: list[Step], rounds: int) -> dict[Case, float]:
     times: dict[Case, list[float]] = {step.case: [] for step in steps}
     for _ in range(rounds):
         for step in steps:
-            step.run()
-            times[step.case].append(step.run())
+            step.step()
+            times[step.case].append(step.seconds())
     return {case: statistics.median(found) for case, found in times.items()}
 
 
@@ -212,10 +211,10 @@ def saved_bytes(case: Case) -> int:
     """Of a forward pass, without parameters and the copies that autocast makes of them."""
     step, kept = Step(case), {}
     if case.mode == "selective":  # what its policy keeps, no hook of autograd sees
-        return bytes_alive(step.model, step.pieces[0], autocast=False)
-    weights = {tuple(p.shape) for p in step.parameters} | {
-        tuple(p.t().shape) for p in step.parameters if p.ndim == 2
-    }
+        inputs, _, _ = step.objective.cut(*step.batches[0])
+        return bytes_alive(step.model.parts[0], inputs, autocast=False)
+    parameters = step.model.parameters.values()
+    weights = {tuple(p.shape) for p in parameters} | {tuple(p.t().shape) for p in parameters if p.ndim == 2}
 
     def keep(tensor: Tensor) -> Tensor:
         if tuple(tensor.shape) not in weights:
@@ -223,21 +222,19 @@ def saved_bytes(case: Case) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = step.loss()
+        loss = step.forward_loss()
     del loss
     return sum(kept.values())
 
 
 def count_peak(step: Step) -> dict[str, Any]:
-    """The allocator's peak of a step on a GPU; the fields are there as pieces only."""
+    """The allocator's peak of a step on a GPU."""
     work = step.case.workload
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step.run()
-    states = 4 * 3 * work.model.parameters + sum(piece.nbytes for piece in step.pieces)
-    own = torch.cuda.max_memory_allocated() - before + states
-    predicted = memory(work).peak - 2 * 4 * work.local_batch * work.field_values
-    return counted(f"peak: {step.case.label}", predicted, own, 0.02)
+    step.step()
+    own = torch.cuda.max_memory_allocated() - before + 4 * 3 * work.model.parameters + step.fields.nbytes
+    return counted(f"peak: {step.case.label}", memory(work).peak, own, 0.02)
 
 
 def counted(what: str, predicted: float, found: float, tolerance: float) -> dict[str, Any]:

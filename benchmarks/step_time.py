@@ -31,21 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
-from config import ActivationCheckpoint, Compile, Parallelism
-from models.vit import VisionTransformer
-from parallelisms.degrees import resolve_degrees
-from parallelisms.mesh import build_mesh
-from parallelisms.parallelize import parallelize
+from config import Compile, Config, Model, Optimizer, Parallelism, Training
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
-from training.gradients import clip, total_norm
 from training.host_memory import keep_freed_memory
-from training.losses import relative_l2_loss, relative_l2_weights, sum_of_squares
-from training.optimizers import build_optimizer, set_lr
 
 GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMITS = {(1, "float32"): 0.90, (1, "bfloat16"): 0.50, (2, "float32"): 0.90, (2, "bfloat16"): 0.70}
 NAMES = {  # of a block's modules: ours -> the tutorial's
     "attention_norm": "norm1",
@@ -60,39 +53,33 @@ STEPS: dict[str, Callable[[], float]] = {}  # of this rank: side -> a step, whic
 # -- the sides, built on a rank
 
 
-class Rossby:
+class Rossby(RandomRun):
     """train.py's step without reading: fields, patches, forward, backward, norm, clipping, fused AdamW."""
 
     def __init__(self, dim: int, dtype: str, backend: str, compiled: bool, parallelism: Parallelism) -> None:
-        degrees = resolve_degrees(dist.get_world_size(), parallelism)
-        mesh = build_mesh("cpu", degrees)
-        with torch.device("meta"):
-            shape = (CHANNELS, CHANNELS, GRID, PATCH, dim, LAYERS, HEADS)
-            plan = VisionTransformer(*shape, attention_backend=backend)
-        settings = (parallelism, ActivationCheckpoint(), Compile(compiled), DTYPES[dtype], torch.float32)
-        self.plan, self.model = plan, parallelize(plan, mesh, torch.device("cpu"), 0, *settings)
-        self.optimizer = build_optimizer(self.model.own_parameters(), (0.9, 0.95), 1e-8, 0.0)
-        set_lr(self.optimizer, 1e-4)
-        self.fields, self.target = batch()
-        self.mask = torch.ones_like(self.target, dtype=torch.bool)
+        config = Config(
+            model=Model(
+                patch_size=PATCH,
+                dim=dim,
+                num_layers=LAYERS,
+                num_heads=HEADS,
+                attention_backend=backend,  # type: ignore[arg-type]
+                predict="state",
+            ),
+            optimizer=Optimizer(lr=1e-4, weight_decay=0.0),
+            training=Training(
+                local_batch_size=BATCH,
+                mixed_precision_param=dtype,  # type: ignore[arg-type]
+                loss="relative_l2",
+            ),
+            parallelism=parallelism,
+            compile=Compile(compiled),
+        )
+        super().__init__(config, GRID, CHANNELS, torch.device("cpu"))
+        self.batches = [(torch.stack(batch(), dim=1), torch.zeros(BATCH, dtype=torch.int64))]
 
     def __call__(self) -> float:
-        model, pieces = self.model, self.plan.from_fields
-        weights = model.shards.cut_output(pieces(relative_l2_weights(self.mask, self.target)))
-        target = model.shards.cut_output(pieces(self.target))
-        inputs = model.shards.cut_input(pieces(self.fields))
-        share = model.forward_backward(inputs, target, weights, self.loss, 1.0, True)
-        parameters = [p for _, p in model.named_parameters()]
-        clip(parameters, 1.0, total_norm(parameters))
-        self.optimizer.step()
-        model.zero_grad()
-        dist.all_reduce(share)
-        return share.item()
-
-    def loss(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        return relative_l2_loss(
-            sum_of_squares(output, target, weights), BATCH, self.model.shards.sum_over_shards
-        )
+        return self.loss()
 
 
 class Peer:
@@ -225,11 +212,11 @@ def same_loss(folder: str, dim: int) -> tuple[float, float]:
     )
     named = {name: p.detach() for name, p in theirs.model.named_parameters()}
     with torch.no_grad():
-        for name, parameter in ours.model.named_parameters():
+        for name, parameter in ours.model.parameters.items():
             parameter.copy_(from_tutorial(name, named, parameter))
         loss = relative_l2(theirs.model(theirs.fields), theirs.target).item()
-        output = ours.plan.to_fields(ours.model.parts[0](ours.plan.from_fields(ours.fields)))
-        return loss, relative_l2(output, ours.target).item()
+        fields, target = batch()
+        return loss, relative_l2(ours.model.predict(fields), target).item()
 
 
 def from_tutorial(name: str, theirs: dict[str, Tensor], ours: Tensor) -> Tensor:
@@ -254,7 +241,7 @@ def from_tutorial(name: str, theirs: dict[str, Tensor], ours: Tensor) -> Tensor:
 def product_seconds(dim: int, dtype: str, threads: int) -> float:
     """Of all matrix products of a step, forward and backward, each shape timed alone: the floor."""
     torch.set_num_threads(threads)
-    rows, kind = BATCH * (GRID[0] // PATCH[0]) * (GRID[1] // PATCH[1]), DTYPES[dtype]
+    rows, kind = BATCH * (GRID[0] // PATCH[0]) * (GRID[1] // PATCH[1]), getattr(torch, dtype)
     patch = CHANNELS * PATCH[0] * PATCH[1]
     shapes = [(dim, 3 * dim, LAYERS), (dim, dim, LAYERS), (dim, 4 * dim, LAYERS), (4 * dim, dim, LAYERS)]
     total = 0.0

@@ -22,19 +22,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
+from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
 from command_line import load_config
 from config import Config
 from datasets.selection import open_selection
-from models.build import build_model
-from parallelisms.degrees import Degrees
-from parallelisms.mesh import build_mesh, start_ranks
-from parallelisms.parallelize import parallelize
+from parallelisms.mesh import start_ranks
 from train import train
 from training.gradients import clip, total_norm
 from training.host_memory import keep_freed_memory
-from training.losses import mse_loss, sum_of_squares
-from training.optimizers import build_optimizer, set_lr
+from training.optimizers import set_lr
 
 LOG_FREQ, LIMIT = 10, 1.01
 MODEL = {
@@ -84,37 +81,23 @@ def trainer(config: Config) -> list[float]:
 
 
 def bare_loop(config: Config, steps: int) -> list[float]:
-    """The same intervals of a loop that does nothing else; seconds a step of each."""
+    """The same intervals of a loop that does nothing else; seconds a step of each.
+
+    Here, and here alone, the step is written out: what train.py adds to this is what is measured.
+    """
     selection = open_selection(config.data, config.model.patch_size, ())
-    grid, number = selection.archive.grid, len(selection.variables)
     device = start_ranks("gloo" if not torch.cuda.is_available() else "auto", 100)
     keep_freed_memory(device)
-    conditions = len(selection.static) + len(config.data.forcings)
-    plan = build_model(config.model, number, conditions, grid.shape, grid.periodic)
-    settings = (
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        torch.float32,
-        torch.float32,
-    )
-    model = parallelize(plan, build_mesh(device.type, Degrees()), device, 0, *settings)
-    optimizer = build_optimizer(model.own_parameters(), (0.9, 0.95), 1e-8, 0.05)
-    set_lr(optimizer, 1e-3)
-    batch = config.training.local_batch_size
-    widths = (number + conditions, number, number)
-    fields = [torch.randn(batch, width, *grid.shape, device=device) for width in widths]
-    inputs, target, weights = (plan.from_fields(field) for field in fields)
-    parameters = [p for _, p in model.named_parameters()]
+    run = RandomRun(config, selection.archive.grid.shape, len(selection.variables), device)
+    model, parameters = run.model, run.model.parameters.values()
+    shards = run.objective.cut(*run.batches[0])
+    set_lr(run.run.optimizer, 1e-3)
 
     def step() -> None:
-        model.forward_backward(inputs, target, weights.square(), loss, 1.0, True)
+        model.forward_backward(*shards, run.objective.loss_part, 1.0, True)
         clip(parameters, 1.0, total_norm(parameters))
-        optimizer.step()
+        run.run.optimizer.step()
         model.zero_grad()
-
-    def loss(output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return mse_loss(sum_of_squares(output, target, weights))
 
     found = [seconds_of(step, LOG_FREQ, device) for _ in range(1 + steps // LOG_FREQ)]
     dist.destroy_process_group()

@@ -25,7 +25,6 @@ from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.run_state import RunState
 from config import Config
 from datasets.grid import Grid
-from datasets.normalization import Statistics
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
@@ -85,18 +84,9 @@ def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> 
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        return _run(config, fields_without_values(config, grid, num_variables))
+        return _run(config, Fields.standard(config, grid, num_variables))
     finally:
         dist.destroy_process_group()
-
-
-def fields_without_values(config: Config, grid: Grid, num_variables: int) -> Fields:
-    """What a model has to know of data that need not be there."""
-    ones, nothing = np.ones(num_variables), np.zeros(0, int)
-    mean_field = np.zeros((num_variables, *grid.shape), np.float32)
-    static = [np.zeros(grid.shape) for _ in config.data.static_variables]
-    names = [f"variable {number}" for number in range(num_variables)]
-    return Fields(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, ""))
 
 
 def _run(config: Config, fields: Fields) -> DryRun:

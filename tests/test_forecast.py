@@ -1,5 +1,6 @@
 """Forecasts from a checkpoint: the store and its values, restarts, ranks, ensembles, what goes wrong."""
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ import forecast
 from command_line import load_config
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
+from errors import UserError
+from models.attention import Kernel
 from models.vit import VisionTransformer
 from tests.archives import zarr_chunked
 from train import train
@@ -356,14 +359,33 @@ def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, mo
     xr.testing.assert_equal(store(run, path), whole)
 
 
-def test_another_forecast_is_not_written_over(run, tmp_path, capsys):
+def test_another_forecast_is_not_written_over(run, tmp_path):
     store(run, tmp_path / "f.zarr")
     before = files(tmp_path / "f.zarr")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
         store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
     torch.distributed.destroy_process_group()
-    assert "leads is [6, 12, 18, 24, 30] there and [6, 12, 18, 24, 30, 36] here" in capsys.readouterr().err
     assert files(tmp_path / "f.zarr") == before
+
+
+def test_a_forecast_takes_the_kernel_and_the_float8_recipes_of_its_run(run, tmp_path):
+    """Both were left out once: a run trained with one was forecast with another."""
+    chosen = ["--model.attention_backend", "auto", "--float8.enable", "--float8.emulate"]
+    options = [*chosen, "--float8.recipe", "auto", "--training.local_batch_size", "1"]
+    folder = tmp_path / "run"
+    files = ["--job.config_file", str(run.parent / "tiny.toml"), "--job.dump_folder", str(folder)]
+    train(load_config([*files, *options]))
+    kept = json.loads((folder / "attention.json").read_text())
+    (folder / "attention.json").write_text(json.dumps(kept | {"backend": "math"}))
+    recipes = json.loads((folder / "float8.json").read_text())["recipes"]
+    recipes["blocks.1.mlp.up"] = "none"
+    (folder / "float8.json").write_text(json.dumps({"recipes": recipes}))
+    config = load_config([*files, *options, "--forecast.local_batch_size", "3"])
+    model = forecast.load_forecaster(config, forecast.open_data(config)).model.parts[0]
+    torch.distributed.destroy_process_group()
+    assert {module.backend for module in model.modules() if isinstance(module, Kernel)} == {"math"}
+    names = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert names == recipes.keys() - {"blocks.1.mlp.up"}
 
 
 def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):

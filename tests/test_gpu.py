@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_session import TINY
-from benchmarks.gpu_step import Case, Training
+from benchmarks.gpu_step import Case, training_of
 from benchmarks.gpu_table import table
+from benchmarks.random_run import RandomRun
 from models.attention import attention, check_backend
 from parallelisms.measured_choices import BACKENDS
 from parallelisms.mesh import start_ranks
@@ -28,10 +29,10 @@ def training():
     """Makes tiny models as train.py does, on this device."""
     start_ranks("auto", timeout_seconds=60)
 
-    def make(compiled: bool = False, cuda_graphs: bool = False, **case: Any) -> Training:
+    def make(compiled: bool = False, cuda_graphs: bool = False, **case: Any) -> RandomRun:
         torch.manual_seed(0)  # of weights and fields
         sizes = replace(TINY, compiled=compiled, cuda_graphs=cuda_graphs)
-        return Training(Case(TINY.patches[0], TINY.heads[0], batch=2, **case), sizes, DEVICE)
+        return training_of(Case(TINY.patches[0], TINY.heads[0], batch=2, **case), sizes, DEVICE)
 
     yield make
     dist.destroy_process_group()
@@ -86,10 +87,7 @@ def test_ring_kernels_are_those_of_plain_matmuls() -> None:
 )
 def test_steps_lower_the_loss(training, case: dict) -> None:
     run = training(**case)
-    losses = []
-    for _ in range(8):
-        run.step()
-        losses.append(float(run.loss))
+    losses = [run.loss() for _ in range(8)]
     assert losses[-1] < losses[0]
 
 
@@ -99,9 +97,7 @@ def test_cuda_graphs_make_the_same_steps(training) -> None:
     losses = []
     for cuda_graphs in (False, True):
         run = training(compiled=True, cuda_graphs=cuda_graphs)
-        for _ in range(6):
-            run.step()
-        losses.append(float(run.loss))
+        losses.append([run.loss() for _ in range(6)][-1])
         torch._dynamo.reset()
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -109,10 +105,10 @@ def test_cuda_graphs_make_the_same_steps(training) -> None:
 def test_a_bad_step_leaves_the_weights(training) -> None:
     run = training()
     run.step()
-    before = {name: p.detach().clone() for name, p in run.parameters.items()}
-    run.normalizer.std.fill_(float("nan"))
+    before = {name: p.detach().clone() for name, p in run.model.parameters.items()}
+    run.assembly.normalizer.std.fill_(float("nan"))
     run.step()
-    assert all(torch.equal(p, before[name]) for name, p in run.parameters.items())
+    assert all(torch.equal(p, before[name]) for name, p in run.model.parameters.items())
 
 
 @on_gpu

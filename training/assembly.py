@@ -43,6 +43,15 @@ class Fields:
     def of(cls, selection: Selection, statistics: Statistics) -> "Fields":
         return cls(selection.variables, selection.archive.grid, list(selection.static.values()), statistics)
 
+    @classmethod
+    def standard(cls, config: Config, grid: Grid, num_variables: int) -> "Fields":
+        """Of data that need not be there: variables of mean 0 and deviation 1, constant fields of zeros."""
+        ones, nothing = np.ones(num_variables), np.zeros(0, int)
+        mean_field = np.zeros((num_variables, *grid.shape), np.float32)
+        static = [np.zeros(grid.shape) for _ in config.data.static_variables]
+        names = [f"variable {number}" for number in range(num_variables)]
+        return cls(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, ""))
+
 
 @dataclass
 class Assembly:
