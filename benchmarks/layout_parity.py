@@ -19,8 +19,8 @@ from config import Parallelism
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
-from planning.communication import step_collectives
 from planning.workload import Workload
+from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, reference_of, three_steps
 
@@ -81,7 +81,7 @@ def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
     degrees = resolve_degrees(layout.ranks, parallelism)
     if not has_formula(layout, degrees, parallelism.pipeline_parallel_schedule):
         return "no formula"
-    expected = step_collectives(layout_workload(layout), rank)
+    expected = step_collectives(layout_workload(layout), rank, layout.loss)
     return difference(Counter(outcome.collectives), expected)
 
 
@@ -98,7 +98,6 @@ def layout_workload(layout: Layout) -> Workload:
         reshard=parallelism.fsdp_reshard_after_forward,
         method=parallelism.context_parallel_method,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        loss=layout.loss,
     )
 
 

@@ -6,7 +6,7 @@
 2. predicts and measures, interleaved, medians, 14 configurations that were not calibrated: a step is forward,
    loss, backward, clipping and AdamW, without reading data; on a GPU the allocator's peak too;
 3. counts the bytes that autograd keeps, storage by storage, against planning/memory.py;
-4. counts collectives and their bytes on 2 and 4 gloo ranks against planning/communication.py.
+4. counts collectives and their bytes on 2 and 4 gloo ranks against tests/collective_formulas.py.
 
 Ends with 1 when fewer than 5 of 6 steps are within 10 %, or a count is off.
 """
@@ -35,11 +35,11 @@ from parallelisms.mesh import start_ranks
 from planning.architecture import Architecture, vit_architecture
 from planning.calibrate import BlockShape, calibrate
 from planning.clusters import load_cluster
-from planning.communication import step_collectives
 from planning.hardware import Cluster
 from planning.memory import memory, stored_bytes
 from planning.step_time import copy_seconds, step_time
 from planning.workload import Workload
+from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
@@ -254,7 +254,7 @@ def count_collectives() -> list[dict[str, Any]]:
         layout = TABLE[name]
         (outcome, *_) = groups[layout.ranks].run(three_steps, layout, timeout=300)
         found = Counter(outcome.collectives)
-        expected = step_collectives(layout_workload(layout))
+        expected = step_collectives(layout_workload(layout), loss=layout.loss)
         sums = [sum(call.size * number for call, number in calls.items()) for calls in (expected, found)]
         rows.append(counted(f"bytes sent: {name}", *sums, tolerance=0.0))
         rows[-1]["good"] = found == expected

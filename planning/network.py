@@ -1,13 +1,60 @@
-"""Seconds that collectives take on a two-level network: an alpha-beta model of rings, trees and exchanges.
+"""Collectives within a sample, in closed form, and the seconds that any takes on a two-level network: an
+alpha-beta model of rings, trees and exchanges.
 
-`size` is that of the larger buffer of a call on one rank, in bytes (parallelisms/collectives.py).
+`size` is that of the larger buffer of a call on one rank, in bytes: what an all-gather gives, what a
+reduce-scatter takes (parallelisms/collectives.py). benchmarks/layout_parity.py holds every number against
+what a recorder counts.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
+from parallelisms.collectives import Collective
 from planning.hardware import Cluster, Link
 from planning.workload import Workload
+
+Calls = Counter[Collective]  # how many of each
+
+
+def tensor_collectives(work: Workload) -> Calls:
+    """Of a micro-batch: two gathers and two reduce-scatters a block, forward and backward alike; the ends
+    exchange tokens for width.
+
+    Where a backend has no all-to-all (gloo) that exchange is a gather of the whole, twice at either end.
+    """
+    tokens, depth = work.micro_batch * work.rank_tokens * work.degrees.tp, work.model.layers
+    block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
+    calls = Counter({Collective("all-gather", "tp", block): 4 * depth + 4})
+    calls[Collective("reduce-scatter", "tp", block)] += 4 * depth
+    calls[Collective("all-gather", "tp", end)] += 1
+    calls[Collective("reduce-scatter", "tp", end)] += 1
+    return calls
+
+
+def context_collectives(work: Workload) -> Calls:
+    """Of a micro-batch. ulysses: two exchanges a block and pass; all_gather: one gather, one reduce-scatter;
+    ring: sends.
+
+    The ring's forward passes keys and values on cp - 1 times, its backward again, and their float32
+    gradients cp times, home.
+    """
+    cp, depth = work.degrees.cp, work.model.layers
+    chunk = work.micro_batch * work.rank_tokens * work.model.dim  # values of one of q, k, v
+    calls: Calls = Counter()
+    if work.method == "ulysses":
+        calls[Collective("all-to-all", "cp", 3 * chunk * work.itemsize)] += 2 * depth
+        calls[Collective("all-to-all", "cp", chunk * work.itemsize)] += 2 * depth
+    elif work.method == "all_gather":
+        calls[Collective("all-gather", "cp", 2 * cp * chunk * work.itemsize)] += depth
+        calls[Collective("reduce-scatter", "cp", 2 * cp * chunk * work.itemsize)] += depth
+    else:
+        calls[Collective("send", "cp", 2 * chunk * work.itemsize)] += 2 * (cp - 1) * depth
+        calls[Collective("send", "cp", 2 * chunk * 4)] += cp * depth
+    return calls
+
+
+# -- how long they take
 
 
 @dataclass(frozen=True)
@@ -50,7 +97,7 @@ def route(cluster: Cluster, work: Workload, axis: str) -> Route:
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
-    """Of one collective of `kind` (as planning/communication.py names them)."""
+    """Of one collective of `kind` (parallelisms/collectives.py)."""
     if on.ranks == 1:
         return 0.0
     if kind == "all-reduce":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
-from planning.communication import context_collectives, tensor_collectives
 from planning.compute import (
     Times,
     attention_time,
@@ -21,7 +20,7 @@ from planning.compute import (
 )
 from planning.hardware import Cluster, Rates
 from planning.memory import stage_shapes, unit_bytes
-from planning.network import Route, route, seconds
+from planning.network import Route, context_collectives, route, seconds, tensor_collectives
 from planning.workload import Workload
 
 OPERATORS = (22, 48)  # of a block, forward and backward, uncompiled
@@ -73,7 +72,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     slower = slower_in_a_model(rates, work.dtype)
     forward, backward = (block_seconds(work, rates, backward) * slower for backward in (False, True))
     ends = (end_seconds(work, rates, backward) for backward in (False, True))
-    passes, layers = work.accumulation * work.micro_batches, work.rank_layers
+    passes, layers = work.passes, work.rank_layers
     total = Times()
     for times, number in ((forward, layers), (backward, layers), *((end, 1) for end in ends)):
         total.add(times * (number * passes))
@@ -125,22 +124,22 @@ def norm_seconds(routes: dict[str, Route]) -> float:
 
 def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> tuple[Times, float]:
     """Of one micro-batch: exposed seconds by class, and seconds in all."""
-    once = work.replace(global_batch=work.local_batch * work.degrees.dp)
-    part = work.rank_layers / work.model.layers / work.micro_batches  # of the step's calls
+    part = work.rank_layers / work.model.layers  # of the blocks
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
     found = Times()
-    collectives = {"tensor": ("tp", tensor_collectives), "context": ("cp", context_collectives)}
-    for name, (axis, calls_of) in collectives.items():
+    for name, axis, calls_of in (
+        ("tensor", "tp", tensor_collectives),
+        ("context", "cp", context_collectives),
+    ):
         if getattr(work.degrees, axis) > 1:
-            calls = calls_of(once).items()
+            calls = calls_of(work).items()
             once_through = sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls)
             found[f"exposed {name} parallel"] = again * part * once_through
     everything = sum(found.values())
     if work.method == "ring" and work.degrees.cp > 1:
-        attending = (
-            sum(attention_time(work, rates, backward) for backward in (False, True)) * work.rank_layers
-        )
-        rest = found["exposed context parallel"] - attending * (1 - 1 / work.degrees.cp)
+        attending = sum(attention_time(work, rates, backward) for backward in (False, True))
+        hiding = work.rank_layers * attending * (1 - 1 / work.degrees.cp)
+        rest = found["exposed context parallel"] - hiding
         found["exposed context parallel"] = max(rest, 0.0)
     return found, everything
 

@@ -43,7 +43,6 @@ class Workload:
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
-    loss: str = "mse"
     rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
@@ -60,6 +59,11 @@ class Workload:
     def micro_batches(self) -> int:
         """Of one batch that passes through the pipeline; 1 without a pipeline."""
         return max(self.local_batch // self.pipeline_micro_batch, 1) if self.degrees.pp > 1 else 1
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a step: accumulated, or passed through a pipeline."""
+        return self.accumulation * self.micro_batches
 
     @property
     def micro_batch(self) -> int:
@@ -131,7 +135,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         axis_order=parallelism.axis_order,
-        loss=training.loss,
         ema=config.training.ema_decay > 0,
         state_itemsize=STATE_BYTES[config.optimizer.state_dtype],
         in_backward=config.optimizer.in_backward,

@@ -10,9 +10,9 @@ from command_line import load_config
 from datasets.grid import global_grid
 from models.build import build_model
 from parallelisms.degrees import Degrees
-from planning.communication import step_collectives
 from planning.dry_run import DryRun, dry_run
 from planning.workload import Workload, architecture_of
+from tests.collective_formulas import step_collectives
 
 ROOT = Path(__file__).parent.parent
 GRID = (16, 32)

@@ -1,7 +1,8 @@
 """Collectives of a training step of the ViT in closed form: how many, along which axis, of what size.
 
-`size` is the larger buffer of a call in bytes, on one rank: what an all-gather gives, what a reduce-scatter
-takes. benchmarks/layout_parity.py holds every number against what a recorder counts.
+What planning/network.py has of one micro-batch, and all others of a step: tests and benchmarks hold them
+against what a recorder counts. `size` is the larger buffer of a call in bytes, on one rank: what an
+all-gather gives, what a reduce-scatter takes.
 """
 
 import math
@@ -9,13 +10,13 @@ from collections import Counter
 
 from parallelisms.collectives import Collective
 from planning.architecture import cut, padded
+from planning.network import Calls, context_collectives, tensor_collectives
 from planning.workload import Workload
 
 FIRST_BUCKET = 2**20  # bytes, of DDP
-Calls = Counter[Collective]
 
 
-def step_collectives(work: Workload, pipeline_rank: int = 0) -> Calls:
+def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") -> Calls:
     """All collectives between the data of a step and its gradients, on one rank.
 
     Covers fsdp, hsdp, tensor and context parallelism together, or a pipeline of one stage a rank alone.
@@ -31,13 +32,13 @@ def step_collectives(work: Workload, pipeline_rank: int = 0) -> Calls:
     elif degrees.dp_replicate > 1:
         calls += ddp_collectives(work)
     if degrees.tp > 1:
-        calls += tensor_collectives(work)
+        calls += times(tensor_collectives(work), work.passes)
     if degrees.cp > 1:
-        calls += context_collectives(work)
-    if work.loss == "relative_l2":
+        calls += times(context_collectives(work), work.passes)
+    if loss == "relative_l2":
         for axis in ("tp", "cp"):
             if getattr(degrees, axis) > 1:
-                calls[Collective("all-reduce", axis, 4 * work.micro_batch)] += passes(work)
+                calls[Collective("all-reduce", axis, 4 * work.micro_batch)] += work.passes
     return calls
 
 
@@ -60,7 +61,7 @@ def fsdp_collectives(work: Workload) -> Calls:
         freed = work.reshard == "always" or (work.reshard == "default" and freed)
         gathered, reduced = (padded(unit, ranks) * n for n in (work.itemsize, work.reduce_itemsize))
         if ranks > 1:
-            calls[Collective("all-gather", "fsdp", gathered)] += number * (1 + freed) * passes(work)
+            calls[Collective("all-gather", "fsdp", gathered)] += number * (1 + freed) * work.passes
             calls[Collective("reduce-scatter", "fsdp", reduced)] += number
         if degrees.dp_replicate > 1:
             calls[Collective("all-reduce", "dp_replicate", reduced // ranks)] += number
@@ -80,25 +81,6 @@ def ddp_collectives(work: Workload) -> Calls:
     return Counter({Collective("all-reduce", "dp_replicate", size): 1})
 
 
-def tensor_collectives(work: Workload) -> Calls:
-    """Two gathers and two reduce-scatters a block, forward and backward alike; the ends exchange tokens for
-    width.
-
-    Where a backend has no all-to-all (gloo) that exchange is a gather of the whole, twice at either end.
-    """
-    tokens, depth = work.micro_batch * work.rank_tokens * work.degrees.tp, work.model.layers
-    block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
-    once = Counter(
-        {
-            Collective("all-gather", "tp", block): 4 * depth + 4,
-            Collective("reduce-scatter", "tp", block): 4 * depth,
-        }
-    )
-    once[Collective("all-gather", "tp", end)] += 1
-    once[Collective("reduce-scatter", "tp", end)] += 1
-    return times(once, passes(work))
-
-
 def replicated_gradients(work: Workload) -> Calls:
     """What every tp rank holds whole sees its own tokens only: FSDP sums such gradients over tp first."""
     calls: Calls = Counter()
@@ -115,37 +97,11 @@ def replicated_gradients(work: Workload) -> Calls:
     return calls
 
 
-def context_collectives(work: Workload) -> Calls:
-    """ulysses: two exchanges a block and pass; all_gather: one gather, one reduce-scatter; ring: sends.
-
-    The ring's forward passes keys and values on cp - 1 times, its backward again, and their float32
-    gradients cp times, home.
-    """
-    cp, tp, depth = work.degrees.cp, work.degrees.tp, work.model.layers
-    chunk = work.micro_batch * work.rank_tokens * tp * work.model.dim // tp  # values of one of q, k, v
-    once: Calls = Counter()
-    if work.method == "ulysses":
-        once[Collective("all-to-all", "cp", 3 * chunk * work.itemsize)] += 2 * depth
-        once[Collective("all-to-all", "cp", chunk * work.itemsize)] += 2 * depth
-    elif work.method == "all_gather":
-        once[Collective("all-gather", "cp", 2 * cp * chunk * work.itemsize)] += depth
-        once[Collective("reduce-scatter", "cp", 2 * cp * chunk * work.itemsize)] += depth
-    else:
-        once[Collective("send", "cp", 2 * chunk * work.itemsize)] += 2 * (cp - 1) * depth
-        once[Collective("send", "cp", 2 * chunk * 4)] += cp * depth
-    return times(once, passes(work))
-
-
 def pipeline_collectives(work: Workload, rank: int) -> Calls:
     """Each micro-batch goes on to the next stage, its gradient back to the one before."""
     size = work.micro_batch * work.rank_tokens * work.model.dim * work.itemsize
-    sends = passes(work) * ((rank < work.degrees.pp - 1) + (rank > 0))
+    sends = work.passes * ((rank < work.degrees.pp - 1) + (rank > 0))
     return Counter({Collective("send", "pp", size): sends})
-
-
-def passes(work: Workload) -> int:
-    """Micro-batches of a step: accumulated, or passed through a pipeline."""
-    return work.accumulation * work.micro_batches
 
 
 def times(calls: Calls, number: int) -> Calls:
