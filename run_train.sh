@@ -3,11 +3,10 @@
 #   ./run_train.sh                                                 the demo, no data needed
 #   ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
 # NGPU: processes on this node (default: the GPUs there are, else 1).
-# NNODES, RDZV_ENDPOINT=host:port: several nodes, the same command on each. NNODES=4, or a range, 2:4: the job starts with
-#   two and takes in others as they come. The endpoint's node serves the others: it must live, and be named by an address
-#   that they reach it at. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network, where the way to the endpoint is not it.
-# MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0; for a range of
-#   nodes 3, as every node that goes costs one).
+# NNODES, RDZV_ENDPOINT=host:port: several nodes, the same command on each. The endpoint's node serves the others: it
+#   must live, and be named by an address that they reach it at. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network,
+#   where the way to the endpoint is not it.
+# MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
 # Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again.
@@ -18,12 +17,12 @@ source ./setup.sh
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
-MAX_RESTARTS=${MAX_RESTARTS:-$([[ "$NNODES" == *:* ]] && echo 3 || echo 0)}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # a broken connection is one line here, not C++ frames
 
 refuse() { echo "rossby: $1 = '${!1}': an environment variable; $2" >&2 && exit 2; }
 [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || refuse MAX_RESTARTS "write a whole number"
-[[ "$NNODES" =~ ^[0-9]+(:[0-9]+)?$ ]] || refuse NNODES "write a number of nodes, or a range, 2:4"
+[[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || refuse NNODES "write a number of nodes"
 if [[ "$NNODES" != 1 ]]; then
     RDZV_ENDPOINT=${RDZV_ENDPOINT:-}
     [[ "$RDZV_ENDPOINT" =~ .:[0-9]+$ ]] || refuse RDZV_ENDPOINT "write host:port of the first node, a free port"

@@ -34,7 +34,7 @@ from checkpoints.files import (
     read_manifest,
     step_folder,
 )
-from tests.jobs import Job, last_step, losses, write_config
+from tests.started_jobs import Job, last_step, losses, write_config
 
 STEPS, INTERVAL = 80, 4
 AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")

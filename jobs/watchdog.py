@@ -41,11 +41,14 @@ OPEN = "-"  # the verdict while there is none
 LOST = ("gloo", "connection", "nccl", "timed out", "process group", "store")
 
 
-def open_store(host: str, port: int) -> Store:
-    """The part of a job's store that beats and the verdict stand in. OSError, DistError: out of reach."""
+def open_store(host: str, port: int, attempt: str) -> Store:
+    """The part of a job's store that beats and the verdict of an attempt stand in.
+
+    OSError, DistError: out of reach.
+    """
     socket.create_connection((host, port), timeout=STORE_SECONDS).close()  # torch would print C++ frames
     client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-    store = PrefixStore("watchdog", client)
+    store = PrefixStore(f"watchdog/{attempt}", client)
     store.compare_set("verdict", "", OPEN)
     return store
 
@@ -172,7 +175,8 @@ class Watchdog:
         """Says how this rank is, and hears how the others are."""
         mine = self.beat()
         if self.store is None:
-            self.store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            attempt = os.environ.get("ROSSBY_ATTEMPT", "0")
+            self.store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), attempt)
         self.store.set(f"beat/{self.rank}", mine.to_json())
         if verdict := read_verdict(self.store):
             self._leave("", verdict["code"])

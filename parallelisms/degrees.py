@@ -124,9 +124,8 @@ def num_ranks() -> int:
 
 
 def number_in_environment(name: str) -> int:
-    """A number of processes, 1 where it is not set. NNODES may be a range, 2:4."""
+    """A number of processes, 1 where it is not set."""
     text = os.environ.get(name) or "1"
-    first = text.partition(":")[0]
-    if not first.isdecimal() or int(first) < 1:
+    if not text.isdecimal() or int(text) < 1:
         refuse(name, text, "an environment variable that must be a whole number, at least 1")
-    return int(first)
+    return int(text)

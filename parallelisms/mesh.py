@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import Parallelism
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
-    """Joins the process group that torchrun describes, or makes one of a single process; this rank's device.
+    """Joins the process group that a launcher describes, or makes one of a single process; the rank's device.
 
     A single process is a group of one, so that nothing after this asks whether there is a group.
     """
@@ -30,11 +30,21 @@ def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
         torch.cuda.set_device(device)
     name = {"auto": "cpu:gloo,cuda:nccl" if use_cuda else "gloo"}.get(backend, backend)
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
+    if "ROSSBY_ATTEMPT" in os.environ:
+        store = PrefixStore(f"attempt/{os.environ['ROSSBY_ATTEMPT']}", launchers_store(timeout))
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(name, timeout=timeout, store=store, rank=rank, world_size=world)
+    elif "RANK" in os.environ:
         dist.init_process_group(name, timeout=timeout)
     else:
         dist.init_process_group(name, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     return device
+
+
+def launchers_store(timeout: timedelta) -> TCPStore:
+    """What jobs/launch.py keeps for the ranks of all hosts and attempts."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timeout)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallelisms.mesh import start_ranks
 from tests.distributed import Ranks
-from tests.jobs import Job
+from tests.started_jobs import Job
 
 
 def memory_kib(process: int | str = "self") -> int:

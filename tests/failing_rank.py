@@ -40,7 +40,7 @@ def fail(what: str) -> None:
 def run(watchdog: Watchdog, what: str) -> None:
     start_ranks("gloo", timeout_seconds=60)
     agreement = Agreement("", 0.0, 60).listen(watchdog)
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ["ROSSBY_ATTEMPT"])
     with agreement:
         for step in range(1, STEPS + 1):
             activity.chapter("train", step)

@@ -12,7 +12,7 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps, read_manifest
 from command_line import load_config
 from config import Checkpoint
-from tests.jobs import write_config
+from tests.started_jobs import write_config
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
 VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']

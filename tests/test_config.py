@@ -309,7 +309,7 @@ RANKS = [
     ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({}, '--parallelism.axis_order \'["tp", "pp"]\'', "name each of"),
-    ({"NGPU": "2", "NNODES": "2:4"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
+    ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
     ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 3", "the run has 8 rank(s)"),
     (
         {"NGPU": "4"},

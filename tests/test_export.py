@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import forecast
 from command_line import load_config
-from tests.jobs import write_config
+from tests.started_jobs import write_config
 from train import train
 
 PROGRAM = """

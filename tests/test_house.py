@@ -23,7 +23,6 @@ PICKLES = {
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
     "tests/test_checkpoint.py",  # what torch's own tool makes of a checkpoint
-    "traces/memory.py",  # the CUDA allocator's snapshots: no class or function is let in
     "benchmarks/chaos.py",
 }
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")

@@ -12,13 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from command_line import load_config
 from datasets.loader import FieldDataset
 from models.build import build_model
-from tests.jobs import write_config
 from tests.recordings import two_steps_of_a_gpu
+from tests.started_jobs import write_config
 from traces.advice import advice
 from traces.classes import COMPUTE
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main
-from traces.memory import read_memory
 from traces.report import comparison, ranks_table, tasks
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of, work_by_class, work_of
@@ -154,9 +153,9 @@ def test_two_traces_side_by_side(stalled, gpu, capsys):
 
 
 def test_kernels_are_listed_with_their_calls(gpu):
-    found = {task.name: task for task in tasks(gpu)}
-    assert found["nvjet_hsh"].calls == 2 and found["nvjet_hsh"].milliseconds == pytest.approx(0.3)
-    assert next(iter(found)) == "nvjet_hsh"
+    found = tasks(gpu)
+    assert found.index[0] == "nvjet_hsh"
+    assert found["calls"].iloc[0] == 2 and found["ms"].iloc[0] == pytest.approx(0.3)
 
 
 # -- bad input
@@ -187,47 +186,3 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     whole = gzip.compress(b'{"traceEvents": []}' * 100)
     (tmp_path / "a.json.gz").write_bytes(whole[: len(whole) // 2])
     assert "cannot be read as a trace" in complain([str(tmp_path / "a.json.gz")], capsys)
-
-
-# -- memory
-
-
-def test_memory_over_time(tmp_path, monkeypatch):
-    """torch's own writer, given what its allocator says: 1 GiB is there before; 2 more come, 1 goes."""
-    gib, frames = 2**30, [{"filename": "models/vit.py", "line": 7, "name": "forward"}]
-    events = [
-        {"action": "segment_alloc", "addr": 1, "size": 8 * gib, "time_us": 0},
-        {"action": "alloc", "addr": 1, "size": gib, "time_us": 1_000_000, "frames": []},
-        {"action": "alloc", "addr": 2, "size": gib, "time_us": 2_000_000, "frames": frames},
-        {"action": "free_requested", "addr": 1, "size": gib, "time_us": 2_500_000},
-        {"action": "free_completed", "addr": 1, "size": gib, "time_us": 3_000_000},
-    ]
-    blocks = [{"state": "active_allocated", "size": 2 * gib}, {"state": "inactive", "size": gib}]
-    snapshot = {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [events, []]}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **settings: snapshot)
-    path = tmp_path / "step-00000002-rank0-memory.pickle"
-    torch.cuda.memory._dump_snapshot(str(path))
-    (memory,) = read_memory(path)
-    assert memory.gib.tolist() == [2, 3, 2] and memory.seconds.tolist() == [0, 1, 2]
-    assert [holder.gib for holder in memory.holders] == [1, 1]
-    assert "models/vit.py:7 forward" in [holder.where for holder in memory.holders]
-
-
-def test_memory_is_drawn_beside_the_trace(gpu, tmp_path, monkeypatch, capsys):
-    events = [{"action": "alloc", "addr": 1, "size": 2**29, "time_us": 5, "frames": []}]
-    snapshot = {"segments": [], "device_traces": [events]}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **settings: snapshot)
-    path = gpu.trace.path.rename(tmp_path / "step-00000002-rank0.json.gz")
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    torch.cuda.memory._dump_snapshot(str(tmp_path / "step-00000002-rank0-memory.pickle"))
-    main([str(path)])
-    assert "held at the peak" in capsys.readouterr().out
-    assert (tmp_path / "memory-step-00000002-rank0.png").is_file()
-
-
-def test_a_snapshot_that_carries_code_is_refused(tmp_path):
-    path = tmp_path / "step-00000002-rank0-memory.pickle"
-    path.write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
-    with pytest.raises(ValueError, match=r"posix\.system, which no snapshot needs"):
-        read_memory(path)
-    assert not (tmp_path / "ran").exists()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.launch import interface_of, is_this_host, job_code
-from tests.jobs import ROOT, last_step, losses, write_config
+from errors import ConfigError
+from jobs.launch import Meeting, interface_of, job_code, listen
+from tests.started_jobs import ROOT, last_step, losses, write_config
 
 
 def launch(folder: Path, what: str, restarts: int = 0) -> subprocess.CompletedProcess:
@@ -30,7 +31,23 @@ def test_exit_code_of_a_job(codes, code):
 
 def test_network_of_this_host():
     assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") is None
-    assert is_this_host("127.0.0.1", 0) and not is_this_host("203.0.113.9", 29500)
+    here = listen("127.0.0.1", 0)
+    assert here and listen("203.0.113.9", 29500) is None
+    here.close()
+
+
+def test_one_host_listens_on_the_loopback_alone():
+    meeting = Meeting(1, "")
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    port = f":{meeting.port:04X} "
+    addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
+    assert addresses == [f"0100007F{port.strip()}"]
+
+
+@pytest.mark.parametrize("endpoint", ["", "node0", "node0:", ":29500", "node0:99999"])
+def test_an_endpoint_that_is_none_is_refused(endpoint):
+    with pytest.raises(ConfigError, match="write host:port"):
+        Meeting(2, endpoint)
 
 
 def test_a_killed_rank_is_named_in_one_line_and_restarted(tmp_path):

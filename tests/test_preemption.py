@@ -13,7 +13,7 @@ from config_checks import wall_time_seconds
 from jobs.preemption import EXIT_SAVED, Agreement
 from jobs.watchdog import Watchdog
 from tests.distributed import Ranks
-from tests.jobs import last_step, losses, write_config
+from tests.started_jobs import last_step, losses, write_config
 from train import train
 
 

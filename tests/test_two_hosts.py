@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.files import complete_steps
-from tests.jobs import Job, losses, write_config
+from tests.started_jobs import Job, losses, write_config
 
 PREFIX = "10.213.97"
 HOSTS = ("rossby-a", "rossby-b")
@@ -51,9 +51,9 @@ Start = Callable[..., Job]
 def start(cable, start_job, config_file) -> Start:
     """(host, folder, *options) -> a launcher with one rank on that host."""
 
-    def on_host(host: int, folder: Path, *options: str, nodes: str = "2", restarts: str = "0") -> Job:
+    def on_host(host: int, folder: Path, *options: str, restarts: str = "0") -> Job:
         inside = ["ip", "netns", "exec", HOSTS[host]]
-        network = {"NGPU": "1", "NNODES": nodes, "RDZV_ENDPOINT": f"{PREFIX}.1:29511"}
+        network = {"NGPU": "1", "NNODES": "2", "RDZV_ENDPOINT": f"{PREFIX}.1:29511"}
         return start_job(config_file, folder, *options, host=inside, MAX_RESTARTS=restarts, **network)
 
     return on_host
@@ -103,21 +103,3 @@ def test_a_host_that_dies_is_missed_and_taken_back(start, start_job, config_file
     assert "rank 0's host" in second.output, second.output
     assert one.end() == 0, one.output
     assert losses(tmp_path / "one").items() <= losses(run).items()
-
-
-@pytest.mark.slow
-def test_an_elastic_job_goes_on_with_the_host_that_is_left(start, tmp_path):
-    options = ["--checkpoint.interval", "20", "--training.global_batch_size", "4"]
-    run = tmp_path / "run"
-    first, second = start_both(start, run, *options, nodes="1:2", restarts="3")
-    wait_for(first, "saved")
-    second.kill_all()
-    wait_for(first, "from the last checkpoint")
-    wait_for(first, "resumed from")
-    assert "1 ranks x 2; from step" in first.output  # accumulated: the same global batch
-    second = start(1, run, *options, nodes="1:2")
-    wait_for(first, "SIGTERM on rank 0")
-    step = complete_steps(run / "checkpoints")[-1]
-    wait_for(first, f"2 ranks x 1; from step {step}")
-    first.process.terminate()
-    assert [first.end(), second.end()] == [75, 75]
