@@ -17,5 +17,5 @@ def text_table(formats: str, rows: Iterable[Iterable[object]]) -> str:
 def _cell(value: object, specification: str) -> str:
     if isinstance(value, int | float):
         return format(value, specification)
-    width = re.match(r"[<>]?\d+", specification)
+    width = re.match(r"[<>]?\d+", specification.replace("+", ""))
     return format(value or "", width[0] if width else "")

@@ -45,14 +45,15 @@ def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path 
     change keys of known ones. "this" takes its rates from `calibration`, and so does "cpu" where a CPU was
     calibrated. ConfigError, in one line, for what cannot be read or is not known.
     """
-    tables: dict[str, Table] = {}
-    for file in (MACHINES, *map(Path, files)):
-        add_machines(tables, read_machines(file), file)
+    tables = all_machines(files)
     machine, devices = split_name(name, [*tables, THIS])
     if machine == THIS or (machine == "cpu" and calibration.exists()):
         measured = load_calibration(calibration)
         if machine == THIS or measured.device_type == "cpu":
-            like = machine_known_as(measured.device_name, tables)
+            like = machine_known_as(measured.device_name, files)
+            if not like:
+                fix = f'add one with known_as = ["{measured.device_name}"] in a file given with --clusters'
+                raise ConfigError(f"cluster {THIS!r}: no machine is a {measured.device_name!r}; {fix}")
             cluster = calibrated(build_cluster(like, tables[like]), measured, devices)
             return dataclasses.replace(cluster, name=machine)
     cluster = build_cluster(machine, tables[machine])
@@ -76,16 +77,21 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
     )
 
 
-def machine_known_as(device_name: str, tables: dict[str, Table]) -> str:
+def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str | None:
     """The machine whose `known_as` has torch's name of this device."""
-    for machine, table in tables.items():
-        if device_name in table.get("known_as", ()):
-            return machine
-    fix = f'add a machine with known_as = ["{device_name}"] in a file and give it with --clusters'
-    raise ConfigError(f"cluster {THIS!r}: {device_name!r} is none of the machines in {MACHINES.name}; {fix}")
+    tables = all_machines(files)
+    return next((name for name, keys in tables.items() if device_name in keys.get("known_as", ())), None)
 
 
 # -- TOML
+
+
+def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
+    """Of clusters.toml and, over it, of the user's files. Raises ConfigError."""
+    tables: dict[str, Table] = {}
+    for file in (MACHINES, *map(Path, files)):
+        add_machines(tables, read_machines(file), file)
+    return tables
 
 
 def read_machines(path: Path) -> dict[str, Table]:

@@ -1,6 +1,5 @@
 """One plain paragraph: what a step loses most to, and the keys of the configuration that change it."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from traces.classes import (
 )
 from traces.events import DATA, Trace
 from traces.timeline import Timeline
-from traces.work import Rates, dims, operator_times, work_by_class
+from traces.work import Rates, operator_table, work_by_class
 
 WORTH_TELLING = 0.03  # of a step
 SENTENCES = 4
@@ -121,11 +120,12 @@ def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
 
 def class_fixes(timeline: Timeline) -> dict[str, str]:
     """Class -> what makes it faster."""
+    classes = operator_table(timeline)["class"]  # by operator
     gemm = "larger matrices (training.local_batch_size, model.dim) come nearer to it"
-    if any("float" in operator.args.get("Input type", [])[:1] for operator in timeline.operators(GEMM)):
+    if any("float" in operator.args.get("Input type", [])[:1] for operator in classes.index[classes == GEMM]):
         gemm += ', training.mixed_precision_param = "bfloat16" lowers it'
     attention = 'at few tokens model.attention_backend = "math" is faster on a CPU'
-    if any(operator.name == "aten::bmm" for operator in timeline.operators(ATTENTION)):
+    if any(operator.name == "aten::bmm" for operator in classes.index[classes == ATTENTION]):
         attention = 'model.attention_backend = "math" is for few tokens on a CPU; compare "sdpa"'
     elif timeline.trace.on_gpu:
         attention = 'set model.attention_backend = "auto": it takes the fastest'
@@ -139,12 +139,10 @@ def class_fixes(timeline: Timeline) -> dict[str, str]:
 
 def spread_of_calls(timeline: Timeline) -> float:
     """Mean over least time of multiplications of the same shapes, weighted by time."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for operator, milliseconds in operator_times(timeline).items():
-        if operator.name in ("aten::mm", "aten::addmm"):
-            groups[f"{operator.name} {dims(operator)}"].append(milliseconds)
-    least = sum(len(times) * min(times) for times in groups.values())
-    return sum(sum(times) for times in groups.values()) / least if least else 1.0
+    table = operator_table(timeline)
+    table = table[table["name"].isin(["aten::mm", "aten::addmm"])]
+    least = table.groupby("call")["ms"].transform("min").sum()
+    return table["ms"].sum() / least if least else 1.0
 
 
 def uneven_ranks(ranks: Sequence[Timeline]) -> Iterator[Loss]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from errors import ConfigError, one_line_errors
 from traces.advice import advice
 from traces.events import find_traces, read_trace
-from traces.memory import MemoryTimeline, read_memory, snapshot_beside
-from traces.plots import plot_breakdown, plot_memory
+from traces.plots import plot_breakdown
 from traces.report import MAX_RANKS, comparison, ranks_table, report
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of
@@ -43,26 +42,6 @@ def tell_both(first: list[Timeline], second: list[Timeline]) -> None:
         print(f"\n{letter}: {advice(timelines[0], rates_of(timelines[0]), timelines)}")
 
 
-def draw(timelines: list[Timeline], name: str) -> list[Path]:
-    """The pictures of the timelines, in the folder of the first."""
-    trace, run = timelines[0].trace.path, timelines[0].trace.run
-    folder = run / "plots" if run else trace.parent
-    pictures = [folder / f"trace-{name}.png"]
-    plot_breakdown(timelines, [rates_of(timeline) for timeline in timelines], pictures[0])
-    if (snapshot := snapshot_beside(trace)) and (memory := read_memory(snapshot)):
-        pictures.append(folder / f"memory-{name}.png")
-        plot_memory(memory, f"Memory of {name}", pictures[-1])
-        tell_memory(memory)
-    return pictures
-
-
-def tell_memory(memory: list[MemoryTimeline]) -> None:
-    for gpu in memory:
-        print(f"\nmemory: {gpu.gib.min():.2f} to {gpu.gib.max():.2f} GiB; held at the peak, by code:")
-        for holder in gpu.holders[:8]:
-            print(f"  {holder.gib:8.2f} GiB  {holder.where}")
-
-
 def parse(argv: list[str]) -> list[Path]:
     """One folder or file, or two. Raises ConfigError."""
     unknown = [word for word in argv if word.startswith("-")]
@@ -78,14 +57,17 @@ def main(argv: list[str]) -> None:
         return
     with one_line_errors():
         runs = [inspect(where) for where in parse(argv)]
+        firsts = [run[0] for run in runs]
         if len(runs) == 1:
             tell(runs[0])
+            shown, name = runs[0][:MAX_RANKS], firsts[0].trace.name
         else:
             tell_both(*runs)
-        both = [run[0] for run in runs]
-        name = "-against-".join(timeline.trace.run_name for timeline in both)
-        for picture in draw(both, name) if len(both) == 2 else draw(runs[0][:MAX_RANKS], both[0].trace.name):
-            print(f"\nwritten: {picture}")
+            shown, name = firsts, "-against-".join(timeline.trace.run_name for timeline in firsts)
+        trace = firsts[0].trace
+        picture = (trace.run / "plots" if trace.run else trace.path.parent) / f"trace-{name}.png"
+        plot_breakdown(shown, picture)
+        print(f"\nwritten: {picture}")
 
 
 if __name__ == "__main__":

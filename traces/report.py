@@ -3,30 +3,21 @@
 import json
 import re
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import pandas as pd
 
 from errors import DataError
 from text_tables import text_table
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Trace
-from traces.timeline import Segment, Timeline
-from traces.work import ClassWork, Rates, dims, loaded_bytes, work_by_class, work_of
+from traces.timeline import Table, Timeline
+from traces.work import ClassWork, Rates, dims, loaded_bytes, operator_table, work_by_class
 
 WAITING = (COMMUNICATION, DATA_WAIT, AROUND, IDLE)  # a step need have none of them
 TOP = 8  # rows of a list
 SMALL = 0.001  # of a step: causes below it are summed up in one row
 MAX_RANKS = 8  # columns
-
-
-class Task(NamedTuple):
-    """An operator or kernel with its shapes, in all its calls."""
-
-    name: str
-    milliseconds: float  # a step
-    calls: float  # a step
-    gflops: float  # a second; 0 where it is not known
 
 
 def report(timeline: Timeline, rates: Rates) -> str:
@@ -148,35 +139,32 @@ def waits(timeline: Timeline) -> str:
     return text_table(columns, [(title, "a step", "ms a step", "GPU idle"), *rows])
 
 
-def tasks(timeline: Timeline) -> list[Task]:
-    """What takes the time: operators with their shapes, on a GPU kernels; the longest first."""
-    steps = len(timeline.windows)
-    time: dict[str, float] = defaultdict(float)
-    calls: dict[str, set[Event | float]] = defaultdict(set)
-    flops: dict[str, float] = defaultdict(float)
-    counted: set[Event] = set()
-    for segment in timeline.segments:
-        if segment.name in WAITING and segment.name != COMMUNICATION:
-            continue
-        name, operator = task_name(segment, timeline.trace.on_gpu), segment.operator
-        time[name] += segment.milliseconds
-        calls[name].add(segment.kernel or operator or segment.start)
-        if operator and operator not in counted and (work := work_of(operator)):
-            counted.add(operator)  # where several kernels do it, the first, which is the large one
-            flops[name] += work.flops
-    found = [
-        Task(name, ms / steps, len(calls[name]) / steps, flops[name] / ms / 1e6) for name, ms in time.items()
-    ]
-    return sorted(found, key=lambda task: -task.milliseconds)
+def tasks(timeline: Timeline) -> Table:
+    """What takes the time, the longest first: operators with their shapes, on a GPU kernels. Columns:
+    milliseconds (`ms`) and `calls` of a step, and `gflops` a second (0 where they are not known).
+    """
+    table, steps = timeline.table, len(timeline.windows)
+    table = table[~table["name"].isin([DATA_WAIT, AROUND, IDLE])]
+    rows = zip(table["name"], table["what"], table["operator"], strict=True)
+    names = [task_name(*row, timeline.trace.on_gpu) for row in rows]
+    # Where several kernels do what an operator has to, the first counts, which is the large one.
+    flops = table["operator"].map(operator_table(timeline)["flops"])
+    flops = flops.where(~table["operator"].duplicated(), 0.0).fillna(0.0)
+    call = table["kernel"].combine_first(table["operator"]).combine_first(table["start"])
+    columns: Table = pd.DataFrame({"task": names, "ms": table["ms"], "calls": call, "gflops": flops})
+    found = columns.groupby("task").agg({"ms": "sum", "calls": "nunique", "gflops": "sum"})
+    found["gflops"] /= found["ms"] * 1e6
+    found[["ms", "calls"]] /= steps
+    return found.sort_values("ms", ascending=False)
 
 
-def task_name(segment: Segment, on_gpu: bool) -> str:
+def task_name(name: str, what: str, operator: Event | None, on_gpu: bool) -> str:
     if on_gpu:
-        return short_kernel(segment.what)
-    if segment.operator and segment.name in (GEMM, ATTENTION):
-        shapes = ["x".join(map(str, shape)) for shape in dims(segment.operator) if len(shape) > 1]
-        return f"{segment.what} {', '.join(shapes[:2])}"
-    return "compiled graph" if segment.what.startswith("##") else segment.what
+        return short_kernel(what)
+    if operator and name in (GEMM, ATTENTION):
+        shapes = ["x".join(map(str, shape)) for shape in dims(operator) if len(shape) > 1]
+        return f"{what} {', '.join(shapes[:2])}"
+    return "compiled graph" if what.startswith("##") else what
 
 
 def short_kernel(name: str) -> str:
@@ -191,7 +179,7 @@ def tasks_table(timeline: Timeline) -> str:
     rows: list[tuple[object, ...]] = [
         (f"{what} that take the time", "ms a step", "fraction", "calls", "GFLOP/s")
     ]
-    for name, time, calls, gflops in tasks(timeline)[:TOP]:
+    for name, time, calls, gflops in tasks(timeline)[:TOP].itertuples():
         rows.append((short(name), time, percent(time, timeline), calls, gflops or None))
     return text_table("<52 >10.2f >9 >8.0f >10.0f", rows)
 
@@ -209,15 +197,15 @@ def ranks_table(timelines: Sequence[Timeline]) -> str:
 
 def comparison(first: Timeline, second: Timeline) -> str:
     """Two timelines side by side: classes, then the operators that differ most."""
-    a, b = ({task.name: task.milliseconds for task in tasks(t)} for t in (first, second))
-    differing = sorted(a | b, key=lambda name: -abs(b.get(name, 0.0) - a.get(name, 0.0)))
+    both: Table = pd.DataFrame({"a": tasks(first)["ms"], "b": tasks(second)["ms"]}).fillna(0.0)
+    differing = both.loc[(both["b"] - both["a"]).abs().sort_values(ascending=False).index[:TOP]]
     rows = [
         ("ms a step", "A", "B", "B - A", "B / A"),
         *(difference(name, first.by_class[name], second.by_class[name]) for name in CLASSES),
         difference("sum", first.step_milliseconds, second.step_milliseconds),
         (),
         ("what differs most",),
-        *(difference(name, a.get(name, 0.0), b.get(name, 0.0)) for name in differing[:TOP]),
+        *(difference(*row) for row in differing.itertuples()),
     ]
     titles = [
         f"{letter}  {t.trace.title}, {t.step_milliseconds:.1f} ms a step"

@@ -7,12 +7,14 @@ instead of launching.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from traces.classes import (
     CLASSES,
@@ -28,9 +30,10 @@ from traces.classes import (
     kernel_class,
     working_operator,
 )
-from traces.events import STEP, Event, Interval, Loop, Part, Trace, stretches
+from traces.events import Event, Interval, Loop, Part, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
+Table = Any  # a DataFrame: what pandas' methods give by their annotations no checker can tell
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
 
 
@@ -43,10 +46,6 @@ class Segment(NamedTuple):
     what: str = ""
     operator: Event | None = None  # that computes it, whose arguments say how much work it is
     kernel: Event | None = None  # of a GPU; of a collective on a CPU, the collective
-
-    @property
-    def milliseconds(self) -> float:
-        return (self.end - self.start) / 1000
 
 
 class Wait(NamedTuple):
@@ -69,6 +68,14 @@ class Timeline:
     waits: list[Wait]
 
     @cached_property
+    def table(self) -> Table:
+        """A row a segment: its fields, its length `ms`, and the index `step` of its window."""
+        table: Table = pd.DataFrame(self.segments, columns=list(Segment._fields))
+        starts = [window.start for window in self.windows]
+        step = np.searchsorted(starts, table["start"], side="right") - 1
+        return table.assign(ms=(table["end"] - table["start"]) / 1000, step=step)
+
+    @cached_property
     def step_milliseconds(self) -> float:
         """Mean over the steps."""
         return sum(end - start for start, end in self.windows) / 1000 / len(self.windows)
@@ -76,39 +83,21 @@ class Timeline:
     @cached_property
     def by_class(self) -> dict[str, float]:
         """Milliseconds a step; they add up to `step_milliseconds`."""
-        total = dict.fromkeys(CLASSES, 0.0)
-        for segment in self.segments:
-            total[segment.name] += segment.milliseconds / len(self.windows)
-        return total
+        total = self.table.groupby("name")["ms"].sum() / len(self.windows)
+        return total.reindex(list(CLASSES), fill_value=0.0).to_dict()
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
         """Milliseconds a step, the largest first."""
-        total: dict[str, float] = defaultdict(float)
-        for segment in self.segments:
-            if segment.name == IDLE:
-                total[segment.what] += segment.milliseconds / len(self.windows)
-        return dict(sorted(total.items(), key=lambda item: -item[1]))
+        total = self.table[self.table["name"] == IDLE].groupby("what")["ms"].sum() / len(self.windows)
+        return total.sort_values(ascending=False).to_dict()
 
     @cached_property
     def hidden_communication(self) -> float:
         """Milliseconds a step in which a collective ran beside computation."""
         computing = [Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE]
         hidden, _ = fill(computing, collectives(self.trace))
-        return sum(segment.milliseconds for segment in hidden) / len(self.windows)
-
-    def operators(self, name: str) -> list[Event]:
-        """That a class computes."""
-        return [segment.operator for segment in self.segments if segment.name == name and segment.operator]
-
-    def steps(self) -> Iterator[tuple[str, Interval]]:
-        """(number, window) of each."""
-        for step, window in zip(self.trace.steps, self.windows, strict=True):
-            yield step.name.removeprefix(STEP), window
-
-    def segments_of(self, window: Interval) -> list[Segment]:
-        first = bisect_left(self.segments, window.start, key=lambda p: p.start)
-        return self.segments[first : bisect_left(self.segments, window.end, key=lambda p: p.start)]
+        return sum(p.end - p.start for p in hidden) / 1000 / len(self.windows)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -302,16 +291,16 @@ class Waits:
 
     def found(self, segments: list[Segment]) -> list[Wait]:
         """Those that need not be, by operator and part of the loop; the most harmful first."""
-        idle: dict[Event | None, float] = defaultdict(float)
+        idle = dict.fromkeys(self.events, 0.0)
         for segment in segments:
-            if segment.name == IDLE:
-                idle[segment.operator] += segment.milliseconds
-        groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
-        for event in self.events:
-            if self.loop.at(event.start).name not in WHOLE_PARTS:
-                groups[self.name(event), self.part(event)].append(event)
-        waits = [
-            Wait(*key, len(g), sum(e.end - e.start for e in g) / 1e3, sum(idle[e] for e in g))
-            for key, g in groups.items()
+            if segment.name == IDLE and segment.operator:
+                idle[segment.operator] += (segment.end - segment.start) / 1000
+        rows = [
+            (self.name(e), self.part(e), 1, (e.end - e.start) / 1000, idle[e])
+            for e in self.events
+            if self.loop.at(e.start).name not in WHOLE_PARTS
         ]
-        return sorted(waits, key=lambda wait: (-wait.idle, -wait.waited))
+        table: Table = pd.DataFrame(rows, columns=list(Wait._fields))
+        groups = table.groupby(["what", "where"], as_index=False).sum()
+        groups = groups.sort_values(["idle", "waited"], ascending=False)
+        return [Wait(*row) for row in groups.itertuples(index=False)]

@@ -6,15 +6,16 @@ are those of the inputs and of an output as large as the largest of them: what m
 
 import math
 import tomllib
-from collections import defaultdict
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 from errors import DataError
-from traces.classes import ATTENTION, COPIES, ELEMENTWISE, GEMM, OPTIMIZER
+from planning.clusters import load_cluster, machine_known_as
+from traces.classes import COMPUTE
 from traces.events import DATA, Event, Trace
-from traces.timeline import Timeline
-from training.metrics import PEAK_TFLOPS
+from traces.timeline import Table, Timeline
 
 ITEM_BYTES = {
     "double": 8,
@@ -25,9 +26,6 @@ ITEM_BYTES = {
     "c10::Half": 2,
     "short": 2,
 }
-# Dense bf16 and memory in bytes a second. Measured on one H200; the others are the vendors' datasheets.
-MEASURED = {"H200": (790e12, 4.3e12)}
-BANDWIDTH = {"H100 PCIe": 2.0e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 1.56e12, "V100": 0.9e12}
 ENOUGH = 0.9  # of a class's time must be in operators of known work for the class to have a floor
 SMALL_OUTPUT = {"aten::copy_", "aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"}
 FREQUENT = 0.01  # of a class's time: what an operator must take for its rate to count as what can be reached
@@ -46,8 +44,7 @@ class Rates(NamedTuple):
     source: str
 
 
-@dataclass
-class ClassWork:
+class ClassWork(NamedTuple):
     """Of a class, a step."""
 
     work: Work
@@ -154,19 +151,17 @@ def _item_bytes(kind: str) -> int:
 
 
 def rates_of(timeline: Timeline) -> Rates:
-    """Of the device by its name, or `metrics.peak_tflops` of the run that the trace lies with; what neither
-    gives is the best of this trace.
+    """FLOPs: `metrics.peak_tflops` of the run that the trace lies with, or what large products of the device
+    reach by planning/clusters.toml, as bytes do; what neither gives is the best of this trace.
     """
-    trace, reached = timeline.trace, reached_rates(timeline)
-    named = [rates for name, rates in MEASURED.items() if name in trace.device]
-    if named:
-        return Rates(*named[0], "measured on one")
-    names = [name for name in PEAK_TFLOPS if all(word in trace.device for word in name.split())]
-    peak = peak_of_run(trace) or (PEAK_TFLOPS[names[0]] if names else 0.0)
-    memory = BANDWIDTH.get(names[0], 0.0) if names else 0.0
-    if not peak:
-        return reached
-    return Rates(peak * 1e12, memory or reached.bytes, "its datasheet" if names else "metrics.peak_tflops")
+    reached, machine = reached_rates(timeline), machine_known_as(timeline.trace.device)
+    device = load_cluster(machine).device if machine else None
+    memory = device.bandwidth if device else reached.bytes
+    if peak := peak_of_run(timeline.trace):
+        return Rates(peak * 1e12, memory, "metrics.peak_tflops")
+    if device:
+        return Rates(device.matmul["bf16"], memory, f"[{machine}] of planning/clusters.toml")
+    return reached
 
 
 def peak_of_run(trace: Trace) -> float:
@@ -180,49 +175,54 @@ def peak_of_run(trace: Trace) -> float:
         raise DataError(f"{config}: {error}") from error
 
 
-def operator_times(timeline: Timeline) -> dict[Event, float]:
-    """Milliseconds of the timeline that each operator has, in all steps."""
-    times: dict[Event, float] = defaultdict(float)
-    for segment in timeline.segments:
-        if segment.operator and segment.operator.kind == "op":
-            times[segment.operator] += segment.milliseconds
-    return times
+@cache
+def operator_table(timeline: Timeline) -> Table:
+    """A row an operator that computes: its class, its name, its call (with shapes), milliseconds of the
+    timeline in all steps, FLOPs and bytes (NaN where the trace does not tell). The index has the events.
+    """
+    segments = timeline.table[[bool(e) and e.kind == "op" for e in timeline.table["operator"]]]
+    times = segments.groupby("operator", sort=False).agg({"name": "last", "ms": "sum"})
+    work = [work_of(event) or Work(math.nan, math.nan) for event in times.index]
+    return pd.DataFrame(
+        {
+            "class": times["name"],
+            "name": [event.name for event in times.index],
+            "call": [f"{event.name} {dims(event)}" for event in times.index],
+            "ms": times["ms"],
+            "flops": [flops for flops, _ in work],
+            "bytes": [moved for _, moved in work],
+        }
+    )
 
 
 def reached_rates(timeline: Timeline) -> Rates:
     """What the best call of this trace reaches, where the device is not known: of those shapes that take a
-    hundredth of the time at least.
+    hundredth of the time at least. Bytes: of calls without a FLOP.
     """
-    times: dict[tuple, float] = defaultdict(float)
-    best: dict[tuple, Work] = {}
-    for event, milliseconds in operator_times(timeline).items():
-        if (work := work_of(event)) and milliseconds:
-            key = (event.name, str(dims(event)))
-            times[key] += milliseconds
-            rate = Work(work.flops / milliseconds * 1e3, work.bytes / milliseconds * 1e3)
-            best[key] = max(rate, best.get(key, rate))
-    frequent = [key for key in best if times[key] > FREQUENT * sum(times.values())]
-    flops = max((best[key].flops for key in frequent), default=0.0)
-    plain = [key for key in frequent if not best[key].flops]
-    return Rates(flops, max((best[key].bytes for key in plain), default=0.0), "its best call in this trace")
+    known = operator_table(timeline).dropna().query("ms > 0")
+    rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
+    calls = rates.groupby(known["call"]).max()
+    times = known.groupby("call")["ms"].sum()
+    frequent = calls[times > FREQUENT * times.sum()]
+    plain = frequent[frequent["flops"] == 0]
+    flops = max(frequent["flops"], default=0.0)
+    moved = max(plain["bytes"], default=0.0)
+    return Rates(flops, moved, "its best call in this trace")
 
 
 def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
     """Of the classes that compute; floors at `rates`."""
-    found: dict[str, list[tuple[Work, float]]] = defaultdict(list)
-    times, names = operator_times(timeline), _classes_of_operators(timeline)
-    for event, milliseconds in times.items():
-        if work := work_of(event):
-            found[names[event]].append((work, milliseconds))
-    steps, result = len(timeline.windows), {}
-    for name in (GEMM, ATTENTION, ELEMENTWISE, OPTIMIZER, COPIES):
-        total = Work(*(sum(work[i] for work, _ in found[name]) / steps for i in (0, 1)))
-        known = sum(milliseconds for _, milliseconds in found[name]) / steps
-        floor = None
-        if known >= ENOUGH * timeline.by_class[name] > 0 and (rates.flops if total.flops else rates.bytes):
-            least = sum(_least_seconds(work, rates) for work, _ in found[name]) * 1e3 / steps
-            floor = min(least, timeline.by_class[name])  # rare calls may be faster than the best frequent one
-        result[name] = ClassWork(total, known, floor)
+    known, steps, result = operator_table(timeline).dropna(), len(timeline.windows), {}
+    for name in COMPUTE:
+        rows = known[known["class"] == name]
+        total = Work(*(rows[["flops", "bytes"]].sum() / steps))
+        milliseconds, floor = rows["ms"].sum() / steps, None
+        enough = milliseconds >= ENOUGH * timeline.by_class[name] > 0
+        if enough and (rates.flops if total.flops else rates.bytes):
+            least = sum(_least_seconds(Work(*row), rates) for row in rows[["flops", "bytes"]].to_numpy())
+            # Rare calls may be faster than the best frequent one.
+            floor = min(least * 1e3 / steps, timeline.by_class[name])
+        result[name] = ClassWork(total, milliseconds, floor)
     return result
 
 
@@ -231,10 +231,6 @@ def _least_seconds(work: Work, rates: Rates) -> float:
     by_bytes = work.bytes / rates.bytes if rates.bytes else 0.0
     # A cache may hold what a multiplication reads: its bytes are a floor only where nothing else is done.
     return by_flops or by_bytes
-
-
-def _classes_of_operators(timeline: Timeline) -> dict[Event, str]:
-    return {segment.operator: segment.name for segment in timeline.segments if segment.operator}
 
 
 def loaded_bytes(trace: Trace) -> float:
