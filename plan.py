@@ -30,9 +30,9 @@ from command_line import own_options, split_options, start
 from config import Config
 from errors import ConfigError, one_line_errors
 from planning.clusters import CALIBRATION, load_cluster
+from planning.cost import costs_of
 from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
-from planning.run_cost import cost_table, costs_json, costs_of
 from planning.scenarios import scenario_tables
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
 from planning.workload import Workload, workload_of
@@ -103,9 +103,9 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     cost = costs_of(config, made, cluster, options.restart_minutes)
     fits = made.memory.peak <= capacity(cluster)
     if options.json:
-        print(json.dumps(as_json(made, cluster, costs_json(cost)), indent=1))
+        print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
         return 0 if fits else 1
-    print("\n\n".join(tables(plans, made, cluster, cost_table(cost))))
+    print("\n\n".join(tables(plans, made, cluster, cost.table(made.time.total))))
     if not fits:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
         print(f"\n{nowhere}{advice(made, cluster)}")

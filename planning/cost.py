@@ -5,13 +5,19 @@ again in `restart` seconds, which may be preempted too, and repeats what no chec
 seconds unless a name has hours; money is in dollars.
 """
 
+import dataclasses
+import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from config import Config
 from planning.hardware import Cluster
+from planning.memory import FLOAT32
+from planning.search import Plan
+from text_tables import text_table
 
 HOUR = 3600.0
-JOULES_PER_KWH = 3.6e6
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
 
 
@@ -68,12 +74,6 @@ class Saves:
     stall: float = 0.0  # that a save costs training
     write: float = 0.0  # from then until it can be resumed from; training goes on (an asynchronous save)
     restart: float = 0.0  # from a preemption to the next step
-
-
-def interval_of(steps: int, step_seconds: float, minutes: float = 0.0) -> float:
-    """Work between saves of checkpoint.interval and checkpoint.interval_minutes (0: by steps alone)."""
-    by_steps = steps * step_seconds
-    return min(by_steps, minutes * 60) if minutes else by_steps
 
 
 @dataclass(frozen=True)
@@ -143,38 +143,82 @@ def best_interval(saves: Saves, rate: float) -> float:
 class Cost:
     """Of one run on one fleet, expected."""
 
-    fleet: Fleet
-    time: Time
-
-    @property
-    def hours(self) -> float:
-        return self.time.wall / HOUR
-
-    @property
-    def device_hours(self) -> float:
-        return self.hours * self.fleet.cluster.devices
-
-    @property
-    def kwh(self) -> float:
-        """An upper bound: devices that wait draw less than `watts`."""
-        return self.time.wall * self.fleet.watts / JOULES_PER_KWH
-
-    @property
-    def dollars(self) -> float:
-        return self.hours * self.fleet.dollars_an_hour
-
-    @property
-    def dollars_lost(self) -> float:
-        """Of `dollars`, for everything but steps that count."""
-        return (self.time.wall - self.time.work) / HOUR * self.fleet.dollars_an_hour
+    hours: float
+    device_hours: float
+    kwh: float  # an upper bound: devices that wait draw less than `watts`
+    dollars: float
+    dollars_lost: float  # of `dollars`, for everything but steps that count
+    preemptions: float
+    young_seconds: float  # between saves: Young's, and the best; infinite where nothing is preempted
+    best_interval_seconds: float
 
 
-def run_cost(samples: float, samples_per_second: float, fleet: Fleet, saves: Saves) -> Cost:
-    """Of training on `samples` (epochs x samples of an epoch) at a steady rate over all devices."""
-    return Cost(fleet, expected_time(samples / samples_per_second, saves, fleet.rate))
+def run_cost(seconds: float, fleet: Fleet, saves: Saves) -> Cost:
+    """Of `seconds` of steps."""
+    time = expected_time(seconds, saves, fleet.rate)
+    hours, price = time.wall / HOUR, fleet.dollars_an_hour
+    return Cost(
+        hours,
+        hours * fleet.cluster.devices,
+        hours * fleet.watts / 1000,
+        hours * price,
+        (hours - seconds / HOUR) * price,
+        time.preemptions,
+        young_interval(saves.stall, fleet.rate),
+        best_interval(saves, fleet.rate),
+    )
 
 
-# -- storage
+@dataclass(frozen=True)
+class RunCost:
+    """Of each fleet, with the configured interval of saves, and what saving takes."""
+
+    fleets: dict[str, Cost]
+    interval_seconds: float
+    stall_seconds: float
+    write_seconds: float
+    checkpoint_bytes: int
+    stored_bytes: int
+
+    def table(self, step_seconds: float) -> str:
+        """A line a fleet; then how often to save."""
+        heads = ("the run", "days", "device-hours", "kWh", "$", "preempted", "lost $", "best save every")
+        rows: list[tuple[object, ...]] = [heads]
+        for name, cost in self.fleets.items():
+            best = cost.best_interval_seconds
+            often = "" if math.isinf(best) else f"{best / step_seconds:,.0f} steps, {best / 60:,.0f} min"
+            run = (cost.hours / 24, cost.device_hours, cost.kwh, cost.dollars)
+            rows.append((f"  {name}", *run, cost.preemptions, cost.dollars_lost, often))
+        interval = self.interval_seconds
+        return (
+            f"{text_table('<22 >8.2f >14,.0f >10,.0f >12,.0f >11.1f >10,.0f >24', rows)}\n"
+            f"  saved every {interval / step_seconds:,.0f} steps ({interval / HOUR:,.2f} h): "
+            f"{self.checkpoint_bytes / 1e9:.1f} GB each, {self.stored_bytes / 1e9:.0f} GB kept, "
+            f"{self.stall_seconds:.2f} s of a stall, written in {self.write_seconds:.1f} s"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no infinity: null."""
+        return json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda infinity: None)
+
+
+def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: float) -> RunCost:
+    """`training.steps` steps of the global batch. A save costs what the copy to the host takes; without
+    asynchrony, what writing takes.
+    """
+    work, degrees, settings = plan.work, plan.work.degrees, config.checkpoint
+    step, steps, restart = plan.time.total, config.training.steps, restart_minutes * 60
+    size = round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
+    writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
+    saves, stored = Saves(steps * step, restart=restart), 0  # without saves all is lost
+    if settings.enable:
+        intervals = [settings.interval * step, settings.interval_minutes * 60]
+        written = size / min(cluster.nodes, writers) / cluster.storage
+        stall = written if settings.async_mode == "disabled" else size / writers / cluster.host_link
+        saves = Saves(min(filter(None, intervals)), stall, written, restart)
+        stored = checkpoint_storage(size, settings.keep_latest_k, steps, settings.interval)
+    costs = {name: run_cost(steps * step, fleet, saves) for name, fleet in fleets(cluster).items()}
+    return RunCost(costs, saves.interval, saves.stall, saves.write, size, stored)
 
 
 def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, interval: int) -> int:

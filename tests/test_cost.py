@@ -17,7 +17,6 @@ from planning.cost import (
     daly_interval,
     expected_time,
     fleets,
-    interval_of,
     run_cost,
     young_interval,
 )
@@ -30,8 +29,7 @@ MIXED = Fleet(A100, on_demand_nodes=1)
 
 
 def test_mission_on_demand() -> None:
-    samples = 44 * 110 * HOUR
-    cost = run_cost(samples, 44, Fleet(A100, 8), Saves(interval=HOUR))
+    cost = run_cost(110 * HOUR, Fleet(A100, 8), Saves(interval=HOUR))
     assert (cost.hours, cost.device_hours, cost.dollars) == pytest.approx((110, 7_040, 24_640))
 
 
@@ -171,12 +169,6 @@ def test_interval_limits() -> None:
     assert best_interval(Saves(1.0, stall=30.0, write=20.0), 1 / 6000) == daly_interval(30.0, 1 / 6000)
 
 
-def test_the_configured_interval() -> None:
-    assert interval_of(500, 1.2) == 600.0
-    assert interval_of(500, 1.2, minutes=5.0) == 300.0
-    assert interval_of(500, 1.2, minutes=15.0) == 600.0
-
-
 # -- fleets, energy, storage
 
 
@@ -196,13 +188,13 @@ def test_a_part_of_a_node_is_paid_as_such() -> None:
 
 def test_energy() -> None:
     """64 x 670 W x 1.2 for 110 hours."""
-    cost = run_cost(44 * 110 * HOUR, 44, Fleet(A100, 8), Saves(interval=HOUR))
+    cost = run_cost(110 * HOUR, Fleet(A100, 8), Saves(interval=HOUR))
     assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110)
     assert cost.dollars_lost == 0.0
 
 
 def test_money_lost_to_preemptions() -> None:
-    cost = run_cost(44 * 110 * HOUR, 44, MIXED, Saves(HOUR, stall=1.0, restart=900.0))
+    cost = run_cost(110 * HOUR, MIXED, Saves(HOUR, stall=1.0, restart=900.0))
     assert cost.dollars == pytest.approx(110 * MIXED.dollars_an_hour + cost.dollars_lost)
     assert 100 < cost.dollars_lost < 200
 
