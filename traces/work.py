@@ -6,10 +6,13 @@ are those of the inputs and of an output as large as the largest of them: what m
 
 import math
 import tomllib
+from ast import literal_eval
 from functools import cache
 from typing import Any, NamedTuple
 
 import pandas as pd
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from errors import DataError
 from planning.clusters import load_cluster, machine_known_as
@@ -73,53 +76,31 @@ def attention(query: list[int], value: list[int], matmuls: int) -> float:
 
 
 def convolution(event: Event) -> float:
-    """Every element of the output (of a transposed one: input) meets a filter."""
-    image, filters = dims(event)[:2]
+    """Forward or backward, as torch counts it: of tensors of these shapes, which hold no data."""
     concrete = event.args.get("Concrete Inputs", [])
-    if len(concrete) > 6 and concrete[6] == "True":
-        return 2.0 * math.prod(image) * math.prod(filters[1:])
-    stride, padding, dilation = (_numbers(text) for text in concrete[3:6])
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(image[2:], filters[2:], stride, padding, dilation, strict=False)
+    arguments = [
+        torch.empty(shape, device="meta") if shape else literal_eval(text) if text else None
+        for shape, text in zip(dims(event), concrete, strict=True)
     ]
-    return 2.0 * image[0] * filters[0] * math.prod(size) * math.prod(filters[1:])
+    with FlopCounterMode(display=False) as counter:
+        getattr(torch.ops.aten, event.name.removeprefix("aten::"))(*arguments)
+    return float(counter.get_total_flops())
 
 
-def convolution_backward(event: Event) -> float:
-    """Of input and filters, as far as they are asked for; each costs what the forward pass does."""
-    concrete = event.args.get("Concrete Inputs", [])
-    gradient, image, filters = dims(event)[:3]
-    side = image if concrete[7] == "True" else gradient  # transposed
-    asked = concrete[10].strip("[]").split(",")[:2]
-    return 2.0 * math.prod(side) * math.prod(filters[1:]) * sum(word.strip() == "True" for word in asked)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.strip("[]").split(",") if word.strip()]
-
-
-# Operators that multiply two of their inputs, (..., M, K) and (..., K, N): which. What an operator decomposes
-# into is inside it and not counted again.
-PRODUCTS = {
-    "aten::mm": (0, 1),
-    "aten::_scaled_mm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::_addmm_activation": (1, 2),
-    "aten::bmm": (0, 1),
-    "aten::baddbmm": (1, 2),
-}
+# Operators that multiply their first two inputs, (..., M, K) and (..., K, N), or the two after what is added.
+# What an operator decomposes into is inside it and not counted again.
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::_scaled_mm")
+SUMS_OF_PRODUCTS = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
 
 
 def flops_of(event: Event) -> float | None:
     """None for a product of matrices whose arguments are not known here."""
-    if event.name in PRODUCTS:
-        left, right = (dims(event)[i] for i in PRODUCTS[event.name])
+    if event.name in PRODUCTS + SUMS_OF_PRODUCTS:
+        first = 1 if event.name in SUMS_OF_PRODUCTS else 0
+        left, right = dims(event)[first : first + 2]
         return 2.0 * math.prod(left) * right[-1]
-    if event.name == "aten::convolution":
+    if event.name in ("aten::convolution", "aten::convolution_backward"):
         return convolution(event)
-    if event.name == "aten::convolution_backward":
-        return convolution_backward(event)
     if event.name.startswith(("aten::_scaled_dot_product", "aten::scaled_dot_product_attention")):
         if not event.name.endswith("_backward"):
             return attention(dims(event)[0], dims(event)[2], 2)
@@ -134,7 +115,7 @@ def work_of(event: Event) -> Work | None:
     shapes, types = dims(event), event.args.get("Input type", [])
     try:
         flops = flops_of(event) if any(shapes) else None
-    except (IndexError, ValueError):  # arguments in another order than in the versions of torch known here
+    except (IndexError, ValueError, SyntaxError, RuntimeError):  # not the arguments of the torch that is here
         flops = None
     if flops is None:
         return None
