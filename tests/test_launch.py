@@ -71,6 +71,31 @@ def test_an_exception_is_told_once_with_its_traceback(tmp_path):
     assert "KeyError: 'no such variable'; all ranks end" in ended.stderr.splitlines()[-1], ended.stderr
 
 
+def test_a_mistake_of_ours_keeps_its_traceback_and_is_restarted(tmp_path):
+    """A ValueError in the model is no bad input."""
+    script, config_file = tmp_path / "broken.py", write_config(tmp_path)
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import models.vit
+def broken(*_):
+    raise ValueError("planted")
+models.vit.VisionTransformer.from_fields = broken
+import train
+train.main()
+""")
+    options = ["--job.config_file", str(config_file), "--job.dump_folder", str(tmp_path / "run")]
+    settings = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    alone = [sys.executable, str(script), *options]
+    two = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    for command, restarts in ((alone, 0), ([*two, str(script), *options], 1)):
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 1 and "ValueError: planted" in ended.stderr, ended.stderr
+        assert "Traceback" in ended.stderr and ended.stderr.count("restart 1 of 1") == restarts
+
+
 def test_a_run_whose_rank_is_killed_resumes_by_itself(start_job, tmp_path):
     options = ["--training.steps", "60", "--checkpoint.interval", "20"]
     config_file, run = write_config(tmp_path), tmp_path / "run"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from jobs.hang_report import Beat, accusation, process_state, ranges, table, to_blame
 from jobs.heartbeat import Activity
 from jobs.watchdog import is_lost_connection
-from tests.jobs import write_config
+from tests.started_jobs import write_config
 from tests.test_launch import launch
 
 TRAINING = Beat(

@@ -85,7 +85,7 @@ class Validation:
         for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
             # -1: a date that is another rank's
             mine = [row for row, index in enumerate(indices) if index >= 0]
-            dates = torch.tensor([indices[row] for row in mine], device=self.device)
+            dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)
             state, times = fields[:, 0].to(self.device), times.to(self.device)
             # Cells missing at the start count for nobody: persistence would have nothing to say there.
             truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:].to(self.device), torch.nan)

@@ -1,0 +1,90 @@
+"""What a step takes and what is due after it, beside what tests/test_parity.py holds it against."""
+
+import pytest
+import torch
+
+from checkpoints.run_state import Progress
+from datasets.loader import TrainSampler
+from errors import DataError
+from parallelisms.mesh import from_first_rank
+from training.batches import Batches
+from training.due import COLLECT_EVERY, Due, Schedule, due_at
+
+EVERY = Schedule(last=100, log=10, save=20, validate=30)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (1, set()),
+        (10, {"log", "look"}),
+        (20, {"log", "look", "save"}),
+        (30, {"log", "look", "validate"}),
+        (COLLECT_EVERY, {"log", "look", "collect"}),
+        (100, {"last", "log", "look", "save", "collect"}),
+    ],
+)
+def test_what_is_due(step: int, expected: set[str]) -> None:
+    assert {name for name, value in vars(due_at(step, EVERY)).items() if value} == expected
+
+
+def test_what_is_asked_for_comes_beside_the_schedule() -> None:
+    assert due_at(7, EVERY, asked_to_save=True) == Due(False, True, True, False, False, False)
+    stopped = due_at(30, EVERY, asked_to_stop=True)
+    assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
+
+
+def test_nothing_is_saved_where_checkpoints_are_off() -> None:
+    off = Schedule(last=100, log=10, save=0, validate=0)
+    assert not any(due_at(step, off, asked_to_save=True, asked_to_stop=True).save for step in (5, 20, 100))
+
+
+def test_a_validation_that_judges_has_its_checkpoint() -> None:
+    judging = Schedule(last=100, log=10, save=40, validate=30, judges=True)
+    assert [due_at(step, judging).save for step in (30, 40, 50)] == [True, True, False]
+
+
+class CountingLoader:
+    """A loader whose batches say where they lie in the sequence of samples."""
+
+    def __init__(self, accumulation: int) -> None:
+        self.sampler = TrainSampler(100, 0, 2, accumulation, 0, 1)
+        self.starts: list[tuple[int, int]] = []
+
+    def iterate(self, taken: int, shuffle: int = 0):
+        self.starts.append((taken, shuffle))
+        for first in range(taken, 1000, 2):
+            yield torch.full((2, 1), float(first)), torch.zeros(2, dtype=torch.int64)
+
+
+def test_the_loader_goes_where_progress_stands() -> None:
+    """On with the next samples; back after a rollback; the same again after a step that was not taken."""
+    loader, progress = CountingLoader(accumulation=2), Progress(global_batch=4)
+    batches = Batches(loader, progress, torch.device("cpu"))  # type: ignore[arg-type]
+
+    def firsts() -> list[int]:
+        return [int(fields[0, 0]) for fields, _ in batches]
+
+    assert len(batches) == 2 and firsts() == [0, 2]
+    progress.advance()
+    assert firsts() == [4, 6] and loader.starts == [(0, 0)]
+    assert firsts() == [4, 6] and loader.starts == [(0, 0), (4, 0)]  # a replica was lost
+    progress.advance()
+    assert firsts() == [8, 10] and len(loader.starts) == 2
+    progress.samples, progress.rollbacks = 4, 1
+    assert firsts() == [4, 6] and loader.starts[-1] == (4, 1)
+
+
+def fail_on_the_first_rank() -> str:
+    def read() -> None:
+        raise DataError("x.zarr: is not there")
+
+    try:
+        from_first_rank(read)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_mistake_that_the_first_rank_finds_is_found_by_all(ranks) -> None:
+    assert ranks(2).run(fail_on_the_first_rank) == ["x.zarr: is not there"] * 2

@@ -1,0 +1,86 @@
+"""train.py itself on every kind of layout, each for a few steps, beside one process of it."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.started_jobs import ROOT, write_config
+
+STEPS, GLOBAL_BATCH = 3, 4
+UNET = ("--model.name=unet", "--model.width=4", "--model.levels=1")
+AVERAGED = ("--training.ema_decay=0.5",)
+IN_BACKWARD = ("--optimizer.in_backward", "--training.max_norm=0")
+
+
+def degree(axis: str, *more: str, number: int = 2) -> tuple[str, ...]:
+    return (f"--parallelism.{axis}={number}", *more)
+
+
+# Name -> ranks, what they are asked for, what the one process is asked for.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "fsdp 2": (2, (), ()),
+    "tp 2": (2, degree("tensor_parallel_degree"), ()),
+    "ulysses 2": (2, degree("context_parallel_degree"), ()),
+    "all-gather 2": (
+        2,
+        degree("context_parallel_degree", "--parallelism.context_parallel_method=all_gather"),
+        (),
+    ),
+    "ring 2": (2, degree("context_parallel_degree", "--parallelism.context_parallel_method=ring"), ()),
+    "pp 2": (2, degree("pipeline_parallel_degree"), ()),
+    "hsdp 2 x 2": (4, degree("data_parallel_replicate_degree"), ()),
+    "u-net, tiles 1 x 2": (2, (*UNET, "--parallelism.domain_parallel_tiles=[1,2]"), UNET),
+    "fsdp 2, in backward": (2, IN_BACKWARD, ("--training.max_norm=0",)),
+    "tp 2, averages": (2, degree("tensor_parallel_degree", *AVERAGED), AVERAGED),
+}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("layouts"))
+
+
+def train(config_file: Path, ranks: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What a run on so many ranks writes into metrics.jsonl."""
+    folder = config_file.parent / f"{ranks}{hash(options)}"
+    splits = any(word in option for option in options for word in ("tensor", "context", "pipeline", "tiles"))
+    local = GLOBAL_BATCH if splits or ranks == 1 else GLOBAL_BATCH // ranks
+    settings = [f"--training.steps={STEPS}", f"--training.local_batch_size={local}", "--metrics.log_freq=1"]
+    settings += [
+        "--validation.enable",
+        '--data.validation_period=["2020-01-10", "2020-01-11"]',
+        "--validation.lead_hours=[6]",
+    ]
+    files = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder)]
+    launch = ["-m", "jobs.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launch, "train.py", *files, *settings, *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+one_process = cache(train)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_train_py_on_a_layout_is_train_py_in_one_process(config_file: Path, name: str) -> None:
+    """Losses and gradient norms of every step, scores at the end."""
+    ranks, asked, alone = LAYOUTS[name]
+    expected, found = one_process(config_file, 1, alone), train(config_file, ranks, asked)
+    assert len(found) == len(expected) == STEPS + 1
+    for there, here in zip(expected, found, strict=True):
+        for key in ("loss", "grad_norm", "val/loss", "val/rmse/10m_u_component_of_wind"):
+            if key in there:
+                assert here[key] == pytest.approx(there[key], rel=1e-4), (there["step"], key)
