@@ -179,7 +179,7 @@ def test_train_stays_readable() -> None:
     train = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train")
     names = {n.id for n in ast.walk(train) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     assert len(names) <= MOST_NAMES, sorted(names)
-    imports = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} & sources().keys()
+    imports = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} & sources().keys()
     assert len(imports) <= MOST_IMPORTS, sorted(imports)
     loop = next(node for node in ast.walk(train) if isinstance(node, ast.While))
     assert (loop.end_lineno or 0) - loop.lineno < 45
@@ -303,3 +303,16 @@ def test_no_file_names_a_place_on_this_machine() -> None:
         if match := place.search(text):
             line = text.count("\n", 0, match.start()) + 1
             pytest.fail(f"{name_of(path)}:{line} names {match[0]}...: nobody else has that folder")
+
+
+def test_the_tour_is_short_and_the_map_is_whole() -> None:
+    """README.md: a sample's way in at most 2,000 lines; every folder of the house has its room on the map."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    tour = text.partition("## The tour")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", tour)[1:]  # the first is the file that counts
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name in named}
+    assert len(lines) > 9 and sum(lines.values()) <= 2000, lines
+    rooms = {path.parent.name for path in sources().values() if path.parent != ROOT}
+    missing = [room for room in rooms if f"{room}/" not in text.partition("## The house")[2]]
+    assert not missing, f"README.md's map lacks {missing}"

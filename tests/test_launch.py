@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,13 +86,11 @@ import train
 train.main()
 """)
     options = ["--job.config_file", str(config_file), "--job.dump_folder", str(tmp_path / "run")]
-    settings = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     alone = [sys.executable, str(script), *options]
     two = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
     for command, restarts in ((alone, 0), ([*two, str(script), *options], 1)):
-        ended = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-        )
+        ended = subprocess.run(command, **settings, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 1 and "ValueError: planted" in ended.stderr, ended.stderr
         assert "Traceback" in ended.stderr and ended.stderr.count("restart 1 of 1") == restarts
 
