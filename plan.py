@@ -92,7 +92,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
-    work = job(config, cluster).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
+    work = job(config, cluster.devices).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
@@ -112,12 +112,14 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     return 0 if fits else 1
 
 
-def job(config: Config, cluster: Cluster) -> Workload:
+def job(config: Config, world: int) -> Workload:
+    return workload_of(config, world, grid_of(config).shape, num_variables(config))
+
+
+def num_variables(config: Config) -> int:
     from datasets.variables import expand_levels
 
-    grid_shape = grid_of(config).shape
-    variables = expand_levels(config.data.variables, config.data.levels)
-    return workload_of(config, cluster.devices, grid_shape, len(variables))
+    return len(expand_levels(config.data.variables, config.data.levels))
 
 
 def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[str]:
@@ -145,14 +147,12 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
-    from datasets.variables import expand_levels
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
     from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
-    grid_shape, variables = grid_of(config).shape, expand_levels(config.data.variables, config.data.levels)
-    model = workload_of(config, 1, grid_shape, len(variables)).model
+    model = job(config, 1).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = config.training.local_batch_size
     block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
@@ -166,17 +166,15 @@ def calibrate_machine(config: Config) -> None:
 
 
 def dry_run_table(config: Config, world_size: int) -> None:
-    from datasets.variables import expand_levels
     from planning.dry_run import dry_run  # here: it takes torch's seconds
 
-    variables = expand_levels(config.data.variables, config.data.levels)
     if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
         schedule = config.parallelism.pipeline_parallel_schedule
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
         )
     started = time.perf_counter()
-    result = dry_run(config, world_size, grid_of(config), len(variables))
+    result = dry_run(config, world_size, grid_of(config), num_variables(config))
     print(f"{result.table()}\n\nno rank was started; {time.perf_counter() - started:.0f} s")
 
 

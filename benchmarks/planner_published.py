@@ -1,12 +1,13 @@
-"""The planner against throughput that others published: planning/published.toml, one line a run.
+"""The planner against throughput that others published: benchmarks/published_runs.toml, one line a run.
 
     .venv/bin/python benchmarks/planner_published.py
 
 Nothing runs: the efficiencies of each device are those of planning/clusters.toml, and of
-planning/published_machines.toml for machines that differ from it. No figure is fitted to a row. The errors of
-"seen" rows were looked at while the terms of the model were chosen; "held out" ones were added afterwards.
+published_machines.toml for machines that differ from it. No figure is fitted to a row. The errors of "seen"
+rows were looked at while the terms of the model were chosen; "held out" ones were added afterwards.
 """
 
+import dataclasses
 import statistics
 import sys
 import tomllib
@@ -17,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from parallelisms.degrees import Degrees
-from planning.architecture import PUBLISHED, Architecture, published_model
+from planning.architecture import Architecture
 from planning.clusters import load_cluster
 from planning.hardware import Cluster
+from planning.scenarios import LLAMA_70B
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 
-ROOT = Path(__file__).parent.parent
-MACHINES = ROOT / "planning" / "published_machines.toml"
+RUNS = Path(__file__).with_name("published_runs.toml")
+MACHINES = RUNS.with_name("published_machines.toml")
 ABOUT = ("model", "source", "cluster", "tokens", "rate", "unit", "seen", "unlike", "accumulation", "degrees")
 
 
@@ -43,8 +45,17 @@ def main() -> None:
 
 def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
     """Each run with the architecture that it trained."""
-    runs = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["run"]
-    return [(run, published_model(run["model"], run["tokens"])) for run in runs]
+    published = tomllib.loads(RUNS.read_text(encoding="utf-8"))
+    runs, models = published["run"], published["models"]
+    return [(run, published_model(run["model"], run["tokens"], models)) for run in runs]
+
+
+def published_model(name: str, tokens: int, models: dict[str, dict[str, Any]]) -> Architecture:
+    """Tokens of a language model are looked up, and its head gives one value a word."""
+    if name == "llama3-70b":
+        return dataclasses.replace(LLAMA_70B, tokens=tokens)
+    words = models[name].get("vocabulary", 0)
+    return Architecture(**{"tokens": tokens, "in_features": 0, "out_features": words, **models[name]})
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:

@@ -4,13 +4,9 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 """
 
 import math
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 Shapes = dict[str, tuple[int, ...]]
-PUBLISHED = Path(__file__).with_name("published.toml")  # models and runs of others
 
 COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are dealt out over tp
 ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # columns are; biases are whole
@@ -147,11 +143,3 @@ def vit_architecture(
     tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, patch_size, strict=True))
     features = (in_channels * cells, out_channels * cells)
     return Architecture(tokens, dim, layers, heads, mlp_dim or 4 * dim, *features, **options)
-
-
-@cache
-def published_model(name: str, tokens: int) -> Architecture:
-    """One of planning/published.toml: its tokens are looked up, and its head gives one value a word."""
-    keys = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["models"][name]
-    words = keys.get("vocabulary", 0)
-    return Architecture(**{"tokens": tokens, "in_features": 0, "out_features": words, **keys})

@@ -30,6 +30,7 @@ from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import ParallelModel
+from planning.workload import Workload, workload_of
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -101,7 +102,8 @@ def _run(config: Config, fields: Fields) -> DryRun:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
     if model.pipeline:
-        model.pipeline = FirstStage(config, model, tracker)  # type: ignore[assignment]
+        work = workload_of(config, mesh.degrees.world, fields.grid.shape, len(fields.variables))
+        model.pipeline = FirstStage(work, model, tracker)  # type: ignore[assignment]
     with fake:
         make_states(model, run)
         tracker.track_external(*model.parts, run.optimizer)
@@ -173,10 +175,9 @@ class UntrackedUpdate:
 class FirstStage:
     """In place of a pipeline: its first stage alone, with the micro-batches that it holds, nothing sent."""
 
-    def __init__(self, config: Config, model: ParallelModel, tracker: MemTracker) -> None:
+    def __init__(self, work: Workload, model: ParallelModel, tracker: MemTracker) -> None:
         self.part, self.tracker = model.parts[0], tracker
-        self.size = config.parallelism.pipeline_parallel_microbatch_size
-        self.in_flight = in_flight(config)
+        self.size, self.in_flight = work.micro_batch, work.in_flight
 
     def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
         waiting: list[Tensor] = []
@@ -211,19 +212,6 @@ def make_states(model: ParallelModel, run: RunState) -> None:
         parameter.grad = torch.zeros_like(parameter)
     run.optimizer.step()
     model.zero_grad()
-
-
-def in_flight(config: Config) -> int:
-    """Micro-batches whose activations the first stage of a pipeline holds at once; 1 without a pipeline.
-
-    1F1B starts one a stage before the first comes back, GPipe all of them.
-    """
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:
-        return 1
-    chunks = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    gpipe = parallelism.pipeline_parallel_schedule == "GPipe"
-    return chunks if gpipe else min(chunks, parallelism.pipeline_parallel_degree)
 
 
 def local_bytes(tensor: Tensor) -> int:

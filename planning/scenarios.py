@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from errors import ConfigError
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, published_model, vit_architecture
+from planning.architecture import Architecture, vit_architecture
 from planning.case_study import STEP_AT_64, case_study_rows, gb, task, verdict, vit
 from planning.clusters import load_cluster
 from planning.cost import HOUR, Fleet, Saves, checkpoint_storage, expected_time
@@ -26,7 +26,23 @@ from training.lr_schedules import peak_lr
 
 REMARK = 34  # characters of a line of remarks
 ERA5, CHANNELS = (360, 720), 20  # the tutorial's
-LLAMA_70B = published_model("llama3-70b", tokens=8192)
+LLAMA_70B = Architecture(
+    tokens=8192,
+    dim=8192,
+    layers=80,
+    heads=64,
+    mlp_dim=28672,
+    in_features=0,
+    out_features=128256,
+    kv_heads=8,
+    biases=False,
+    qkv_bias=False,
+    learned_position=False,
+    gated=True,
+    causal=True,
+    rotary=True,
+    vocabulary=128256,
+)
 TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
 
 

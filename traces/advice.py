@@ -1,7 +1,6 @@
 """One plain paragraph: what a step loses most to, and the keys of the configuration that change it."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from traces.classes import (
     AROUND,
@@ -28,13 +27,7 @@ GAP_FIXES = {
     "gap after": "nothing of torch runs there, so it is the loop's own code that takes long, or waits",
     "gap": "nothing of torch runs there: Python works or waits, or another process has the processor",
 }
-
-
-class Loss(NamedTuple):
-    """What could be had, and how."""
-
-    milliseconds: float  # a step
-    sentence: str
+Loss = tuple[float, str]  # milliseconds a step that could be had, and how
 
 
 def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> str:
@@ -42,7 +35,7 @@ def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> 
     step = timeline.step_milliseconds
     losses = [data(timeline), communication(timeline), between(timeline), around(timeline), *gaps(timeline)]
     losses += [*slow_classes(timeline, rates), *uneven_ranks(ranks)]
-    worth = sorted((loss for loss in losses if loss.milliseconds > WORTH_TELLING * step), reverse=True)
+    worth = sorted((loss for loss in losses if loss[0] > WORTH_TELLING * step), reverse=True)
     told = [f"{sentence} (up to {time / step:.0%} of a step)." for time, sentence in worth[:SENTENCES]]
     if not told:
         told = [f"Nothing that waits, or that is far from its floor, takes {WORTH_TELLING:.0%} of a step."]
@@ -57,7 +50,7 @@ def data(timeline: Timeline) -> Loss:
         who = "the training process reads them itself (data.num_workers = 0)"
         fix = "let processes read ahead with data.num_workers, or keep all in memory with data.cache_gib"
     time = timeline.by_class[DATA_WAIT]
-    return Loss(time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}")
+    return time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}"
 
 
 def communication(timeline: Timeline) -> Loss:
@@ -73,7 +66,7 @@ def communication(timeline: Timeline) -> Loss:
     times = (
         f"{exposed:.1f} ms a step of communication are exposed, {hidden / (hidden + exposed or 1):.0%} of it"
     )
-    return Loss(exposed, f"{times} is hidden: {fix}; {larger}")
+    return exposed, f"{times} is hidden: {fix}; {larger}"
 
 
 def between(timeline: Timeline) -> Loss:
@@ -83,14 +76,14 @@ def between(timeline: Timeline) -> Loss:
     if not is_compiled(timeline):
         fix = f"compile.enable = true launches fewer of them; {fix}"
     idle = f"leave the {device(timeline.trace)} idle {time:.1f} ms a step"
-    return Loss(time, f"Python and the dispatch of operators {idle}: {fix}")
+    return time, f"Python and the dispatch of operators {idle}: {fix}"
 
 
 def around(timeline: Timeline) -> Loss:
     """Logging, saving, validation."""
     time = timeline.by_class[AROUND]
     fix = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
-    return Loss(time, f"Logging, saving and validation take {time:.1f} ms a step: {fix}")
+    return time, f"Logging, saving and validation take {time:.1f} ms a step: {fix}"
 
 
 def gaps(timeline: Timeline) -> Iterator[Loss]:
@@ -98,7 +91,7 @@ def gaps(timeline: Timeline) -> Iterator[Loss]:
     for cause, time in timeline.idle_by_cause.items():
         if fix := next((fix for words, fix in GAP_FIXES.items() if words in cause), ""):
             idles = f"The {device(timeline.trace)} idles {time:.1f} ms a step"
-            yield Loss(time, f"{idles} in a {cause}: {fix}")
+            yield time, f"{idles} in a {cause}: {fix}"
 
 
 def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
@@ -107,15 +100,15 @@ def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
     if (spread := spread_of_calls(timeline)) > BUSY:
         lost = sum(timeline.by_class[name] for name in fixes) * (1 - 1 / spread)
         times = f"The same multiplication takes {spread:.1f} x as long on average as at best"
-        yield Loss(lost, f"{times}: something else uses the {device(timeline.trace)}")
+        yield lost, f"{times}: something else uses the {device(timeline.trace)}"
         return
     for name, fix in fixes.items():
         time, floor = timeline.by_class[name], work[name].floor
         takes = f"{name} takes {time:.1f} ms a step"
         if floor is not None and time > floor:
-            yield Loss(time - floor, f"{takes}, {time / floor:.2f} x its floor: {fix}")
+            yield time - floor, f"{takes}, {time / floor:.2f} x its floor: {fix}"
         elif floor is None and name in (ELEMENTWISE, OPTIMIZER, COPIES) and fusible:
-            yield Loss(time / 2, f"{takes}: {fix}")
+            yield time / 2, f"{takes}: {fix}"
 
 
 def class_fixes(timeline: Timeline) -> dict[str, str]:
@@ -155,7 +148,7 @@ def uneven_ranks(ranks: Sequence[Timeline]) -> Iterator[Loss]:
     (least, fast, _), (most, slow, step) = busy[0], busy[-1]
     if most - least > UNEVEN * step:
         behind = f"Rank {slow} is {most - least:.1f} ms a step behind rank {fast}, which waits for it"
-        yield Loss(most - least, f"{behind}: compare the two traces; one machine may be slower or busy")
+        yield most - least, f"{behind}: compare the two traces; one machine may be slower or busy"
 
 
 def waits(timeline: Timeline) -> Iterator[str]:

@@ -12,34 +12,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from traces.classes import (
-    AROUND,
-    ATTENTION,
-    CLASSES,
-    COMMUNICATION,
-    COPIES,
-    DATA_WAIT,
-    ELEMENTWISE,
-    GEMM,
-    IDLE,
-    OPTIMIZER,
-)
+from traces.classes import CLASSES
 from traces.events import STEP, Loop
 from traces.timeline import Table, Timeline
 from traces.work import rates_of, work_by_class
 
 # Work in cool colours, what a step need not have in warm ones.
-COLOURS = {
-    GEMM: "#1f4e79",
-    ATTENTION: "#2e86c1",
-    ELEMENTWISE: "#85c1e9",
-    OPTIMIZER: "#27ae60",
-    COPIES: "#a9dfbf",
-    COMMUNICATION: "#8e44ad",
-    DATA_WAIT: "#f1c40f",
-    AROUND: "#e67e22",
-    IDLE: "#e74c3c",
-}
+COOL = ("#1f4e79", "#2e86c1", "#85c1e9", "#27ae60", "#a9dfbf")
+WARM = ("#8e44ad", "#f1c40f", "#e67e22", "#e74c3c")
+COLOURS = dict(zip(CLASSES, COOL + WARM, strict=True))
 NARROW = 0.03  # of a step: parts narrower than this are not named
 MAX_BARS = 16
 
