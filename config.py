@@ -62,7 +62,7 @@ class Data:
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
-    # selections up to this size are read once and kept in memory; inf: always
+    # GiB up to which the fields of both periods are read once and kept in memory; inf: always
     cache_gib: Annotated[float, Range(0.0, infinite=True)] = 1.0
     # dates that the statistics are computed from, evenly spaced; 0: every date of the training period
     statistics_dates: Count = 0
@@ -81,7 +81,9 @@ class Model:
     position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
-    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0  # ViT: share of samples that skip last block
+    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = (
+        0.0  # ViT: fraction of samples that skip the last block
+    )
     # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
     attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
     width: Positive = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
@@ -91,15 +93,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal["AdamW"] = "AdamW"  # no decay on norms, biases and positions
+    name: Literal["AdamW"] = "AdamW"  # norms, biases and positions do not decay
     lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
     beta1: Decay = 0.9  # decay of the mean of gradients
     beta2: Decay = 0.95  # decay of the mean of squared gradients
     eps: AboveZero = 1e-8  # added to the root of the second moment
-    weight_decay: NonNegative = 0.05  # decoupled
-    # how moments of matrices rest between steps: 8, 4 or 2.1 bytes a parameter for both
+    weight_decay: NonNegative = 0.05  # decoupled weight decay of matrices
+    # precision of both moments of matrices between steps: 8, 4 or 2.1 bytes a parameter
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
+    # update each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
     in_backward: bool = False
     lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
     lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
@@ -119,9 +121,9 @@ class Training:
     steps: Positive = 1000  # optimiser steps of the run
     seed: Annotated[int, Range(0, 10**12)] = 0  # weights and sample order are pure functions of it
     local_batch_size: Positive = 16  # samples a rank takes through the model at once
-    # samples an optimiser step; above local x ranks: accumulated; -1: no accumulation
+    # samples of an optimiser step, of all ranks; more than local_batch_size x ranks are accumulated; -1: none
     global_batch_size: int = -1
-    ema_decay: Decay = 0.0  # of averaged weights, which validation then uses; 0: none
+    ema_decay: Decay = 0.0  # of averaged weights, which validation and forecasts then use; 0: none
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
@@ -137,7 +139,9 @@ class Training:
     # skip a step whose loss lies so many robust deviations (1.4826 x median absolute deviation) above the
     # median of the last 100; 0: skip only what is not finite
     spike_threshold: NonNegative = 0.0
-    max_skipped_steps: Count = 10  # of 100; more: back to the last checkpoint, other samples, then the end
+    # bad steps among 100 that are skipped; with one more the run goes back to its last good checkpoint and
+    # takes other samples, and ends when that does not help
+    max_skipped_steps: Count = 10
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,11 @@ class Parallelism:
     data_parallel: Literal["auto", "zero1"] = "auto"
     data_parallel_replicate_degree: Positive = 1  # copies of the model (DDP, or HSDP with shards inside each)
     data_parallel_shard_degree: int = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
-    tensor_parallel_degree: Positive = 1  # ranks that share every matrix, by heads and hidden units
+    tensor_parallel_degree: Positive = 1  # ranks that each matrix is cut over, by heads and hidden units
     # compiled matrices overlap with the gathers around them, a part at a time (CUDA with symmetric memory)
     enable_async_tensor_parallel: bool = False
-    context_parallel_degree: Positive = 1  # ranks that share the tokens of a sample
-    # rows x columns of ranks that share the grid of a U-Net
+    context_parallel_degree: Positive = 1  # ranks that the tokens of a sample are dealt out to
+    # rows x columns of tiles that the grid of a U-Net is cut into, one a rank
     domain_parallel_tiles: tuple[Positive, Positive] = (1, 1)
     # how attention sees all tokens: exchange heads, gather keys, or pass keys round
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
@@ -161,11 +165,11 @@ class Parallelism:
     ] = "1F1B"
     pipeline_parallel_microbatch_size: Positive = 1  # samples that pass through the pipeline at once
     pipeline_parallel_splits: tuple[Positive, ...] = ()  # first block of each later stage; []: by FLOPs
-    # free a block's gathered parameters after its forward: "always" (ZeRO-3), "never" (ZeRO-2), "default":
-    # but the last
+    # free the gathered parameters of a block after its forward: "always" (ZeRO-3), "never" (ZeRO-2),
+    # "default": of all blocks but the last
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     cpu_offload: bool = False  # parameters, gradients and optimiser states live in host memory (FSDP2)
-    # axes from the slowest to the fastest varying rank number: the last ones share a node
+    # axes from the slowest to the fastest varying rank number: the last are neighbours in a node
     axis_order: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -175,7 +179,7 @@ class ActivationCheckpoint:
     # input
     mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = "none"
     every_n_blocks: Positive = 7  # blocks recomputed as one
-    memory_budget: Annotated[float, Range(0.0, 1.0)] = 0.5  # share of activations kept (needs compile)
+    memory_budget: Annotated[float, Range(0.0, 1.0)] = 0.5  # fraction of activations kept (needs compile)
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ class Float8:
 class Checkpoint:
     enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
     interval: Positive = 500  # steps between saves; the last step is always saved
-    interval_minutes: NonNegative = 0.0  # minutes between saves, besides; 0: by steps alone
+    interval_minutes: NonNegative = 0.0  # save after so many minutes too; 0: by steps alone
     # "async": copy, then write in the background; "async_with_pinned_mem": copy during the next forward and
     # backward too
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
@@ -241,10 +245,10 @@ class Profiling:
 @dataclass(frozen=True)
 class Comm:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
-    # a rank that is not heard of, or does not get on, for so long ends the run: until the first step is done,
-    # and in validations, saves and the end
+    # a rank that is not heard of, or does not get on, for so many seconds ends the run: before the end of the
+    # first step, in validations, in saves and at the end
     timeout_seconds: Positive = 600
-    train_timeout_seconds: Positive = 100  # the same in all later steps, when all is compiled
+    train_timeout_seconds: Positive = 100  # the same in all later steps, when everything is compiled
 
 
 @dataclass(frozen=True)
@@ -255,12 +259,12 @@ class Forecast:
     averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
     # first and last initial date, both included; empty: data.validation_period
     period: tuple[str, ...] = ()
-    interval_hours: Count = 0  # between initial dates, all of which must be there; 0: every date there is
+    interval_hours: Count = 0  # hours between initial dates, all of which must be in the data; 0: every date
     num_steps: Positive = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
     include_initial_state: bool = False  # write the lead of 0 h too
     local_batch_size: Positive = 8  # states (dates x members) a rank takes through the model at once
     num_members: Positive = 1  # members of an ensemble; the first starts from the analysis itself
-    # deviation of the others' initial states, over that of each variable's change in a step
+    # how far the other members start from the analysis, in standard deviations of a variable's change a step
     perturbation: NonNegative = 0.2
     seed: Annotated[int, Range(0, 10**12)] = 0  # perturbations are a function of (seed, date, member)
 
@@ -270,7 +274,7 @@ class FaultTolerance:
     # replicas (runs of their own) average gradients and may leave and rejoin (torchft, an extra)
     enable: bool = False
     replica_id: Count = 0  # which replica this run is, from 0; it writes into replica-<id> of job.dump_folder
-    group_size: Positive = 1  # replicas that share the global batch when all are there
+    group_size: Positive = 1  # replicas that the global batch is dealt out to when all are there
     min_replica_size: Positive = 1  # replicas without which no step is taken
     lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
 
@@ -302,8 +306,10 @@ class Config:
     @property
     def dump_folder(self) -> Path:
         """The run's folder; each replica is a run of its own."""
-        place = self.fault_tolerance
-        return self.job_folder / f"replica-{place.replica_id}" if place.enable else self.job_folder
+        replicas = self.fault_tolerance
+        if not replicas.enable:
+            return self.job_folder
+        return self.job_folder / f"replica-{replicas.replica_id}"
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]

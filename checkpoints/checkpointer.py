@@ -102,7 +102,7 @@ class Checkpointer:
         self.is_first = dist.get_rank() == 0
         # Of its own: on the trainer's group a save in the background would meet other collectives.
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        self.plan, self.metadata, self.signature = SavePlan([]), Metadata({}), cast(Signature, None)
+        self.save_plan, self.metadata, self.signature = SavePlan([]), Metadata({}), cast(Signature, None)
         self.arena: Arena | None = None
         self.writer = None if self.mode == "disabled" else WriterProcess()
         self.in_flight: tuple[int, Future] | None = None
@@ -151,7 +151,7 @@ class Checkpointer:
             self.writer, self.arena = WriterProcess(), None
         if self.arena is None:
             self.arena = Arena(sources)
-            self.writer.give(self.arena, self.plan)
+            self.writer.give(self.arena, self.save_plan)
         self.copying = Copying(self.arena, sources)
         if self.mode == "async":
             self.copying.on_host()
@@ -180,13 +180,15 @@ class Checkpointer:
             plans = FileSystemWriter(self.folder).prepare_global_plan(plans)
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, plans, src=0, group=self.group)
-        self.plan, self.signature, self.arena = mine[0], signature, None
+        self.save_plan, self.signature, self.arena = mine[0], signature, None
 
     def _sources(self, tensors: dict[str, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """What this rank writes: its shards, and its share of what all ranks have."""
+        """What this rank writes: its shards, and its part of what all ranks have."""
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(tensors)
-        return {item.index: cast(Tensor, planner.resolve_data(item)).detach() for item in self.plan.items}
+        return {
+            item.index: cast(Tensor, planner.resolve_data(item)).detach() for item in self.save_plan.items
+        }
 
     def _write(self, step: int, future: Future, source: Copying | dict[MetadataIndex, Tensor]) -> None:
         """All that comes after the copies; in the background this thread mostly waits for the writer."""
@@ -198,7 +200,9 @@ class Checkpointer:
             if isinstance(source, Copying):
                 source.on_host()
                 return cast(WriterProcess, self.writer).ask("write", unfinished)
-            return write_tensors(unfinished, self.plan, {i: tensor.cpu() for i, tensor in source.items()})
+            return write_tensors(
+                unfinished, self.save_plan, {i: tensor.cpu() for i, tensor in source.items()}
+            )
 
         def complete(written: list[Written]) -> None:
             order = Finish(self.metadata, written, about, self.config_toml, self.keep)
@@ -293,7 +297,7 @@ class Checkpointer:
         return None
 
     def _problem_of(self, folder: Path) -> str:
-        """What is wrong with a checkpoint, found by all ranks together, each reading its share."""
+        """What is wrong with a checkpoint, found by all ranks together, each reading its part."""
         return problem_of(folder, self.group)
 
     def remove_after(self, step: int) -> None:
@@ -325,7 +329,7 @@ def attempt(do: Callable[[], T]) -> T | str:
 
 
 def problem_of(folder: Path, group: dist.ProcessGroup) -> str:
-    """What is wrong with a checkpoint; "" when nothing is. Each rank of the group reads its share."""
+    """What is wrong with a checkpoint; "" when nothing is. Each rank of the group reads its part."""
     problem = ""
     try:
         with reading(folder):

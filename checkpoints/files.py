@@ -140,11 +140,11 @@ def check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
         raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
 
 
-def check_files(folder: Path, manifest: dict[str, Any], share: int = 0, shares: int = 1) -> None:
-    """Raises Damaged for the first bad file of this rank's share; what may not be unpickled is bad too."""
-    for name, expected in sorted(manifest["files"].items())[share::shares]:
+def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
+    """Raises Damaged for the first bad file of this rank's part; what may not be unpickled is bad too."""
+    for name, expected in sorted(manifest["files"].items())[part::parts]:
         check_file(folder, name, expected)
-    if share == 0:
+    if part == 0:
         stored_tensors(folder)
 
 

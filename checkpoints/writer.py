@@ -1,7 +1,7 @@
 """Copies what is to be saved into host memory that is reused, and writes it from another process.
 
 A second process, because whatever runs Python in the trainer's own takes the interpreter from it: a save in a
-thread slows the steps that follow it. The two share one piece of anonymous memory (a memfd: unlike /dev/shm
+thread slows the steps that follow it. Both map the same anonymous memory (a memfd: unlike /dev/shm
 it has no size limit of its own in a container). The writer dies with its trainer.
 """
 
@@ -107,13 +107,13 @@ def build_writer(folder: Path) -> tuple[FileSystemWriter, ChecksummedFiles]:
     return writer, writer.fs
 
 
-def write_tensors(folder: Path, plan: SavePlan, tensors: dict[MetadataIndex, Tensor]) -> Written:
+def write_tensors(folder: Path, save_plan: SavePlan, tensors: dict[MetadataIndex, Tensor]) -> Written:
     """This rank's file, flushed to the disk. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not plan.items:
+    if not save_plan.items:
         return Written([], {})
     writer, fs = build_writer(folder)
-    results = writer.write_data(plan, Sources(tensors)).value()
+    results = writer.write_data(save_plan, Sources(tensors)).value()
     return Written(results, fs.files)
 
 
@@ -140,7 +140,7 @@ def finish(target: Path, order: Finish) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where a tensor lies in the arena."""
 
     index: MetadataIndex
@@ -149,44 +149,44 @@ class Place:
     dtype: torch.dtype
 
 
-def places_of(tensors: dict[MetadataIndex, Tensor]) -> tuple[list[Place], int]:
-    """One place a tensor, and the bytes that all take."""
-    places, offset = [], 0
+def slots_of(tensors: dict[MetadataIndex, Tensor]) -> tuple[list[Slot], int]:
+    """One slot a tensor, and the bytes that all take."""
+    slots, offset = [], 0
     for index, tensor in tensors.items():
-        places.append(Place(index, offset, tuple(tensor.shape), tensor.dtype))
+        slots.append(Slot(index, offset, tuple(tensor.shape), tensor.dtype))
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    return places, offset
+    return slots, offset
 
 
-def view(memory: mmap.mmap, place: Place) -> Tensor:
-    """A tensor over its place; it has a storage of its own, which is what torch.save writes."""
-    count = torch.Size(place.shape).numel()
+def view(memory: mmap.mmap, slot: Slot) -> Tensor:
+    """A tensor over its slot; it has a storage of its own, which is what torch.save writes."""
+    count = torch.Size(slot.shape).numel()
     if not count:
-        return torch.empty(place.shape, dtype=place.dtype)
-    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
+        return torch.empty(slot.shape, dtype=slot.dtype)
+    return torch.frombuffer(memory, dtype=slot.dtype, count=count, offset=slot.offset).view(slot.shape)
 
 
 class Arena:
     """The copies of one rank's part of a checkpoint; pinned where a GPU copies into them."""
 
     def __init__(self, tensors: dict[MetadataIndex, Tensor]) -> None:
-        self.places, size = places_of(tensors)
+        self.slots, size = slots_of(tensors)
         self.size = max(size, ALIGNMENT)
         self.descriptor = os.memfd_create("rossby-checkpoint")
         os.ftruncate(self.descriptor, self.size)
         # Populated now: otherwise the first copy would fault in page after page.
         self.memory = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.copies = [view(self.memory, place) for place in self.places]
+        self.copies = [view(self.memory, slot) for slot in self.slots]
         self.pinned = any(tensor.is_cuda for tensor in tensors.values())
         if self.pinned:
-            address = self.copies[0].data_ptr() - self.places[0].offset
+            address = self.copies[0].data_ptr() - self.slots[0].offset
             cudart: Any = torch.cuda.cudart()
             torch.cuda.check_error(cudart.cudaHostRegister(address, self.size, 0))
 
     @torch.no_grad()
     def fill(self, tensors: dict[MetadataIndex, Tensor]) -> None:
         """Copies; from a GPU without waiting for it."""
-        sources = [tensors[place.index] for place in self.places]
+        sources = [tensors[slot.index] for slot in self.slots]
         # One call, so that the interpreter is free meanwhile.
         torch._foreach_copy_(self.copies, sources, non_blocking=True)  # type: ignore[reportPrivateImportUsage]
 
@@ -231,9 +231,9 @@ class WriterProcess:
         theirs.close()
         self.connection = Connection(ours.detach())
 
-    def give(self, arena: Arena, plan: SavePlan) -> None:
+    def give(self, arena: Arena, save_plan: SavePlan) -> None:
         """What every save from now on writes, and where it lies."""
-        self.connection.send(("arena", (arena.size, arena.places, plan)))
+        self.connection.send(("arena", (arena.size, arena.slots, save_plan)))
         reduction.send_handle(self.connection, arena.descriptor, self.process.pid)
 
     def ask(self, verb: str, *arguments: Any) -> Any:
@@ -268,22 +268,22 @@ def end_with(parent: int) -> None:
 
 def serve(connection: Connection) -> None:
     """Answers until the trainer closes the connection."""
-    tensors, plan = {}, SavePlan([])
+    tensors, save_plan = {}, SavePlan([])
     while True:
         try:
             verb, arguments = connection.recv()
         except EOFError:
             return
         if verb == "arena":
-            size, places, plan = arguments
+            size, slots, save_plan = arguments
             descriptor = reduction.recv_handle(connection)
             memory = mmap.mmap(descriptor, size)
             os.close(descriptor)
-            tensors = {place.index: view(memory, place) for place in places}
+            tensors = {slot.index: view(memory, slot) for slot in slots}
             continue
         try:
             connection.send(
-                write_tensors(arguments[0], plan, tensors) if verb == "write" else finish(*arguments)
+                write_tensors(arguments[0], save_plan, tensors) if verb == "write" else finish(*arguments)
             )
         except Exception as error:  # the trainer says it; the writer waits for the next save
             connection.send(OSError(str(error)) if isinstance(error, OSError) else RuntimeError(repr(error)))

@@ -64,7 +64,7 @@ class Activity:
 
 def _ours(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    # The span around a phase is no place where anything is done.
+    # Nothing is done in the span around a phase.
     return name.startswith(ROOT) and "site-packages" not in name and name != __file__
 
 

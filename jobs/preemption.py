@@ -1,8 +1,9 @@
 """Ranks agree to save, or to save and end, at a step boundary: told to by a signal, or short of time.
 
 SIGTERM and SIGUSR1 (Slurm's `--signal`), on any rank, end a run with exit code 75 after a save: "start me
-again". So does `training.max_wall_time`. Flags are exchanged on a gloo group of their own: the sum is started
-at one step boundary and read at the next, so that nobody waits for it, nor for the device.
+again". So does `training.max_wall_time`. Each rank's flags are numbers, of which all ranks take the
+largest, on a gloo group of their own: the exchange is started at one step boundary and read at the next, so
+that nobody waits for it, nor for the device.
 """
 
 import os

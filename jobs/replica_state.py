@@ -55,7 +55,7 @@ def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:
 
 
 def _copy(part: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Into place. A tensor that only one of the two has, or of another shape, is a ConfigError."""
+    """In place. A tensor that only one of the two has, or of another shape, is a ConfigError."""
     for name in mine | theirs:
         sizes = [list(local(t[name]).shape) if name in t else "nothing" for t in (mine, theirs)]
         if sizes[0] != sizes[1]:

@@ -70,7 +70,7 @@ class Replicas:
 
     def __init__(
         self,
-        place: FaultTolerance,
+        asked: FaultTolerance,
         settings: dict[str, Any],
         give: Callable[[], State],
         take: Callable[[State], None],
@@ -79,9 +79,9 @@ class Replicas:
         device: torch.device,
     ) -> None:
         torchft = import_torchft()
-        self.place, self.settings, self.give, self.take = place, settings, give, take
-        self.index, self.number = place.replica_id, place.group_size
-        self.patience, self.device, self.lighthouse = patience, device, lighthouse_of(place)
+        self.asked, self.settings, self.give, self.take = asked, settings, give, take
+        self.index, self.number = asked.replica_id, asked.group_size
+        self.patience, self.device, self.lighthouse = patience, device, lighthouse_of(asked)
         group = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
         self.group, limit = group(timeout=timedelta(seconds=timeout)), timedelta(seconds=timeout)
         self.store, (host, port) = start_store()
@@ -90,7 +90,7 @@ class Replicas:
             state_dict=self._give,
             load_state_dict=self._take,
             checkpoint_transport=tensor_transport(limit),
-            min_replica_size=place.min_replica_size,
+            min_replica_size=asked.min_replica_size,
             use_async_quorum=False,  # who comes back takes part in the very next step, not with zeros
             timeout=limit,
             quorum_timeout=timedelta(seconds=patience),
@@ -100,7 +100,7 @@ class Replicas:
             store_addr=host,
             store_port=port,
             lighthouse_addr=self.lighthouse,
-            replica_id=f"replica_{place.replica_id:06d}",  # sorted as text
+            replica_id=f"replica_{asked.replica_id:06d}",  # sorted as text
         )
         self.present = 0  # replicas that take part in the step
         self.saves = False  # whether this is the one of them that saves checkpoints
@@ -199,11 +199,11 @@ class Replicas:
             )
         present = self.manager.num_participants()
         if present != self.present:
-            logger.info("%d of %d replicas are here", present, self.place.group_size)
+            logger.info("%d of %d replicas are here", present, self.asked.group_size)
         self.present, self.saves = present, self.manager.participating_rank() == 0
 
     def _too_few(self, waited: float) -> bool:
-        least, all_of_them = self.place.min_replica_size, self.place.group_size
+        least, all_of_them = self.asked.min_replica_size, self.asked.group_size
         if self.present < least and waited >= self.patience:
             reason = f"{self.present} replica(s) after {self.patience} s"
             raise ReplicaLost(f"fault_tolerance.min_replica_size = {least}: {reason}")
@@ -302,18 +302,18 @@ def import_torchft() -> ModuleType:
     return importlib.import_module("torchft")
 
 
-def lighthouse_of(place: FaultTolerance) -> str:
-    return place.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+def lighthouse_of(asked: FaultTolerance) -> str:
+    return asked.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
 
 
-def check_replicas(place: FaultTolerance) -> None:
+def check_replicas(asked: FaultTolerance) -> None:
     """ConfigError where torchft is missing or its lighthouse cannot be reached."""
     try:
         import_torchft()
     except ImportError as error:
         fix = f"{sys.executable} -m pip install {TORCHFT}"
         raise ConfigError(f"fault_tolerance.enable = True: needs torchft ({error}); {fix}") from error
-    address, fix = lighthouse_of(place), "start it with torchft_lighthouse --min_replicas 1"
+    address, fix = lighthouse_of(asked), "start it with torchft_lighthouse --min_replicas 1"
     try:
         url = urlsplit(address)
         host, port = url.hostname, url.port

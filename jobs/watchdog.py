@@ -148,8 +148,8 @@ class Watchdog:
         if self.world == 1 and phases == ("start",):
             limit = float("inf")  # nobody waits while the statistics of a large archive are computed
         me = (self.rank, self.node, socket.gethostname(), os.getpid())
-        place = (*me, activity.step, name, activity.seconds)
-        return Beat(*place, limit=limit, where=where, waits=waits or self.lost, lost=self.lost)
+        doing = (activity.step, name, activity.seconds)
+        return Beat(*me, *doing, limit=limit, where=where, waits=waits or self.lost, lost=self.lost)
 
     # -- the threads
 
