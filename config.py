@@ -81,9 +81,8 @@ class Model:
     position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
-    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = (
-        0.0  # ViT: fraction of samples that skip the last block
-    )
+    # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer
+    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0
     # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
     attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
     width: Positive = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
