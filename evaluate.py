@@ -61,11 +61,11 @@ from verification.climatology import Climatology, ClimatologyForecast, compute_c
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.matching import ForecastFields
-from verification.regions import REGIONS, regions_on
 from verification.report import Gate, table, write_csv
 from verification.rollout import Forecast
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
+from verification.scores import REGIONS, regions_on
 
 logger = logging.getLogger("rossby")
 FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on

@@ -30,7 +30,7 @@ from datasets.era5 import open_archive
 from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast
-from verification.regions import REGIONS
+from verification.scores import REGIONS
 
 NAMES = ("geopotential", "temperature", "u_component_of_wind", "v_component_of_wind", "specific_humidity")
 LEVELS = (50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000)

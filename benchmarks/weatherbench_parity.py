@@ -26,10 +26,10 @@ from datasets.grid import Grid
 from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
+from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
-from verification.regions import REGIONS
-from verification.spectra import mean_over_latitudes
+from verification.scores import REGIONS
 
 TOLERANCE = 1e-6
 os.environ["JAX_ENABLE_X64"] = "1"  # WeatherBench2 regrids with jax, else in float32

@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as arrays
 
 from datasets.grid import Grid
 from tests.forecasts import grid as coordinates
-from verification.regions import REGIONS, region_weights, regions_on
 from verification.scores import (
+    REGIONS,
     RegionMeans,
     append_wind,
     complete,
@@ -20,6 +20,8 @@ from verification.scores import (
     fair_crps,
     final_scores,
     mean_squared_error,
+    region_weights,
+    regions_on,
     statistic_names,
     wind_pairs,
 )

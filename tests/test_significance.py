@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from verification.significance import bootstrap, compare, draw_dates
+from verification.scorecard import bootstrap, compare, draw_dates
 
 
 @pytest.mark.parametrize("length", [1, 3, 10])

@@ -5,7 +5,7 @@ import pytest
 import torch
 import xarray as xr
 
-from verification.spectra import (
+from verification.details import (
     EARTH_RADIUS,
     circumference,
     mean_over_latitudes,

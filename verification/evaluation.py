@@ -30,7 +30,6 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.era5 import Archive
-from datasets.variables import nearest_name
 from errors import DataError
 from verification.details import Details
 from verification.matching import FieldsByValidTime, ForecastFields, Matcher, Pair
@@ -92,8 +91,8 @@ def evaluate(
     get maps and spectra. progress is called with the number of dates just finished. Where several ranks have
     started, each scores a part of the dates, and all of them get the same result, to the bit that of one rank
     (maps and spectra: to rounding). Evaluated on the forecast's or the truth's grid, the coarser of both; the
-    rest is regridded conservatively. DataError where a name, lead, date or region is not there, or no date
-    has a truth.
+    rest is regridded conservatively. The forecast must have all that is asked for. ConfigError for a region
+    that there is not; DataError where no date has a truth.
     """
     asked = make_request(forecast, climatology, variables, lead_hours, dates, regions)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
@@ -101,9 +100,8 @@ def evaluate(
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
-        details = Details(
-            lead_positions(forecast, detailed_hours), fields, grid, forecast.num_members, device
-        )
+        leads = positions(whole_hours(forecast.leads), detailed_hours)
+        details = Details(leads, fields, grid, forecast.num_members, device)
     total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
     num_dates = torch.zeros(len(asked.leads), dtype=torch.int64, device=device)
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
@@ -127,40 +125,30 @@ def make_request(
     dates: np.ndarray | None,
     regions: Sequence[str],
 ) -> Request:
-    """Checks what is asked for against the forecast. Raises DataError."""
+    """What is asked for, by positions in the forecast, which has all of it."""
     names = list(forecast.variables if variables is None else variables)
-    missing = next((name for name in names if name not in forecast.variables), None)
-    if missing is not None:
-        hint = nearest_name(missing, forecast.variables)
-        raise DataError(f"the forecast has no variable {missing!r}{hint}; name one that it has")
     winds = wind_pairs(names)
     return Request(
         names + list(winds),
         winds,
-        list(range(len(forecast.leads))) if lead_hours is None else lead_positions(forecast, lead_hours),
-        list(range(len(forecast.times))) if dates is None else date_positions(forecast, dates),
+        positions(whole_hours(forecast.leads), lead_hours),
+        positions(forecast.times, dates),
         list(regions),
         statistic_names(climatology is not None, forecast.num_members),
     )
 
 
-def lead_positions(forecast: ForecastFields, hours: Sequence[int]) -> list[int]:
-    """Of these leads in the forecast; DataError for one that is not there."""
-    known = {int(lead // np.timedelta64(1, "h")): position for position, lead in enumerate(forecast.leads)}
-    missing = next((hour for hour in hours if hour not in known), None)
-    if missing is not None:
-        raise DataError(f"the forecast has no lead of {missing} h; it has {', '.join(map(str, known))} h")
-    return sorted(known[hour] for hour in set(hours))
+def whole_hours(leads: np.ndarray) -> np.ndarray:
+    return leads // np.timedelta64(1, "h")
 
 
-def date_positions(forecast: ForecastFields, dates: np.ndarray) -> list[int]:
-    """Of these initial dates in the forecast; DataError for one that is not there."""
-    wanted = np.unique(np.asarray(dates).astype("datetime64[s]"))
-    missing = wanted[~np.isin(wanted, forecast.times)]
-    if len(missing):
-        span = f"{forecast.times[0]} .. {forecast.times[-1]}"
-        raise DataError(f"the forecast has no initial date {missing[0]}; it has {span}")
-    return np.flatnonzero(np.isin(forecast.times, wanted)).tolist()
+def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[int]:
+    """Of the wanted values on an ascending axis, all of which are there; None: of all."""
+    if wanted is None:
+        return list(range(len(axis)))
+    found = np.flatnonzero(np.isin(axis, wanted)).tolist()
+    assert len(found) == len(set(wanted)), f"{wanted} of {axis}"
+    return found
 
 
 def date_tables(matcher: Matcher, asked: Request, scorer: "Scorer") -> Iterator[Tensor]:

@@ -10,11 +10,11 @@ import xarray as xr
 from matplotlib.axes import Axes
 
 from datasets.variables import short_label
+from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.plots import STYLES, build_panels, draw_map, error_colours, save
 from verification.report import GRAVITY
 from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
-from verification.spectra import mean_over_latitudes
 
 # Drawn where they are there, in this order; others follow.
 HEADLINE = (

@@ -3,20 +3,23 @@
 A statistic is an area mean over a region of something at every cell; a score is made of time means of
 statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth count for
 nobody; where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not
-look like a missing one.
+look like a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions), each a set of
+rows times a set of columns; a cell belongs to a region when its centre does, limits included.
 
 Shapes: B dates, L leads, V variables (a level counts as one), M members, R regions, S statistics, H
 latitudes, W longitudes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from datasets.grid import Grid
-from verification.regions import region_weights
+from datasets.grid import Grid, area_weights
+from datasets.variables import nearest_name
+from errors import ConfigError
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.
 ERRORS = ("mse", "mae", "bias")
@@ -29,6 +32,10 @@ WIND_VECTORS = {
     "wind_vector": ("u_component_of_wind", "v_component_of_wind"),
     "10m_wind_vector": ("10m_u_component_of_wind", "10m_v_component_of_wind"),
 }
+Interval = tuple[float, float]
+EVERYWHERE: tuple[Interval, ...] = ((-90.0, 90.0),)
+ALL_ROUND: tuple[Interval, ...] = ((0.0, 360.0),)
+ON_THE_LIMIT = 1e-4  # degrees: float32 coordinates, and those made equidistant, miss a limit by less
 
 
 def mean_squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
@@ -50,6 +57,61 @@ def rmse(squared_errors: Tensor, present: Tensor) -> Tensor:
     over time (WeatherBench2).
     """
     return (squared_errors.sum(dim=0) / present.sum(dim=0)).sqrt()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Latitudes (south, north) and longitudes (west, east) in degrees, eastwards from 0."""
+
+    latitudes: tuple[Interval, ...] = EVERYWHERE
+    longitudes: tuple[Interval, ...] = ALL_ROUND
+
+
+REGIONS = {
+    "global": Region(),
+    "tropics": Region(((-20, 20),)),
+    "extra-tropics": Region(((-90, -20), (20, 90))),
+    "northern-hemisphere": Region(((20, 90),)),
+    "southern-hemisphere": Region(((-90, -20),)),
+    "europe": Region(((35, 75),), ((347.5, 360), (0, 42.5))),
+    "north-america": Region(((25, 60),), ((240, 285),)),
+    "north-atlantic": Region(((25, 65),), ((290, 350),)),
+    "north-pacific": Region(((25, 60),), ((145, 230),)),
+    "east-asia": Region(((25, 60),), ((102.5, 150),)),
+    "ausnz": Region(((-45, -12.5),), ((120, 175),)),
+    "arctic": Region(((60, 90),)),
+    "antarctic": Region(((-90, -60),)),
+}
+
+
+def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
+
+    A region without a cell on the grid has only zeros. ConfigError for a name that WeatherBench2 has not.
+    """
+    unknown = next((name for name in names if name not in REGIONS), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"region {unknown!r}: not one of {', '.join(REGIONS)}{nearest_name(unknown, REGIONS)}"
+        )
+    area, east = area_weights(grid.latitude), grid.longitude % 360
+    rows = [_inside(grid.latitude, REGIONS[name].latitudes) * area for name in names]
+    columns = [_inside(east, REGIONS[name].longitudes) for name in names]
+    return np.stack(rows), np.stack(columns)
+
+
+def regions_on(grid: Grid) -> list[str]:
+    """The names of the regions that have a cell on the grid."""
+    rows, columns = region_weights(grid, list(REGIONS))
+    there = rows.sum(axis=1) * columns.sum(axis=1) > 0
+    return [name for name, cells in zip(REGIONS, there, strict=True) if cells]
+
+
+def _inside(values: np.ndarray, intervals: Sequence[Interval]) -> np.ndarray:
+    """1 where values (N,) lie in one of the intervals, else 0."""
+    limits = np.asarray(intervals)[:, :, None]  # (intervals, 2, 1)
+    inside = (values >= limits[:, 0] - ON_THE_LIMIT) & (values <= limits[:, 1] + ON_THE_LIMIT)
+    return np.any(inside, axis=0).astype(float)
 
 
 class RegionMeans:
