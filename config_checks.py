@@ -3,16 +3,12 @@ fix.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 from config import Config, Data, Model, Validation
 from datasets.dates import parse_period
 from datasets.variables import expand_levels
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
-
-if TYPE_CHECKING:
-    pass
 
 
 def check(config: Config) -> None:
@@ -99,6 +95,9 @@ def _check_training(config: Config) -> None:
         refuse("training.variable_weights", list(weights), reason)
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
+        refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
 
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_session import Session, start_part
 from benchmarks.saved_activations import Case, units
+from config import Model
 from models.attention import attention as rossby_attention
 from models.attention import check_backend
 from models.vit import VisionTransformer
@@ -166,8 +167,8 @@ def optimizers(session: Session) -> None:
 
         def measure(name=name) -> None:
             with torch.device(session.device):
-                shape = (sizes.grid, sizes.patches[0], sizes.dim, sizes.optimizer_blocks, sizes.heads[0])
-                model = VisionTransformer(sizes.variables, sizes.variables, *shape)
+                shape = Model("vit", sizes.patches[0], sizes.dim, sizes.optimizer_blocks, sizes.heads[0])
+                model = VisionTransformer(sizes.variables, sizes.variables, sizes.grid, shape)
             optimizer = build(name, dict(model.named_parameters()))
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.results_file import record
+from config import ActivationCheckpoint, Model
 from models.vit import VisionTransformer, init_weights
-from parallelisms.activation_checkpoint import apply_activation_checkpoint, stated_units
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from planning.architecture import vit_architecture
 from planning.memory import block_activations, unit_bytes
 from planning.workload import Workload
+from tests.formulas import stated_units
 from tests.storages import Storages
 
 GRID, EVERY_N = (32, 32), 2
@@ -81,12 +83,12 @@ class Blocks:
     """A model of `layers` blocks on a device, and one batch for it."""
 
     def __init__(self, case: Case, layers: int, device: torch.device) -> None:
-        self.model = VisionTransformer(
-            2, 2, GRID, (1, 1), case.dim, layers, case.heads, attention_backend=case.backend
-        )
+        shape = Model("vit", (1, 1), case.dim, layers, case.heads, attention_backend=case.backend)  # type: ignore[arg-type]
+        self.model = VisionTransformer(2, 2, GRID, shape)
         init_weights(self.model, 0)
         self.model.to(device)
-        apply_activation_checkpoint(self.model, case.mode, EVERY_N, case.budget, compiled=case.compiled)
+        settings = ActivationCheckpoint(case.mode, EVERY_N, case.budget)  # type: ignore[arg-type]
+        apply_activation_checkpoint(self.model, settings, compiled=case.compiled)
         if case.compiled:
             apply_compile(self.model)
         self.x = torch.randn(case.batch, case.tokens, 2, device=device)

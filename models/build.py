@@ -1,4 +1,4 @@
-"""The model that a configuration describes: every one maps pieces of fields, as `from_fields` cuts them."""
+"""The model that a configuration describes: each maps what `from_fields` makes of fields."""
 
 import torch
 
@@ -21,19 +21,4 @@ def build_model(
     with torch.device("meta"):
         if model.name == "unet":
             return UNet(inputs, num_variables, grid_shape, model.width, model.levels, periodic=periodic)
-        return VisionTransformer(
-            inputs,
-            num_variables,
-            grid_shape,
-            model.patch_size,
-            model.dim,
-            model.num_layers,
-            model.num_heads,
-            model.mlp_dim,
-            periodic=periodic,
-            position=model.position,
-            qkv_bias=model.qkv_bias,
-            qk_norm=model.qk_norm,
-            stochastic_depth=model.stochastic_depth,
-            attention_backend=model.attention_backend,
-        )
+        return VisionTransformer(inputs, num_variables, grid_shape, model, periodic)

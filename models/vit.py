@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from config import Model
 from models.attention import Kernel
 from models.embeddings import (
     LearnedPosition,
@@ -61,7 +62,7 @@ class MLP(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drops the whole branch for a share `rate` of the samples (Huang et al. 2016)."""
+    """In training, drops the whole branch for a fraction `rate` of the samples (Huang et al. 2016)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -78,16 +79,8 @@ class Block(nn.Module):
     """Pre-norm transformer block: tokens (B, T, D) -> (B, T, D)."""
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_dim: int,
-        *,
-        qkv_bias: bool,
-        qk_norm: bool,
-        drop: float,
-        backend: str,
-    ):
+        self, dim: int, num_heads: int, mlp_dim: int, qkv_bias: bool, qk_norm: bool, drop: float, backend: str
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(dim, eps=NORM_EPS)
         self.attention = Attention(dim, num_heads, qkv_bias, qk_norm, backend)
@@ -112,46 +105,26 @@ class VisionTransformer(nn.Module):
         in_channels: int,
         out_channels: int,
         grid_shape: tuple[int, int],
-        patch_size: tuple[int, int],
-        dim: int,
-        num_layers: int,
-        num_heads: int,
-        mlp_dim: int = 0,
-        *,
+        model: Model,
         periodic: bool = True,
-        position: str = "learned",
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
-        stochastic_depth: float = 0.0,
-        attention_backend: str = "sdpa",
     ) -> None:
         super().__init__()
+        dim, patch_size = model.dim, model.patch_size
         self.grid_shape, self.patch_size, self.periodic = grid_shape, patch_size, periodic
         self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
-        self.mlp_dim = mlp_dim or 4 * dim
+        self.mlp_dim = model.mlp_dim or 4 * dim
         self.padded_shape = padded_shape(grid_shape, patch_size)
         self.token_shape = (self.padded_shape[0] // patch_size[0], self.padded_shape[1] // patch_size[1])
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
-        if position == "learned":
+        if model.position == "learned":
             self.position: LearnedPosition | SinCosPosition = LearnedPosition(self.token_shape, dim)
         else:
             self.position = SinCosPosition(self.token_shape, dim, periodic)
-        drops = torch.linspace(0, stochastic_depth, num_layers, device="cpu").tolist()
+        drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
+        options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
+        blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
-        self.blocks = nn.ModuleDict(
-            {
-                str(i): Block(
-                    dim,
-                    num_heads,
-                    self.mlp_dim,
-                    qkv_bias=qkv_bias,
-                    qk_norm=qk_norm,
-                    drop=drop,
-                    backend=attention_backend,
-                )
-                for i, drop in enumerate(drops)
-            }
-        )
+        self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 
@@ -186,22 +159,25 @@ class VisionTransformer(nn.Module):
         if name.endswith("bias") or "norm" in name:
             return None
         if name.endswith(("attention.projection.weight", "mlp.down.weight")):
-            return (
-                0.02 / (2 * len(self.blocks)) ** 0.5
-            )  # GPT-2: the residual stream keeps its size at any depth
+            return 0.02 / (2 * len(self.blocks)) ** 0.5  # GPT-2: the residual stream keeps its size
         return 0.02
-
-    def end_flops(self) -> tuple[float, float]:
-        """What patch embedding and head cost, in blocks."""
-        t, d, patch = self.num_tokens, self.dim, self.patch_size[0] * self.patch_size[1]
-        block = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
-        return 2 * t * d * patch * self.in_channels / block, 2 * t * d * patch * self.out_channels / block
 
     def flops(self) -> int:
         """Floating-point operations of one sample's forward pass; attention is not causal: no halving."""
-        t, d, patch = self.num_tokens, self.dim, self.patch_size[0] * self.patch_size[1]
-        block = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
-        return len(self.blocks) * block + 2 * t * d * patch * (self.in_channels + self.out_channels)
+        return len(self.blocks) * self._block_flops() + sum(self._end_flops())
+
+    def ends_in_blocks(self) -> tuple[float, float]:
+        """What patch embedding and head cost, in blocks."""
+        embedding, head = self._end_flops()
+        return embedding / self._block_flops(), head / self._block_flops()
+
+    def _block_flops(self) -> int:
+        t, d = self.num_tokens, self.dim
+        return 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
+
+    def _end_flops(self) -> tuple[int, int]:
+        values = 2 * self.num_tokens * self.dim * self.patch_size[0] * self.patch_size[1]
+        return values * self.in_channels, values * self.out_channels
 
 
 def fill_with_nan(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ name changes.
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from errors import ConfigError
+from config import ActivationCheckpoint
 from models.vit import StochasticDepth, VisionTransformer
-
-Mode = Literal["none", "full", "every_n_blocks", "selective", "memory_budget"]
 
 MATMULS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"}
 # By name, not by object: packages and torch versions differ in which of these exist.
@@ -46,12 +44,7 @@ ATTENTIONS = {
 
 
 def apply_activation_checkpoint(
-    model: VisionTransformer,
-    mode: str,
-    every_n_blocks: int = 1,
-    memory_budget: float = 0.5,
-    *,
-    compiled: bool = False,
+    model: VisionTransformer, settings: ActivationCheckpoint, *, compiled: bool = False
 ) -> None:
     """Changes what the blocks of `model` keep, in place; before compile and before FSDP.
 
@@ -59,10 +52,10 @@ def apply_activation_checkpoint(
     n blocks recomputed as one; selective: outputs of matmuls and of attention; memory_budget: the compiler's
     own choice, from 0 (as full) to 1 (as none). That budget is a setting of the whole process: the last call
     wins. `compiled`: whether the blocks will be. Comes after tensor parallelism: it looks for DTensors.
-    Raises ConfigError for an unknown mode, a number out of range, or a budget without compile.
     """
-    _check(mode, every_n_blocks, memory_budget, compiled)
-    functorch_config.activation_memory_budget = memory_budget if mode == "memory_budget" else 1.0
+    mode, every_n_blocks = settings.mode, settings.every_n_blocks
+    assert compiled or mode != "memory_budget", "only the compiler can keep a budget"
+    functorch_config.activation_memory_budget = settings.memory_budget if mode == "memory_budget" else 1.0
     if mode == "full" and compiled and any(isinstance(p, DTensor) for p in model.parameters()):
         # Under tensor parallelism torch 2.13 counts the mesh, which a recomputed collective needs, among the
         # saved tensors ("expected all tensors_saved_with_vc_check to be Tensors"): recompute the compiled
@@ -77,20 +70,6 @@ def apply_activation_checkpoint(
         for module in model.modules():
             if isinstance(module, StochasticDepth):
                 module.forward = MethodType(_forward_keeping_mask, module)
-
-
-def _check(mode: str, every_n_blocks: int, memory_budget: float, compiled: bool) -> None:
-    if mode not in get_args(Mode):
-        raise ConfigError(f'activation_checkpoint.mode = "{mode}": use one of {", ".join(get_args(Mode))}')
-    if every_n_blocks < 1:
-        raise ConfigError(f"activation_checkpoint.every_n_blocks = {every_n_blocks}: use 1 or more")
-    if not 0 <= memory_budget <= 1:
-        raise ConfigError(f"activation_checkpoint.memory_budget = {memory_budget}: use a share from 0 to 1")
-    if mode == "memory_budget" and not compiled:
-        raise ConfigError(
-            'activation_checkpoint.mode = "memory_budget": only the compiler can keep a budget; '
-            'set compile.enable = true or use mode "selective"'
-        )
 
 
 # -- one block at a time: `forward` is a function of this module bound to the block, so that compile sees the
@@ -190,39 +169,3 @@ def _forward_in_segments(model: nn.Module, x: Tensor, every_n: int) -> Tensor:
         return type(model).forward(model, x)
     finally:
         del vars(model)["blocks"]
-
-
-# -- what is kept
-
-
-def stated_units(
-    mode: str,
-    mlp_ratio: float = 4.0,
-    *,
-    every_n_blocks: int = 1,
-    qk_norm: bool = False,
-    scores: float = 0.0,
-    float8: bool = False,
-) -> float:
-    """Units of T d that one block keeps between its forward and its backward pass; derived in the docs.
-
-    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T
-    numbers a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the
-    log-sum-exp (1 a token and head). Raises ConfigError for "memory_budget", where the compiler chooses.
-    """
-    tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
-    if mode == "full":
-        return tokens
-    if mode == "every_n_blocks":
-        return tokens / every_n_blocks
-    if mode == "selective":
-        down = 1.0 if float8 else 0.0
-        return tokens + qkv + scores + attention + projection + mlp_ratio + down
-    if mode == "none":
-        normed = 3.0 if qk_norm else 0.0  # q, k, and the output once more, in the order of heads
-        middle = tokens  # the residual stream between attention and MLP
-        before = tokens + norm + qkv + normed + scores + attention
-        return before + middle + norm + 2 * mlp_ratio  # before and after GELU
-    raise ValueError(
-        f'activation_checkpoint.mode = "{mode}": what a block keeps is known for the other modes'
-    )

@@ -58,8 +58,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if (name := func.name().partition(".")[0]) in KINDS:
-            kind, place = KINDS[name]
-            size = total_bytes(result if place is None else args[place])
+            kind, index = KINDS[name]
+            size = total_bytes(result if index is None else args[index])
             axis = "fsdp" if name in FSDP else self.axes.get(group_ranks(args), "world")
             self.calls[Collective(kind, axis, size)] += 1
         return result

@@ -53,7 +53,7 @@ def unify_stochastic_depth(model: nn.Module) -> None:
         # Not buffers, which materialisation would overwrite; on the CPU, so that no device is waited for;
         # not float64, of whose single numbers torch makes Python floats again.
         layer.rate_tensor = torch.tensor(layer.rate, dtype=torch.float32, device="cpu")
-        layer.kept_share = torch.tensor(1.0 - layer.rate, dtype=torch.float32, device="cpu")
+        layer.kept_fraction = torch.tensor(1.0 - layer.rate, dtype=torch.float32, device="cpu")
         layer.forward = MethodType(_drop_samples, layer)
 
 
@@ -62,4 +62,4 @@ def _drop_samples(layer: Any, branch: Tensor) -> Tensor:
     if not layer.training:
         return branch
     keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= layer.rate_tensor
-    return (branch * (keep / layer.kept_share)).to(branch.dtype)  # float32 until here: one rounding
+    return (branch * (keep / layer.kept_fraction)).to(branch.dtype)  # float32 until here: one rounding

@@ -1,23 +1,18 @@
-"""Data parallelism: every rank takes its share of the batch, and gradients are averaged.
+"""Data parallelism: every rank takes its part of the batch, and gradients are averaged.
 
 DDP holds everything everywhere; FSDP2 shards parameters, gradients and optimiser states; HSDP shards them
 inside groups and replicates the groups.
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from config import Parallelism
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -32,33 +27,31 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def apply_fsdp(
     model: nn.Module,
-    blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: str,
-    cpu_offload: bool,
+    parallelism: Parallelism,
 ) -> None:
     """Shards each block, then what is left, over the last axis of `mesh`; a first axis replicates (HSDP).
 
-    reshard_after_forward: "always" frees a block's gathered parameters after its forward (ZeRO-3), "never"
-    keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which backward needs
-    at once. Master parameters stay float32; matrices see `param_dtype`; gradients are summed in
-    `reduce_dtype`.
+    parallelism.fsdp_reshard_after_forward: "always" frees a block's gathered parameters after its forward
+    (ZeRO-3), "never" keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which
+    backward needs at once. Master parameters stay float32; matrices see `param_dtype`; gradients are summed
+    in `reduce_dtype`.
     """
     policy: dict = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if cpu_offload
-        else OffloadPolicy(),
     }
-    blocks = list(blocks)
+    if parallelism.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    blocks = list(model.get_submodule("blocks").children())
+    asked = parallelism.fsdp_reshard_after_forward
     for index, block in enumerate(blocks):
         last = index == len(blocks) - 1
-        reshard = {"always": True, "never": False, "default": not last}[reshard_after_forward]
+        reshard = {"always": True, "never": False, "default": not last}[asked]
         fully_shard(block, reshard_after_forward=reshard, **policy)
-    fully_shard(model, reshard_after_forward=reshard_after_forward == "always", **policy)
+    fully_shard(model, reshard_after_forward=asked == "always", **policy)
     _prefetch([b for b in blocks if isinstance(b, FSDPModule)])
 
 

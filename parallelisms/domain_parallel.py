@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from errors import ConfigError
-from models.unet import UNet, named_convolutions
+from models.unet import named_convolutions
 from parallelisms.halo_exchange import NOBODY, HaloPadding
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,10 +84,10 @@ class GridTiles:
         count, here = self.tiles[dim], self.position[dim]
         around = periodic and dim == 1 and count > 1
 
-        def rank_at(place: int) -> int:
-            if not (around or 0 <= place < count):
+        def rank_at(index: int) -> int:
+            if not (around or 0 <= index < count):
                 return NOBODY
-            row, column = (place, self.position[1]) if dim == 0 else (self.position[0], place % count)
+            row, column = (index, self.position[1]) if dim == 0 else (self.position[0], index % count)
             return self.ranks[row * self.tiles[1] + column]
 
         return rank_at(here - 1), rank_at(here + 1)
@@ -159,19 +159,3 @@ def apply_domain_parallel(model: Model, tiles: GridTiles) -> Model:
         meridian, parallel = tiles.neighbours(0, around.periodic), tiles.neighbours(1, around.periodic)
         conv.around = HaloPadding(around, meridian, parallel, group_name)
     return model
-
-
-def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) -> tuple[int, int]:
-    """(messages, bytes) that this rank sends in one forward pass.
-
-    With m neighbours in latitude and p in longitude (0 to 2), every 3 x 3 convolution (the stem and two a
-    block: 4 levels + 3 of them) sends p messages of B D h values and m of B D (w + 2), where D are the
-    channels it reads and h x w is its tile at its own resolution. Others send nothing. Backward sends the
-    same again, without the stem's where the fields need no gradient. `itemsize` is that of the activations;
-    under autocast the stem still reads, and sends, what it is given.
-    """
-    m = sum(peer != NOBODY for peer in tiles.neighbours(0, model.periodic))
-    p = sum(peer != NOBODY for peer in tiles.neighbours(1, model.periodic))
-    channels = [(c.in_channels, f) for c, f in model.convolutions() if c.kernel_size[0] == 3]
-    (h, w), messages = tiles.shape, (m + p) * len(channels)
-    return messages, itemsize * batch_size * sum(d * (p * h // f + m * (w // f + 2)) for d, f in channels)

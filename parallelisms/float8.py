@@ -1,27 +1,20 @@
 """float8 training through torchao: matrices of the blocks multiply in float8, weights stay as they are."""
 
 import importlib.util
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from config import Float8
 from errors import ConfigError
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"]
 TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
 MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
 
 
 def apply_float8(
-    model: nn.Module,
-    recipe: str,
-    filter_min_features: int,
-    emulate: bool,
-    enable_fsdp_float8_all_gather: bool,
-    device_type: str,
-    tensor_parallel_degree: int = 1,
+    model: nn.Module, float8: Float8, device_type: str, tensor_parallel_degree: int = 1
 ) -> list[str]:
     """Swaps Linear layers for float8 ones, in place, under the same names; returns the names of those layers.
 
@@ -32,12 +25,13 @@ def apply_float8(
     "auto" takes the recipe that a layer is marked with (parallelisms/measured_choices.py), or "tensorwise".
     Raises ConfigError where the machine or the combination cannot do it, or no layer is left.
     """
-    check_float8(recipe, emulate, enable_fsdp_float8_all_gather, device_type)
-    names = float8_layers(model, filter_min_features, tensor_parallel_degree)
+    recipe, gather = float8.recipe, float8.enable_fsdp_float8_all_gather
+    check_float8(recipe, float8.emulate, gather, device_type)
+    names = float8_layers(model, float8.filter_min_features, tensor_parallel_degree)
     chosen = {name: marked_recipe(model, name) if recipe == "auto" else recipe for name in names}
     for one in sorted(set(chosen.values()) - {"none"}):
         swapped = [name for name in names if chosen[name] == one]
-        convert(model, swapped, one, emulate, enable_fsdp_float8_all_gather)
+        convert(model, swapped, one, float8.emulate, gather)
     return [name for name in names if chosen[name] != "none"]
 
 
@@ -88,8 +82,6 @@ def fits(model: nn.Module, name: str, min_features: int, multiple: int) -> bool:
 
 def check_float8(recipe: str, emulate: bool, enable_fsdp_float8_all_gather: bool, device_type: str) -> None:
     """Raises ConfigError, with the fix, where this machine or this combination cannot do it."""
-    if recipe not in get_args(Recipe):
-        raise ConfigError(f'float8.recipe = "{recipe}": use one of {", ".join(get_args(Recipe))}')
     if enable_fsdp_float8_all_gather and recipe != "tensorwise":
         has = "may choose" if recipe == "auto" else "has"
         raise ConfigError(
@@ -133,7 +125,7 @@ def precompute_float8_scales(model: nn.Module) -> None:
 def plain_weight(weight: Tensor) -> Tensor:
     """The tensor inside a weight that FSDP gathers in float8, sharded as it is; any other tensor itself.
 
-    torchao wraps such a shard in a class of its own, which has no place in a checkpoint.
+    torchao wraps such a shard in a class of its own, which cannot be saved in a checkpoint.
     """
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     inner = getattr(local, "_tensor", None)

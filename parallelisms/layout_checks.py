@@ -37,16 +37,16 @@ def _check_ranks(config: Config) -> None:
 
 def _check_replicas(config: Config) -> int:
     """How many replicas share a global batch."""
-    place = config.fault_tolerance
-    if not place.enable:
+    replicas = config.fault_tolerance
+    if not replicas.enable:
         return 1
-    if place.replica_id >= place.group_size:
-        reason = f"replicas are numbered from 0 to {place.group_size - 1}, fault_tolerance.group_size - 1"
-        refuse("fault_tolerance.replica_id", place.replica_id, reason)
-    if place.min_replica_size > place.group_size:
-        reason = f"more than fault_tolerance.group_size = {place.group_size}; lower it"
-        refuse("fault_tolerance.min_replica_size", place.min_replica_size, reason)
-    return place.group_size
+    if replicas.replica_id >= replicas.group_size:
+        reason = f"replicas are numbered from 0 to {replicas.group_size - 1}, fault_tolerance.group_size - 1"
+        refuse("fault_tolerance.replica_id", replicas.replica_id, reason)
+    if replicas.min_replica_size > replicas.group_size:
+        reason = f"more than fault_tolerance.group_size = {replicas.group_size}; lower it"
+        refuse("fault_tolerance.min_replica_size", replicas.min_replica_size, reason)
+    return replicas.group_size
 
 
 def _check_tiles(parallelism: Parallelism, model: str) -> None:
@@ -87,6 +87,10 @@ def _check_pipeline(config: Config) -> None:
     if stages > config.model.num_layers:
         reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
         refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+    splits, last = list(parallelism.pipeline_parallel_splits), config.model.num_layers - 1
+    if splits and (len(splits) != stages - 1 or splits != sorted(set(splits)) or splits[-1] > last):
+        reason = f"name the first block of stages 2 to {stages}, ascending, between 1 and {last}"
+        refuse("parallelism.pipeline_parallel_splits", splits, reason)
 
 
 def _check_cuda_graphs(config: Config) -> None:

@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which of `degrees.dp` shares of a batch this rank reads."""
+        """Which of `degrees.dp` parts of a batch this rank reads."""
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
 
     @property

@@ -29,9 +29,8 @@ from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_ten
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 
-LossPart = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # output, target, weights -> this rank's part of the loss
+# output, target, weights -> this rank's part of the loss
+LossPart = Callable[[Tensor, Tensor, Tensor], Tensor]
 Shards = TokenShards | GridTiles
 
 
@@ -104,7 +103,7 @@ class ParallelModel:
     def after_update(self) -> None:
         """To be called when the optimiser has changed the weights."""
         if self.zero1:
-            self.zero1.share_updates()
+            self.zero1.broadcast_updates()
         for part in self.parts if self.gathers_float8 else ():
             precompute_float8_scales(part)
 
@@ -157,7 +156,7 @@ def parallelize(
     for part in parts:
         # float8 swaps layers, and tensor parallelism then puts its hooks on the new ones.
         if float8 and float8.enable:
-            swap_linears(part, float8, device.type, degrees.tp)
+            apply_float8(part, float8, device.type, degrees.tp)
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
             apply_tensor_parallel(part, mesh.parameters["tp"], param_dtype)
@@ -166,21 +165,13 @@ def parallelize(
         # Context parallelism replaces attention, whose heads are by now those of this rank.
         split_samples(part, model, shards, mesh, parallelism.context_parallel_method)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.
-        ac = activation_checkpoint
-        apply_activation_checkpoint(
-            part,  # type: ignore[arg-type]
-            ac.mode,
-            ac.every_n_blocks,
-            ac.memory_budget,
-            compiled=compile.enable,
-        )
+        apply_activation_checkpoint(part, activation_checkpoint, compiled=compile.enable)  # type: ignore[arg-type]
         if compile.enable:
             apply_compile(part, cuda_graphs=compile.cuda_graphs)
         # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
         offload = parallelism.cpu_offload and degrees.uses_fsdp
         if degrees.uses_fsdp:
-            reshard, axes = parallelism.fsdp_reshard_after_forward, mesh.fsdp_axes
-            apply_fsdp(part, part.blocks.values(), axes, param_dtype, reduce_dtype, reshard, offload)  # type: ignore[operator, union-attr]
+            apply_fsdp(part, mesh.fsdp_axes, param_dtype, reduce_dtype, parallelism)
         # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
         with memory or nullcontext():
             materialize(part, torch.device("cpu") if offload else device, seed)
@@ -193,32 +184,18 @@ def parallelize(
         stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
         pipeline = Pipeline(wrapped, indices, stages, mesh, device)
     gathers_float8 = float8 is not None and float8.enable and float8.enable_fsdp_float8_all_gather
-    result = ParallelModel(
-        model,
-        wrapped,
-        shards,
-        mesh,
-        device,
-        autocast,
-        pipeline,
-        gathers_float8,
-        cuda_graphs=compile.cuda_graphs,
-    )
+    result = ParallelModel(model, wrapped, shards, mesh, device, autocast, pipeline, gathers_float8)
+    result.cuda_graphs = compile.cuda_graphs
     if parallelism.data_parallel == "zero1":
         result.zero1 = Zero1(result.parameters, mesh.group("dp_replicate"))
     return result
 
 
 def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
-    """Who holds what of a sample. The ranks of cp share tokens or, with a U-Net, the grid itself."""
+    """Who holds what of a sample. cp divides tokens or, with a U-Net, the grid itself."""
     if isinstance(model, UNet):
         return build_tiles(mesh.grid["cp"], tiles, model.padded_shape, model.multiple)
     return TokenShards(mesh, model.num_tokens)
-
-
-def swap_linears(part: nn.Module, float8: Float8, device_type: str, tp: int) -> None:
-    gather = float8.enable_fsdp_float8_all_gather
-    apply_float8(part, float8.recipe, float8.filter_min_features, float8.emulate, gather, device_type, tp)
 
 
 def split_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str) -> None:

@@ -5,6 +5,7 @@ tokens of this rank, D width.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from errors import ConfigError
 from models.vit import VisionTransformer
 from parallelisms.mesh import Mesh
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> share
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> part of the loss
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
 
 
@@ -46,24 +46,12 @@ def split_points(
     model: VisionTransformer, num_stages: int, named: Sequence[int] = ()
 ) -> list[tuple[int, int]]:
     """First and one past the last block of each stage: as `named` (the first block of every stage but the
-    first), or balanced by FLOPs, embedding and head counted. ConfigError where there are fewer blocks than
-    stages.
+    first), or balanced by FLOPs, embedding and head counted. parallelisms/layout_checks.py has checked both.
     """
     num_blocks = len(model.blocks)
-    if num_stages > num_blocks:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree: {num_stages} stages for {num_blocks} blocks; "
-            "raise model.num_layers or take fewer stages"
-        )
-    if not named:
-        named = balanced_splits(num_blocks, num_stages, *model.end_flops())
-    borders = [0, *named, num_blocks]
-    if len(borders) != num_stages + 1 or any(a >= b for a, b in zip(borders, borders[1:], strict=False)):
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_splits = {list(named)}: name the first block of stages 2 to "
-            f"{num_stages}, ascending, between 1 and {num_blocks - 1}"
-        )
-    return list(zip(borders, borders[1:], strict=False))
+    borders = [0, *(named or balanced_splits(num_blocks, num_stages, *model.ends_in_blocks())), num_blocks]
+    assert len(borders) == num_stages + 1 and borders == sorted(set(borders)), borders
+    return list(pairwise(borders))
 
 
 def balanced_splits(num_blocks: int, num_stages: int, first_extra: float, last_extra: float) -> list[int]:
@@ -100,13 +88,8 @@ class Pipeline:
     def __init__(
         self, parts: list[nn.Module], indices: list[int], num_stages: int, mesh: Mesh, device: torch.device
     ):
-        self.parts, self.indices, self.num_stages, self.mesh, self.device = (
-            parts,
-            indices,
-            num_stages,
-            mesh,
-            device,
-        )
+        self.parts, self.indices, self.num_stages = parts, indices, num_stages
+        self.mesh, self.device = mesh, device
         group = mesh.group("pp")
         self.stages = [
             PipelineStage(part, index, num_stages, device, group=group)  # type: ignore[arg-type]
@@ -116,7 +99,7 @@ class Pipeline:
         self.has_first, self.has_last = 0 in indices, num_stages - 1 in indices
 
     def schedule(self, name: str, num_microbatches: int, loss: Loss) -> None:
-        """Sets what `step` runs. `loss` gives a micro-batch's share of the loss: shares are added."""
+        """Sets what `step` runs. `loss` gives a micro-batch's part of the loss: parts are added."""
 
         def scaled(output: Tensor, packed: Tensor) -> Tensor:
             return loss(output, packed[:, 0], packed[:, 1]) * self.scale
@@ -162,10 +145,5 @@ class Pipeline:
         if stage >= self.num_stages:
             return None
         ranks = self.mesh.degrees.pp
-        turn, place = divmod(stage, ranks)
-        is_v = (
-            len(self.indices) == 2
-            and sum(self.indices) == self.num_stages - 1
-            and self.num_stages == 2 * ranks
-        )
-        return ranks - 1 - place if is_v and turn == 1 else place
+        turn, index = divmod(stage, ranks)
+        return ranks - 1 - index if self.is_v and turn == 1 else index

@@ -32,7 +32,7 @@ class Zero1:
         return {name: p for name, p in self.parameters.items() if self.owner[name] == rank}
 
     @torch.no_grad()
-    def share_updates(self) -> None:
+    def broadcast_updates(self) -> None:
         """After the optimiser's step: every owner broadcasts what it has, in one message."""
         for rank in range(dist.get_world_size(self.group)):
             owned = [p for name, p in self.parameters.items() if self.owner[name] == rank]

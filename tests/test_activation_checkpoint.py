@@ -10,10 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from config import ActivationCheckpoint, Float8, Model
 from models.vit import VisionTransformer, init_weights
-from parallelisms.activation_checkpoint import apply_activation_checkpoint, stated_units
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.float8 import apply_float8
+from tests.formulas import stated_units
 from tests.storages import bytes_alive
 
 RECOMPUTING = ("full", "every_n_blocks", "selective")
@@ -35,13 +37,11 @@ def as_before():
 
 
 def build(mode: str, layers: int = 4, float8: bool = False, compiled: bool = False, **options):
-    model = VisionTransformer(2, 2, (16, 32), (1, 1), D, layers, HEADS, **options)
+    model = VisionTransformer(2, 2, (16, 32), Model("vit", (1, 1), D, layers, HEADS, **options))
     init_weights(model, seed=0)
     if float8:
-        apply_float8(
-            model, "tensorwise", 0, emulate=True, enable_fsdp_float8_all_gather=False, device_type="cpu"
-        )
-    apply_activation_checkpoint(model, mode, every_n_blocks=2, compiled=compiled)
+        apply_float8(model, Float8(emulate=True), "cpu")
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2), compiled=compiled)  # type: ignore[arg-type]
     return model
 
 
@@ -82,7 +82,7 @@ def units_alive(mode: str, precision: str = "float32", **options) -> float:
 def units_saved(mode: str, compiled: bool = False, budget: float = 0.5) -> float:
     def kept(layers: int) -> int:
         model = build("none", layers)
-        apply_activation_checkpoint(model, mode, 2, budget, compiled=compiled)
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2, budget), compiled=compiled)  # type: ignore[arg-type]
         if compiled:
             torch._dynamo.reset()
             apply_compile(model, backend="aot_eager_decomp_partition")
@@ -232,32 +232,16 @@ def test_compiled_with_dtensor_parameters(mode: str, one_rank: torch.device) -> 
     plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
     for block in model.blocks.values():
         parallelize_module(block, init_device_mesh(one_rank.type, (1,)), plan)
-    apply_activation_checkpoint(model, mode, 2, compiled=True)
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2), compiled=True)  # type: ignore[arg-type]
     apply_compile(model, backend="aot_eager")
     for name, gradient in gradients(model).items():
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[operator]
         torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7)
 
 
-# -- errors
-
-
-def test_errors_name_key_value_and_fix() -> None:
-    model = build("none", layers=1)
-    with pytest.raises(ValueError, match=r'mode = "some": use one of none, full, every_n_blocks'):
-        apply_activation_checkpoint(model, "some")
-    with pytest.raises(ValueError, match="every_n_blocks = 0: use 1 or more"):
-        apply_activation_checkpoint(model, "every_n_blocks", 0)
-    with pytest.raises(ValueError, match="memory_budget = 1.5: use a share from 0 to 1"):
-        apply_activation_checkpoint(model, "memory_budget", memory_budget=1.5, compiled=True)
-    with pytest.raises(ValueError, match="set compile.enable = true"):
-        apply_activation_checkpoint(model, "memory_budget")
-    with pytest.raises(ValueError, match='mode = "memory_budget"'):
-        stated_units("memory_budget")
-
-
 def test_another_mode_takes_the_budget_back() -> None:
-    apply_activation_checkpoint(build("none", layers=1), "memory_budget", memory_budget=0.25, compiled=True)
+    asked = ActivationCheckpoint("memory_budget", memory_budget=0.25)
+    apply_activation_checkpoint(build("none", layers=1), asked, compiled=True)
     assert functorch_config.activation_memory_budget == 0.25
-    apply_activation_checkpoint(build("none", layers=1), "selective")
+    apply_activation_checkpoint(build("none", layers=1), ActivationCheckpoint("selective"))
     assert functorch_config.activation_memory_budget == 1.0

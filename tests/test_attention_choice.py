@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from config import Model
 from models.attention import Kernel
 from models.vit import VisionTransformer
 from parallelisms import measured_choices
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 def vit() -> VisionTransformer:
     with torch.device("meta"):
-        return VisionTransformer(3, 3, (16, 32), (4, 4), 64, 2, 4, attention_backend="auto")
+        return VisionTransformer(3, 3, (16, 32), Model("vit", (4, 4), 64, 2, 4, attention_backend="auto"))
 
 
 def choose(folder, batch=2, **degrees) -> str:

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from config import ActivationCheckpoint, Model
 from models.vit import StochasticDepth, VisionTransformer, init_weights
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile, unify_stochastic_depth
@@ -23,9 +24,9 @@ def no_earlier_compilations():
 
 
 def build(layers: int = 3, mode: str = "none", **options) -> VisionTransformer:
-    model = VisionTransformer(2, 2, (4, 8), (1, 1), 32, layers, 2, **options)
+    model = VisionTransformer(2, 2, (4, 8), Model("vit", (1, 1), 32, layers, 2, **options))
     init_weights(model, seed=0)
-    apply_activation_checkpoint(model, mode, every_n_blocks=2)
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode, every_n_blocks=2))  # type: ignore[arg-type]
     return model
 
 
@@ -166,7 +167,7 @@ def test_rate_zero_and_evaluation_drop_nothing() -> None:
 
 def test_rates_survive_materialisation() -> None:
     with torch.device("meta"):
-        model = VisionTransformer(2, 2, (4, 8), (1, 1), 32, 2, 2, stochastic_depth=0.5)
+        model = VisionTransformer(2, 2, (4, 8), Model("vit", (1, 1), 32, 2, 2, stochastic_depth=0.5))
     unify_stochastic_depth(model)
     model.to_empty(device="cpu")
     assert [float(layer.rate_tensor) for layer in stochastic_layers(model)] == [0.0, 0.5]

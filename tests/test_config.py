@@ -168,6 +168,7 @@ COMMAND_LINES = [
     ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
+    ("--activation_checkpoint.mode memory_budget", "mode = 'memory_budget': only the compiler can keep a"),
     ("--float8.recipe mx", "float8.recipe = 'mx': valid: tensorwise"),
     (
         "--float8.enable --float8.emulate --float8.filter_min_features 193",
@@ -320,6 +321,16 @@ RANKS = [
         {"NGPU": "4"},
         "--model.name unet --model.levels 2 --parallelism.domain_parallel_tiles [4,1]",
         "[4, 1]: 4 rank(s) each take a tile of the 8 x 8 grid, in whole units of 4 x 4 cells; valid: [2, 2]",
+    ),
+    (
+        {"NGPU": "2"},
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_splits [4]",
+        "pipeline_parallel_splits = [4]: name the first block of stages 2 to 2, ascending, between 1 and 3",
+    ),
+    (
+        {"NGPU": "2"},
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_splits [1,2]",
+        "pipeline_parallel_splits = [1, 2]: name the first block of stages 2 to 2",
     ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]

@@ -18,15 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from models.unet import GridConv2d, UNet
 from models.vit import fill_with_nan, init_weights
-from parallelisms.domain_parallel import (
-    GridTiles,
-    apply_domain_parallel,
-    bounds,
-    build_tiles,
-    check_tiles,
-    halo_traffic,
-)
+from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, check_tiles
 from tests.distributed import Ranks
+from tests.formulas import halo_traffic
 
 NUM_RANKS = 4
 GRID = (27, 43)  # 28 x 44 padded, 7 x 11 units of 4 x 4 cells: no layout divides it evenly

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 import forecast
 from command_line import load_config
+from config import Model
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
 from errors import UserError
@@ -144,7 +145,7 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
 
 def plain_forecast(run: Path, part: str, num_steps: int) -> np.ndarray:
     """(L, V, H, W) from 2020-01-07, written out: weights as they are stored, no module of the rollout."""
-    model = VisionTransformer(5, 4, (6, 8), (3, 4), 16, 2, 2)
+    model = VisionTransformer(5, 4, (6, 8), Model("vit", (3, 4), 16, 2, 2))
     stored = {f"{part}.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
     folder = run / "checkpoints/step-00000004"
     state_dict_loader.load(stored, checkpoint_id=str(folder), no_dist=True)  # type: ignore[arg-type]

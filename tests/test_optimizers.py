@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.run_state import resume
 from command_line import load_config
-from config import Checkpoint
+from config import Checkpoint, Model
 from errors import ConfigError
 from models.vit import VisionTransformer, init_weights
 from tests.parity import Layout, SmallRun, full, replicate, tp
@@ -89,7 +89,7 @@ def test_a_bad_step_leaves_no_trace(state_dtype: str) -> None:
 def final_loss(seed: int, state_dtype: str, steps: int = 150) -> float:
     """Of a tiny ViT that learns to shift smooth waves, its lr a cosine: mean over the last 20 steps."""
     generator = torch.Generator().manual_seed(seed)
-    model = VisionTransformer(2, 2, (8, 16), (2, 2), 64, 2, 2)
+    model = VisionTransformer(2, 2, (8, 16), Model("vit", (2, 2), 64, 2, 2))
     init_weights(model, seed=seed)
     optimizer, losses = build(model, state_dtype), []
     for step in range(1, steps + 1):

@@ -62,11 +62,11 @@ def test_flops_are_those_that_torch_counts(mode):
 
     options = {"model.attention_backend": "math", "activation_checkpoint.mode": mode}
     work = workload(**options, **{"activation_checkpoint.every_n_blocks": "2"})
-    config = configuration(**options)
+    config = configuration(**options, **{"activation_checkpoint.every_n_blocks": "2"})
     with torch.device("meta"):
         model = build_model(config.model, 7, 0, GRID, True)
     model.to_empty(device="cpu")
-    apply_activation_checkpoint(model, mode, 2)  # type: ignore[arg-type]
+    apply_activation_checkpoint(model, config.activation_checkpoint)  # type: ignore[arg-type]
     assert isinstance(model, VisionTransformer)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(3, work.model.tokens, work.model.in_features)).sum().backward()

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import Model
 from models.attention import BACKENDS, attention, check_backend
 from models.embeddings import crop_grid, pad_grid, patchify, sincos_positions, unpatchify
 from models.vit import Attention, StochasticDepth, VisionTransformer, fill_with_nan, init_weights
 
 
-def build(grid=(8, 16), patch=(4, 4), layers=2, **options) -> VisionTransformer:
+def build(grid=(8, 16), patch=(4, 4), layers=2, periodic=True, **options) -> VisionTransformer:
     with torch.device("meta"):
-        model = VisionTransformer(5, 3, grid, patch, dim=32, num_layers=layers, num_heads=4, **options)
+        model = VisionTransformer(5, 3, grid, Model("vit", patch, 32, layers, 4, **options), periodic)
     model.to_empty(device="cpu")
     fill_with_nan(model)
     init_weights(model, seed=0)
@@ -22,7 +23,7 @@ def build(grid=(8, 16), patch=(4, 4), layers=2, **options) -> VisionTransformer:
 
 def count(patch: tuple[int, int], heads: int = 24) -> tuple[int, VisionTransformer]:
     with torch.device("meta"):
-        model = VisionTransformer(17, 17, (1024, 2048), patch, 1536, 48, heads, 6144)
+        model = VisionTransformer(17, 17, (1024, 2048), Model("vit", patch, 1536, 48, heads, 6144))
     return sum(p.numel() for p in model.parameters()), model
 
 
