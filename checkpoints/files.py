@@ -69,6 +69,14 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for path in folder.iterdir() if (match := COMPLETE.match(path.name)))
 
 
+def candidates(path: Path) -> Iterator[Path]:
+    """Checkpoints that a path may mean, best first: itself, those of a folder, those of a run's folder."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / ".metadata").exists():
+            yield folder
+        yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
+
+
 def check_steps(folder: Path, steps: int) -> None:
     """ConfigError when a folder already holds more steps than the run asks for: it would train nothing."""
     done = complete_steps(folder)

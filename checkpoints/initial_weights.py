@@ -22,15 +22,14 @@ from checkpoints.files import (
     MANIFEST,
     Damaged,
     TensorReader,
-    complete_steps,
+    candidates,
     reading,
-    step_folder,
     stored_tensors,
 )
 from checkpoints.run_state import Parameters, RunState
 from config import Data
 from datasets.variables import expand_levels
-from errors import ConfigError
+from errors import ConfigError, refuse
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import copy_part
 
@@ -60,13 +59,13 @@ class Channels:
 
 def find_checkpoint(path: Path) -> Path:
     """A checkpoint, or the newest in a folder of them, or in a run's folder. ConfigError: there is none."""
-    for folder in (path, path / "checkpoints"):
-        if (folder / ".metadata").exists():
-            return folder
-        if steps := complete_steps(folder):
-            return step_folder(folder, steps[-1])
-    reason = "no checkpoint there; name a run's folder, or a step-... in it"
-    raise ConfigError(f"checkpoint.initial_load_path = '{path}': {reason}")
+    if found := next(candidates(path), None):
+        return found
+    refuse(
+        "checkpoint.initial_load_path",
+        str(path),
+        "no checkpoint there; name a run's folder, or a step-... in it",
+    )
 
 
 def start_from(path: Path, run: RunState, data: Data) -> None:

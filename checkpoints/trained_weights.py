@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ import tomli
 import torch.distributed as dist
 
 from checkpoints.checkpointer import load, problem_of
-from checkpoints.files import MANIFEST, complete_steps, reading, step_folder, stored_tensors
+from checkpoints.files import MANIFEST, candidates, reading, stored_tensors
 from checkpoints.initial_weights import Channels
 from checkpoints.run_state import Parameters
 from config import Config
@@ -43,14 +42,6 @@ class Trained:
         manifest = self.folder / MANIFEST
         first = manifest.read_text().partition("\n")[0] if manifest.exists() else '{"crc32": 0}'
         return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
-
-
-def candidates(path: Path) -> Iterator[Path]:
-    """Checkpoints that a path may mean, best first: itself, those of a folder, those of a run's folder."""
-    for folder in (path, path / "checkpoints"):
-        if (folder / ".metadata").exists():
-            yield folder
-        yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
 
 
 def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> Trained:
