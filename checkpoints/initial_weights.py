@@ -61,11 +61,8 @@ def find_checkpoint(path: Path) -> Path:
     """A checkpoint, or the newest in a folder of them, or in a run's folder. ConfigError: there is none."""
     if found := next(candidates(path), None):
         return found
-    refuse(
-        "checkpoint.initial_load_path",
-        str(path),
-        "no checkpoint there; name a run's folder, or a step-... in it",
-    )
+    reason = "no checkpoint there; name a run's folder, or a step-... in it"
+    refuse("checkpoint.initial_load_path", str(path), reason)
 
 
 def start_from(path: Path, run: RunState, data: Data) -> None:
