@@ -85,14 +85,14 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     prediction, target, mask, area, weights = batch(w=6)
     whole = prediction.clone().requires_grad_()
     relative_l2(whole, target, mask).backward()
-    pieces = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
+    shards = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
     parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
-    squares = [sum_of_squares(p, t, w) for p, w, t in zip(pieces, *parts, strict=True)]
+    squares = [sum_of_squares(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
     total = torch.stack(squares).sum(dim=0).detach()
     shares = torch.stack([relative_l2_loss(s, len(s), lambda _: total) for s in squares])
     torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
     shares.sum().backward()
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    gradients = [shard.grad for shard in shards if shard.grad is not None]
     assert whole.grad is not None and len(gradients) == 2
     torch.testing.assert_close(torch.cat(gradients, dim=3), whole.grad)
 
