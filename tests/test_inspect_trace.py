@@ -1,6 +1,7 @@
 """Traces: classes that add up to the step, on a CPU and on a GPU; stalls that are found and named."""
 
 import gzip
+import re
 import time
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def test_planted_stalls_are_found_and_named(stalled, capsys):
     told = capsys.readouterr().out
     assert "for data (span data): the training process reads them itself (data.num_workers = 0)" in told
     assert "ms a step in a gap after optimizer" in told
-    assert "aten::item 1 x a step after data" in told
+    assert re.search(r"aten::item after data +1\.0 ", told)
     assert (stalled / "plots/trace-step-00000006-rank0.png").stat().st_size > 10_000
 
 

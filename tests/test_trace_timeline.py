@@ -111,7 +111,6 @@ def test_time_of_a_cpu_by_class(tmp_path):
     assert [(w.what, w.where, w.count) for w in timeline.waits] == [("aten::item", "after optimizer", 1)]
     text = advice(timeline, rates_of(timeline))
     assert "gap after optimizer" in text and "the loader's processes are slower" in text
-    assert "aten::item 1 x a step after optimizer" in text
 
 
 @given(

@@ -39,7 +39,7 @@ def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> 
     told = [f"{sentence} (up to {time / step:.0%} of a step)." for time, sentence in worth[:SENTENCES]]
     if not told:
         told = [f"Nothing that waits, or that is far from its floor, takes {WORTH_TELLING:.0%} of a step."]
-    return " ".join([*told, *waits(timeline)])
+    return " ".join(told)
 
 
 def data(timeline: Timeline) -> Loss:
@@ -125,8 +125,7 @@ def class_fixes(timeline: Timeline) -> dict[str, str]:
     fused = "compile.enable = true fuses such operators"
     if is_compiled(timeline):
         fused = "what is left is outside the compiled blocks, or limited by memory"
-    larger = "steps that take more samples (training.global_batch_size)"
-    optimizer = f'optimizer.implementation = "fused", or {larger}'
+    optimizer = "update less often, with more samples a step (training.global_batch_size)"
     return {GEMM: gemm, ATTENTION: attention, ELEMENTWISE: fused, COPIES: fused, OPTIMIZER: optimizer}
 
 
@@ -149,17 +148,6 @@ def uneven_ranks(ranks: Sequence[Timeline]) -> Iterator[Loss]:
     if most - least > UNEVEN * step:
         behind = f"Rank {slow} is {most - least:.1f} ms a step behind rank {fast}, which waits for it"
         yield most - least, f"{behind}: compare the two traces; one machine may be slower or busy"
-
-
-def waits(timeline: Timeline) -> Iterator[str]:
-    """Told even where they cost nothing yet: on a CPU nobody waits, and on a GPU it is a matter of luck."""
-    steps = len(timeline.windows)
-    found = [f"{w.what} {w.count / steps:.0f} x a step {w.where}" for w in timeline.waits if w.count >= steps]
-    values = ", ".join(found[:3])
-    if values and timeline.trace.on_gpu:
-        yield f"The host waits for the device outside logging steps: {values}."
-    elif values:
-        yield f"Python reads values of tensors: {values}; a GPU would be waited for each time."
 
 
 def is_compiled(timeline: Timeline) -> bool:

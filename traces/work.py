@@ -200,18 +200,16 @@ def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
         milliseconds, floor = rows["ms"].sum() / steps, None
         enough = milliseconds >= ENOUGH * timeline.by_class[name] > 0
         if enough and (rates.flops if total.flops else rates.bytes):
-            least = sum(_least_seconds(Work(*row), rates) for row in rows[["flops", "bytes"]].to_numpy())
+            # A cache may hold what a multiplication reads: bytes are a floor only where nothing is computed.
+            by_flops, by_bytes = (
+                rows[what] / rate if rate else 0.0 * rows[what]
+                for what, rate in (("flops", rates.flops), ("bytes", rates.bytes))
+            )
+            least = by_flops.where(by_flops > 0, by_bytes).sum()
             # Rare calls may be faster than the best frequent one.
             floor = min(least * 1e3 / steps, timeline.by_class[name])
         result[name] = ClassWork(total, milliseconds, floor)
     return result
-
-
-def _least_seconds(work: Work, rates: Rates) -> float:
-    by_flops = work.flops / rates.flops if rates.flops else 0.0
-    by_bytes = work.bytes / rates.bytes if rates.bytes else 0.0
-    # A cache may hold what a multiplication reads: its bytes are a floor only where nothing else is done.
-    return by_flops or by_bytes
 
 
 def loaded_bytes(trace: Trace) -> float:
