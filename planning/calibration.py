@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from errors import DataError
-from planning.hardware import PRECISION, Cluster, Link
+from planning.hardware import PRECISION, Cluster, Device, Link
 from text_tables import text_table
 
 FORMAT = 1  # of the file
@@ -130,6 +130,9 @@ class Calibration:
             f"an operator takes {self.launch * 1e6:.1f} us; {link}; others slowed all by {self.noise:.0%}\n"
             f"{text_table('<34 <10 <22 >10.3f >8,.0f <8', rows)}"
         )
+
+
+Rates = Device | Calibration  # what gives the seconds of operations
 
 
 def interpolated_rate(rows: Iterable[Timing], sizes: tuple[int, ...]) -> float:

@@ -10,7 +10,8 @@ from functools import cache
 
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count, cut
-from planning.hardware import Device, Rates
+from planning.calibration import Rates
+from planning.hardware import Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 

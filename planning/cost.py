@@ -29,10 +29,6 @@ class Fleet:
     on_demand_nodes: int
 
     @property
-    def spot_nodes(self) -> int:
-        return self.cluster.nodes - self.on_demand_nodes
-
-    @property
     def on_demand_devices(self) -> int:
         return min(self.on_demand_nodes * self.cluster.devices_per_node, self.cluster.devices)
 
@@ -48,7 +44,8 @@ class Fleet:
     @property
     def rate(self) -> float:
         """Preemptions of the job a second: any spot node takes the others with it."""
-        return self.spot_nodes * self.cluster.spot_interruptions / HOUR
+        spot_nodes = self.cluster.nodes - self.on_demand_nodes
+        return spot_nodes * self.cluster.spot_interruptions / HOUR
 
     @property
     def watts(self) -> float:

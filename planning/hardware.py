@@ -6,7 +6,7 @@ ranks on a CPU), a node's figures are divided among its ranks.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from errors import ConfigError
 
@@ -16,21 +16,6 @@ PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8":
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
 # 0.95, 0.90, 0.88.
 ORDINARY = 0.91
-
-
-class Rates(Protocol):
-    """Seconds of operations: measured (planning/calibration.py), or at the rates that a Device reaches."""
-
-    @property
-    def launch(self) -> float: ...
-
-    def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float: ...
-
-    def attention_seconds(
-        self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
-    ) -> float: ...
-
-    def elementwise_seconds(self, size: float, dtype: str = ..., operation: str = ...) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -105,10 +90,11 @@ class Cluster:
     spot_interruptions: float  # a node-hour, for spot nodes
     pue: float  # power of the whole centre over that of its computers
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
-    measured: Rates | None = None  # of this machine, where it was calibrated
+    measured: Any = None  # the Calibration of this machine, which stands in for the device's rates
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> Any:
+        """Seconds of operations: a Device, or a Calibration."""
         return self.measured or self.device
 
     @property

@@ -45,9 +45,12 @@ def memory(work: Workload) -> Memory:
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     """The moments at which a step can be at its peak, going through the backward pass block by block."""
     states, fields = state_bytes(work, first, last), field_bytes(work)
-    copies = in_flight_copies(work, first)
-    stored, prediction, norms = (x * copies for x in (stored_bytes(work), *end_activations(work, last)))
-    embedded = embedding_bytes(work, first) * copies
+    copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
+    stored, tokens = stored_bytes(work) * copies, work.micro_batch * work.rank_tokens * work.itemsize * copies
+    prediction = tokens * work.model.out_features * last
+    norms = 2 * tokens * work.model.dim * last  # input and output of the last norm
+    # The patches that the embedding took, where they are not the float32 ones.
+    embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
     number = work.rank_layers
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
@@ -57,6 +60,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "fields": fields,
         "prediction": prediction,
     }
+    # Gradients of activations in the backward pass of an MLP: of its output, and of GELU's.
+    in_mlp = unit_bytes(work) * (work.degrees.tp + work.model.mlp_dim / work.model.dim)
     whole, reducing = reduction_bytes(work)
     down = whole * work.model.mlp_dim * work.model.dim / max(work.model.block_parameters, 1)
 
@@ -68,7 +73,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
             "gathered parameters": gathered_bytes(work, first, last, gathered),
             "activations": stored * (1 - done / number) + embedded,
             "recomputed": recomputed(work) * working,
-            "gradients of activations": backward_bytes(work) * working,
+            "gradients of activations": in_mlp * working,
             "gradients being reduced": reduction,
         }
 
@@ -230,11 +235,6 @@ def stored_bytes(work: Workload) -> float:
     return work.rank_layers * block_activations(work, work.ac_mode) * work.rollout_steps
 
 
-def in_flight_copies(work: Workload, first: bool) -> int:
-    """Micro-batches on their way through a pipeline whose activations this stage holds."""
-    return work.in_flight if first else 1
-
-
 def recomputed(work: Workload) -> float:
     """What a block's backward pass makes again, beside what was kept.
 
@@ -248,23 +248,6 @@ def recomputed(work: Workload) -> float:
         number = min(work.every_n if work.ac_mode == "every_n_blocks" else 1, work.rank_layers)
         return number * block_activations(work, "none") - s
     return 0.0
-
-
-def backward_bytes(work: Workload) -> float:
-    """Gradients of activations in the backward pass of an MLP: of its output, and of GELU's."""
-    return unit_bytes(work) * (work.degrees.tp + work.model.mlp_dim / work.model.dim)
-
-
-def embedding_bytes(work: Workload, first: bool) -> float:
-    """The patches that the embedding took, where they are not the float32 ones."""
-    tokens = work.micro_batch * work.rank_tokens * work.degrees.tp * work.itemsize
-    return tokens * work.model.in_features if first and work.itemsize < FLOAT32 else 0.0
-
-
-def end_activations(work: Workload, last: bool) -> tuple[float, float]:
-    """(the prediction, input and output of the last norm)."""
-    tokens = work.micro_batch * work.rank_tokens * work.itemsize * last
-    return tokens * work.model.out_features, tokens * 2 * work.model.dim
 
 
 def field_bytes(work: Workload) -> float:

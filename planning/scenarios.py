@@ -26,23 +26,10 @@ from training.lr_schedules import peak_lr
 
 REMARK = 34  # characters of a line of remarks
 ERA5, CHANNELS = (360, 720), 20  # the tutorial's
-LLAMA_70B = Architecture(
-    tokens=8192,
-    dim=8192,
-    layers=80,
-    heads=64,
-    mlp_dim=28672,
-    in_features=0,
-    out_features=128256,
-    kv_heads=8,
-    biases=False,
-    qkv_bias=False,
-    learned_position=False,
-    gated=True,
-    causal=True,
-    rotary=True,
-    vocabulary=128256,
-)
+LLAMA = {"biases": False, "qkv_bias": False, "learned_position": False}
+LLAMA |= {"gated": True, "causal": True, "rotary": True}
+# Tokens, D, layers, heads, M; no patches, a head that chooses among the words, heads of keys and values.
+LLAMA_70B = Architecture(8192, 8192, 80, 64, 28672, 0, 128_256, 8, vocabulary=128_256, **LLAMA)
 TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
 
 

@@ -10,7 +10,7 @@ from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 
-MAX_PIPELINE, MAX_CONTEXT = 16, 16
+DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
 # A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
 # difference has to be larger than the model's error.
@@ -85,11 +85,11 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
     """Tensor parallelism stays inside a node; shards over all ranks, or over a node or less and replicas."""
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
     heads = work.model.heads
-    for pp in powers_of_two(MAX_PIPELINE):
+    for pp in DEGREES:
         if world % pp or pp > work.model.layers:
             continue
         for tp in (n for n in divisors(node) if heads % n == 0 and world % (pp * n) == 0):
-            for cp in powers_of_two(MAX_CONTEXT):
+            for cp in DEGREES:
                 rest = world // (pp * tp * cp) if world % (pp * tp * cp) == 0 else 0
                 if not rest or (heads // tp) % cp or (pp > 1 and cp > 1):
                     continue
@@ -109,10 +109,6 @@ def micro_batches(samples: int, degrees: Degrees) -> list[int]:
 
 def divisors(n: int) -> list[int]:
     return [k for k in range(1, min(n, 4096) + 1) if n % k == 0]
-
-
-def powers_of_two(largest: int) -> list[int]:
-    return [2**i for i in range(largest.bit_length())]
 
 
 # -- where it does not fit

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
+from planning.calibration import Rates
 from planning.compute import (
     Times,
     attention_time,
@@ -18,7 +19,7 @@ from planning.compute import (
     slower_in_a_model,
     update_seconds,
 )
-from planning.hardware import Cluster, Rates
+from planning.hardware import Cluster
 from planning.memory import stage_shapes, unit_bytes
 from planning.network import Route, context_collectives, route, seconds, tensor_collectives
 from planning.workload import Workload
@@ -91,16 +92,12 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         concealed = max(hidden - exposed["exposed data parallel"], 0.0)
         total["slowed by collectives"] += TAKEN * ring.bandwidth / cluster.inside.bandwidth * concealed
     usual = SPREAD if work.degrees.world > 1 and not cluster.shared else 1.0
-    wait_for(work.slowest * usual, total)
+    # All ranks wait for the one that computes longest; idle stages of a pipeline do, too.
+    busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
+    total["stragglers"] += (work.slowest * usual - 1) * busy
+    total["bubble"] *= work.slowest * usual
     classes = {name: value for name, value in total.items() if value > 0}
     return StepTime(classes, work.global_batch, everything * passes + hidden)
-
-
-def wait_for(slowest: float, total: Times) -> None:
-    """All ranks wait for the one that computes longest; idle stages of a pipeline do, too."""
-    busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
-    total["stragglers"] += (slowest - 1) * busy
-    total["bubble"] *= slowest
 
 
 def copy_seconds(work: Workload, cluster: Cluster) -> float:
