@@ -61,12 +61,12 @@ class Grid:
         """Whether the longitudes go round the globe: the last column's eastern neighbour is the first."""
         return is_periodic(self.longitude)
 
-    def same_as(self, other: "Grid", tolerance: float = 1e-3) -> bool:
-        """Whether both grids have the same points, to `tolerance` degrees; longitudes modulo 360."""
+    def same_as(self, other: "Grid") -> bool:
+        """Whether both grids have the same points, to 1e-3 degrees; longitudes modulo 360."""
         if self.shape != other.shape:
             return False
         turn = (self.longitude - other.longitude + 180) % 360 - 180
-        return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= tolerance
+        return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= 1e-3
 
 
 def global_grid(shape: tuple[int, int]) -> Grid:

@@ -70,6 +70,3 @@ class Kernel(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, self.backend)
-
-    def extra_repr(self) -> str:
-        return self.backend

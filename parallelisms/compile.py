@@ -10,9 +10,7 @@ from models.unet import UNet
 from models.vit import StochasticDepth
 
 
-def apply_compile(
-    model: nn.Module, fullgraph: bool = True, backend: Any = "inductor", cuda_graphs: bool = False
-) -> None:
+def apply_compile(model: nn.Module, backend: Any = "inductor", cuda_graphs: bool = False) -> None:
     """Compiles the blocks of `model` in place, after activation checkpointing and before FSDP.
 
     `block.compile()` keeps the module and so the names of its parameters; torch.compile(block) would put
@@ -33,7 +31,7 @@ def apply_compile(
         torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
     for block in blocks:
         mode = "reduce-overhead" if cuda_graphs else None
-        block.compile(backend=backend, fullgraph=fullgraph, dynamic=False, mode=mode)
+        block.compile(backend=backend, fullgraph=True, dynamic=False, mode=mode)
 
 
 def keep_gradients(model: nn.Module) -> None:

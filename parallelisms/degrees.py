@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from config import Parallelism
-from errors import ConfigError, refuse
+from errors import refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -89,26 +89,20 @@ def check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
     """ConfigError, naming valid degrees, where heads cannot be dealt out evenly."""
     if num_heads % tp:
         valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise ConfigError(
-            f"parallelism.tensor_parallel_degree = {tp}: does not divide model.num_heads = {num_heads}; "
-            f"valid: {valid}"
-        )
+        reason = f"does not divide model.num_heads = {num_heads}; valid: {valid}"
+        refuse("parallelism.tensor_parallel_degree", tp, reason)
     if method == "ulysses" and (num_heads // tp) % cp:
         heads = num_heads // tp
         valid = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ConfigError(
-            f"parallelism.context_parallel_degree = {cp}: ulysses deals out {heads} heads a rank; "
-            f"valid: {valid}, "
-            'or context_parallel_method = "all_gather" or "ring"'
-        )
+        other = 'or context_parallel_method = "all_gather" or "ring"'
+        reason = f"ulysses deals out {heads} heads a rank; valid: {valid}, {other}"
+        refuse("parallelism.context_parallel_degree", cp, reason)
 
 
 def check_axis_order(order: tuple[str, ...]) -> None:
     """ConfigError where `order` is not each axis once."""
     if sorted(order) != sorted(AXES):
-        raise ConfigError(
-            f"parallelism.axis_order = {list(order)}: name each of {list(AXES)} once, slowest first"
-        )
+        refuse("parallelism.axis_order", list(order), f"name each of {list(AXES)} once, slowest first")
 
 
 def num_stages(schedule: str, pp: int) -> int:

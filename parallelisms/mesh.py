@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
@@ -84,21 +85,12 @@ class Mesh:
         axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
         return [dist.distributed_c10d._get_default_group(), *axes]
 
-    @property
-    def device_type(self) -> str:
-        return self.grid.device_type
-
     def picture(self) -> str:
         """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
-        axes = [axis for axis in AXES if getattr(self.degrees, axis) > 1]
-        ranks = self.grid.mesh
-        lines = [
-            f"rank {int(ranks[tuple(at)]):>4}: "
-            + ", ".join(f"{axis} {int(i)}" for axis, i in zip(AXES, at, strict=True) if axis in axes)
-            for at in torch.cartesian_prod(*(torch.arange(n) for n in ranks.shape))
-            .view(-1, len(AXES))
-            .tolist()
-        ]
+        lines = []
+        for position, rank in np.ndenumerate(self.grid.mesh.numpy()):
+            named = zip(AXES, position, self.degrees.sizes, strict=True)
+            lines.append(f"rank {rank:>4}: " + ", ".join(f"{axis} {i}" for axis, i, n in named if n > 1))
         return "\n".join(lines)
 
 

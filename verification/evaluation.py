@@ -31,8 +31,9 @@ from torch import Tensor
 
 from datasets.era5 import Archive
 from errors import DataError
+from verification.climatology import Climatology
 from verification.details import Details
-from verification.matching import FieldsByValidTime, ForecastFields, Matcher, Pair
+from verification.matching import ForecastFields, Matcher, Pair
 from verification.score_tables import by_variable
 from verification.scores import (
     RegionMeans,
@@ -75,7 +76,7 @@ class Request(NamedTuple):
 def evaluate(
     forecast: ForecastFields,
     truth: Archive,
-    climatology: FieldsByValidTime | None = None,
+    climatology: Climatology | None = None,
     *,
     variables: Sequence[str] | None = None,
     lead_hours: Sequence[int] | None = None,
@@ -94,14 +95,17 @@ def evaluate(
     rest is regridded conservatively. The forecast must have all that is asked for. ConfigError for a region
     that there is not; DataError where no date has a truth.
     """
-    asked = make_request(forecast, climatology, variables, lead_hours, dates, regions)
+    fields = list(forecast.variables if variables is None else variables)
+    winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
+    leads = positions(whole_hours(forecast.leads), lead_hours)
+    some_dates = positions(forecast.times, dates)
+    asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
-    fields = [name for name in asked.variables if name not in asked.winds]
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
-        leads = positions(whole_hours(forecast.leads), detailed_hours)
-        details = Details(leads, fields, grid, forecast.num_members, device)
+        detailed = positions(whole_hours(forecast.leads), detailed_hours)
+        details = Details(detailed, fields, grid, forecast.num_members, device)
     total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
     num_dates = torch.zeros(len(asked.leads), dtype=torch.int64, device=device)
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
@@ -115,27 +119,6 @@ def evaluate(
         first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
     return collect(forecast, asked, total, num_dates, kept, details)
-
-
-def make_request(
-    forecast: ForecastFields,
-    climatology: FieldsByValidTime | None,
-    variables: Sequence[str] | None,
-    lead_hours: Sequence[int] | None,
-    dates: np.ndarray | None,
-    regions: Sequence[str],
-) -> Request:
-    """What is asked for, by positions in the forecast, which has all of it."""
-    names = list(forecast.variables if variables is None else variables)
-    winds = wind_pairs(names)
-    return Request(
-        names + list(winds),
-        winds,
-        positions(whole_hours(forecast.leads), lead_hours),
-        positions(forecast.times, dates),
-        list(regions),
-        statistic_names(climatology is not None, forecast.num_members),
-    )
 
 
 def whole_hours(leads: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from torch import Tensor
 from datasets.era5 import Archive
 from datasets.grid import Grid
 from datasets.regrid import Regridder
+from verification.climatology import Climatology
 
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more only if a single field is larger
 KEPT_BYTES = 2**30  # of truth and of climatology kept for later dates
@@ -42,15 +43,6 @@ class ForecastFields(Protocol):
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
         ...
-
-
-class FieldsByValidTime(Protocol):
-    """What is known of a valid time without a forecast: a climatology."""
-
-    @property
-    def grid(self) -> Grid: ...
-
-    def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class Matcher:
         self,
         forecast: ForecastFields,
         truth: Archive,
-        climatology: FieldsByValidTime | None,
+        climatology: Climatology | None,
         variables: Sequence[str],
         leads: Sequence[int],
         grid: Grid,
