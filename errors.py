@@ -37,12 +37,24 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
+def is_first_to_say() -> bool:
+    """Whether this rank is the one of its host that says what others may have found too, or it alone."""
+    spoken = os.environ.get("ROSSBY_SPOKEN")  # a file that the launcher looks for, and that is not there yet
+    if spoken is None:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        os.close(os.open(spoken, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """The guard around a program: a user's mistake ends it after one line, said by one rank a host."""
     try:
         yield
     except (UserError, RunFailed) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_to_say():
             print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(BAD_INPUT if isinstance(error, UserError) else FAILED)

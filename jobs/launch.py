@@ -21,6 +21,8 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from fcntl import ioctl
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import torch.distributed as dist
@@ -57,6 +59,8 @@ class Ranks:
     def __init__(self, args: argparse.Namespace, meeting: "Meeting", attempt: int, host: int) -> None:
         self.meeting, self.host, self.number = meeting, host, args.nproc_per_node
         self.told_to_stop, self.deadline = False, 0.0
+        self.folder = TemporaryDirectory(prefix="rossby-")
+        self.spoken = Path(self.folder.name) / "spoken"  # there, once a rank has said why it ends
         world = {
             "WORLD_SIZE": args.nnodes * self.number,
             "LOCAL_WORLD_SIZE": self.number,
@@ -64,6 +68,7 @@ class Ranks:
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": meeting.port,
             "ROSSBY_ATTEMPT": attempt,  # whose keys in the store are its own
+            "ROSSBY_SPOKEN": self.spoken,
         }
         self.environment = os.environ | {key: str(value) for key, value in world.items()}
         self.command = [sys.executable, "-u", args.script, *args.arguments]
@@ -99,6 +104,7 @@ class Ranks:
         codes = [process.wait() for process in self.processes]
         code = job_code(codes)
         self._tell_end(code, codes)
+        self.folder.cleanup()
         return code
 
     def _first_left(self, local: int, code: int) -> float:
@@ -114,7 +120,7 @@ class Ranks:
 
     def _tell_end(self, code: int, codes: list[int]) -> None:
         """One line, where no rank of this host has said why all end."""
-        if code in (DONE, EXIT_SAVED) or (code == BAD_INPUT and codes[0] == BAD_INPUT):
+        if code in (DONE, EXIT_SAVED) or self.spoken.exists() or (code == BAD_INPUT == codes[0]):
             return
         with suppress(dist.DistError, OSError):  # as above
             verdict = read_verdict(self._watchdogs_store())

@@ -65,6 +65,22 @@ def test_bad_input_and_a_saved_job_are_not_restarted(tmp_path, code):
     assert ended.returncode == code and "restart" not in ended.stderr, ended.stderr
 
 
+@pytest.mark.parametrize("who", ["0", "1", "01"])
+def test_bad_input_is_said_once_whichever_rank_finds_it(tmp_path, who):
+    script = tmp_path / "verb.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from errors import DataError, one_line_errors
+with one_line_errors():
+    if os.environ["RANK"] in {who!r}:
+        raise DataError("x.zarr: is damaged")
+""")
+    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", str(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "rossby: x.zarr: is damaged\n")
+
+
 def test_an_exception_is_told_once_with_its_traceback(tmp_path):
     ended = launch(tmp_path, "raise")
     assert ended.returncode == 1
