@@ -41,7 +41,7 @@ from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
 from verification.export import Description, OneStep, export_step, write_safetensors
-from verification.forecast_writer import ForecastPlan, ForecastStore, ForecastWriter
+from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
 
@@ -72,15 +72,15 @@ def forecast(config: Config) -> int:
 
     # -- the store: made once, then written to by every rank -----------------------------------------
     leads = range(0 if settings.include_initial_state else 1, settings.num_steps + 1)
-    plan = ForecastPlan(
+    index = StoreIndex(
         selection.variables,
         selection.archive.grid,
         selection.archive.times[chosen],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
     )
-    store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), plan)
-    from_first_rank(lambda: create(store, about(config, plan, forecaster.trained)))
+    store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), index)
+    from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
@@ -115,7 +115,7 @@ def forecast(config: Config) -> int:
     dist.barrier()
     wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
     if rank == 0:
-        report(wrong, plan, len(pairs))
+        report(wrong, index, len(pairs))
         print(f"\n{len(pairs) - len(wrong)} forecasts: {store.path}")
     dist.barrier()
     dist.destroy_process_group()
@@ -148,17 +148,17 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     return Forecaster(**vars(assembly), trained=trained)
 
 
-def about(config: Config, plan: ForecastPlan, trained: Trained) -> dict:
+def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     """What decides every byte of a store, but for the layout, which decides the last digits."""
-    settings, dates = config.forecast, plan.dates.astype("datetime64[s]")
-    ensemble = {"perturbation": settings.perturbation, "seed": settings.seed} if plan.num_members > 1 else {}
+    settings, dates = config.forecast, index.dates.astype("datetime64[s]")
+    ensemble = {"perturbation": settings.perturbation, "seed": settings.seed} if index.num_members > 1 else {}
     return {
         **trained.identity,
         "data.path": config.data.path,
-        "variables": list(plan.variables),
+        "variables": list(index.variables),
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
-        "leads": list(plan.leads),
-        "num_members": plan.num_members,
+        "leads": list(index.leads),
+        "num_members": index.num_members,
         **ensemble,
         "local_batch_size": settings.local_batch_size,
         "precision": config.training.mixed_precision_param,
@@ -260,11 +260,11 @@ def progress_bar(steps: int, rank: int) -> tqdm:
     )
 
 
-def report(wrong: dict[Pair, str], plan: ForecastPlan, total: int) -> None:
+def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
     """On stderr: which forecasts went wrong, with date, member and lead."""
     for (date, member), problem in list(wrong.items())[:MAX_LINES]:
-        which = f", member {member}" if plan.num_members > 1 else ""
-        print(f"rossby: forecast from {plan.dates[date]}{which}: {problem}", file=sys.stderr)
+        which = f", member {member}" if index.num_members > 1 else ""
+        print(f"rossby: forecast from {index.dates[date]}{which}: {problem}", file=sys.stderr)
     if wrong:
         print(f"rossby: {len(wrong)} of {total} forecasts went wrong; the others are good", file=sys.stderr)
 

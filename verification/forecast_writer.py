@@ -34,7 +34,7 @@ LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would 
 
 
 @dataclass(frozen=True, eq=False)
-class ForecastPlan:
+class StoreIndex:
     """What a store holds. leads: hours after the initial date."""
 
     variables: Sequence[str]
@@ -47,9 +47,9 @@ class ForecastPlan:
 class ForecastStore:
     """A store on disk. Rank 0 makes it; then every rank writes chunks of its own."""
 
-    def __init__(self, path: Path, plan: ForecastPlan) -> None:
-        self.path, self.plan, self.finished_folder = path, plan, path / FINISHED
-        self.arrays, self.levels = group_levels(plan.variables), all_levels(plan.variables)
+    def __init__(self, path: Path, index: StoreIndex) -> None:
+        self.path, self.index, self.finished_folder = path, index, path / FINISHED
+        self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
         self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
@@ -63,12 +63,12 @@ class ForecastStore:
         unfinished = self.path.with_name(self.path.name + ".incomplete")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        plan = self.plan
-        leads = np.asarray(plan.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
-        axes = {"time": plan.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
-        axes |= {"number": np.arange(plan.num_members)} if plan.num_members > 1 else {}
+        index = self.index
+        leads = np.asarray(index.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
+        axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
+        axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
-        create_store(unfinished, plan.variables, plan.grid, axes, chunks, content)
+        create_store(unfinished, index.variables, index.grid, axes, chunks, content)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 
@@ -90,12 +90,12 @@ class ForecastStore:
     # -- what is finished ----------------------------------------------------------------------------
 
     def _mark(self, date: int, member: int) -> Path:
-        stamp = str(self.plan.dates[date].astype("datetime64[s]")).replace("-", "").replace(":", "")
+        stamp = str(self.index.dates[date].astype("datetime64[s]")).replace("-", "").replace(":", "")
         return self.finished_folder / f"{stamp}-{member:03d}"
 
     def finished(self) -> dict[tuple[int, int], str]:
         """(date, member) -> "" or what is wrong with it, of all whose leads are all written."""
-        pairs = [(date, m) for date in range(len(self.plan.dates)) for m in range(self.plan.num_members)]
+        pairs = [(date, m) for date in range(len(self.index.dates)) for m in range(self.index.num_members)]
         marks = {path.name: path for path in self.finished_folder.iterdir()}
         found = {pair: marks.get(self._mark(*pair).name) for pair in pairs}
         return {pair: path.read_text() for pair, path in found.items() if path}
@@ -126,7 +126,7 @@ class ForecastStore:
             opened = zarr.open_array(str(self.path), path=name, mode="r+", zarr_format=2)
             self.opened[name] = cast(zarr.Array, opened)
         for (date, member), value in zip(pairs, values, strict=True):
-            at = (date, lead, member) if self.plan.num_members > 1 else (date, lead)
+            at = (date, lead, member) if self.index.num_members > 1 else (date, lead)
             self.opened[name][at] = value
 
 
