@@ -253,8 +253,11 @@ def _show(value: Any) -> str:
 # -- the configuration that a verb runs -----------------------------------------------------------------
 
 
-def load_config(argv: list[str]) -> Config:
-    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError."""
+def load_config(argv: list[str], checked: bool = True) -> Config:
+    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError.
+
+    checked: that its settings can work together, on the ranks that the environment names.
+    """
     overrides = parse_command_line(argv, SECTIONS)
     config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
     file = read_toml(config_file, SECTIONS)
@@ -264,7 +267,8 @@ def load_config(argv: list[str]) -> Config:
     values = merge(file, overrides)
     config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
     config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
-    check(config)
+    if checked:
+        check(config)
     return config
 
 
@@ -296,19 +300,19 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
         raise ConfigError(str(error).replace("argument ", "")) from error
 
 
-def start(argv: list[str], doc: str | None = "") -> Config:
+def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config:
     """Answers --help and --job.print_config, or gives the checked configuration. Raises ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(f"{doc}\n{help_text(SECTIONS)}")
         sys.exit(0)
-    config = load_config(argv)
+    config = load_config(argv, checked)
     if config.job.print_config:
         print(to_toml(config), end="")
         sys.exit(0)
     return config
 
 
-def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None) -> None:
+def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None, checked: bool = True) -> None:
     """Before a verb imports torch, which takes seconds: ends the program for help and for a misspelt key."""
     with one_line_errors():
-        start(split_options(sys.argv[1:], own or own_options())[1], doc)
+        start(split_options(sys.argv[1:], own or own_options())[1], doc, checked)

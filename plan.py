@@ -20,25 +20,9 @@ Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 i
 """
 
 import argparse
-import json
-import os
 import sys
-import time
-from typing import TYPE_CHECKING
 
-from command_line import own_options, split_options, start
-from config import Config
-from errors import ConfigError, one_line_errors
-from planning.clusters import CALIBRATION, load_cluster
-from planning.cost import costs_of
-from planning.hardware import Cluster
-from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
-from planning.scenarios import scenario_tables
-from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
-from planning.workload import Workload, workload_of
-
-if TYPE_CHECKING:
-    from datasets.grid import Grid
+from command_line import answer_early, own_options, split_options, start
 
 OPTIONS = own_options(
     cluster="",
@@ -54,6 +38,27 @@ OPTIONS = own_options(
     restart_minutes=30.0,
     slowest=1.0,
 )
+if __name__ == "__main__":
+    answer_early(__doc__, OPTIONS, checked=False)  # on which cluster it can work is known later
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+from config import Config
+from errors import ConfigError, one_line_errors
+from planning.clusters import CALIBRATION, load_cluster
+from planning.cost import costs_of
+from planning.hardware import Cluster
+from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
+from planning.scenarios import scenario_tables
+from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
+from planning.workload import Workload, workload_of
+
+if TYPE_CHECKING:
+    from datasets.grid import Grid
+
 LEAST = {"world_size": 1, "rollout_steps": 1, "slowest": 1.0, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import resource
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,18 @@ def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[s
             start(argv)
         assert end.value.code == 0
         assert "--optimizer.lr_max  (number above 0; default inf)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "forecast", "evaluate"])
+@pytest.mark.parametrize("asked", ["--help", "--job.print_config", "--training.stepz=3"])
+def test_verbs_answer_without_torch(verb: str, asked: str) -> None:
+    """Under a second of processor time; it was four."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, f"{verb}.py", asked], cwd=ROOT, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == (2 if "stepz" in asked else 0), done.stderr
+    assert "training.steps" in done.stderr if "stepz" in asked else "steps" in done.stdout
+    assert after.ru_utime - before.ru_utime < 1.0
 
 
 def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
