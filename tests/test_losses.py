@@ -100,8 +100,6 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
 def test_weights():
     assert variable_weights((), 3).tolist() == [1, 1, 1]
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
-    with pytest.raises(ValueError, match="training.variable_weights"):
-        variable_weights((1.0,), 3)
 
 
 def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression():

@@ -1,4 +1,7 @@
-"""train.py itself on every kind of layout, each for a few steps, beside one process of it."""
+"""train.py itself on every kind of layout, each for a few steps, beside one process of it.
+
+FSDP2 alone is in tests/test_train.py, the U-Net on tiles in tests/test_train_unet.py.
+"""
 
 import json
 import os
@@ -13,7 +16,6 @@ import pytest
 from tests.started_jobs import ROOT, write_config
 
 STEPS, GLOBAL_BATCH = 3, 4
-UNET = ("--model.name=unet", "--model.width=4", "--model.levels=1")
 AVERAGED = ("--training.ema_decay=0.5",)
 IN_BACKWARD = ("--optimizer.in_backward", "--training.max_norm=0")
 
@@ -24,7 +26,6 @@ def degree(axis: str, *more: str, number: int = 2) -> tuple[str, ...]:
 
 # Name -> ranks, what they are asked for, what the one process is asked for.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "fsdp 2": (2, (), ()),
     "tp 2": (2, degree("tensor_parallel_degree"), ()),
     "ulysses 2": (2, degree("context_parallel_degree"), ()),
     "all-gather 2": (
@@ -35,7 +36,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "ring 2": (2, degree("context_parallel_degree", "--parallelism.context_parallel_method=ring"), ()),
     "pp 2": (2, degree("pipeline_parallel_degree"), ()),
     "hsdp 2 x 2": (4, degree("data_parallel_replicate_degree"), ()),
-    "u-net, tiles 1 x 2": (2, (*UNET, "--parallelism.domain_parallel_tiles=[1,2]"), UNET),
     "fsdp 2, in backward": (2, IN_BACKWARD, ("--training.max_norm=0",)),
     "tp 2, averages": (2, degree("tensor_parallel_degree", *AVERAGED), AVERAGED),
 }
@@ -49,7 +49,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(config_file: Path, ranks: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
     """What a run on so many ranks writes into metrics.jsonl."""
     folder = config_file.parent / f"{ranks}{hash(options)}"
-    splits = any(word in option for option in options for word in ("tensor", "context", "pipeline", "tiles"))
+    splits = any(word in option for option in options for word in ("tensor", "context", "pipeline"))
     local = GLOBAL_BATCH if splits or ranks == 1 else GLOBAL_BATCH // ranks
     settings = [f"--training.steps={STEPS}", f"--training.local_batch_size={local}", "--metrics.log_freq=1"]
     settings += [
