@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
-from errors import BAD_INPUT, RunFailed, UserError
+from errors import RunFailed, UserError
 from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
 from jobs.heartbeat import activity
 
@@ -273,10 +273,8 @@ class Watchdog:
         """
         if self.world == 1 or not self.threads[0].is_alive():
             return
-        if isinstance(error, RunFailed):
-            return  # all ranks have found the same
-        if isinstance(error, UserError):
-            self._leave(f"rossby: {' '.join(str(error).splitlines())}", BAD_INPUT, traces=False)
+        if isinstance(error, RunFailed | UserError):
+            return  # the guard of the program says it, once a host, and the launcher tells the others
         if is_lost_connection(error):
             self.lost = True
             time.sleep(EXPLAIN_SECONDS)  # the thread leaves as soon as there is a verdict

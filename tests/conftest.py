@@ -61,7 +61,7 @@ def one_rank() -> Iterator[torch.device]:
 STARTED: dict[int, Ranks] = {}  # by number
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks() -> Callable[[int], Ranks]:
     """Gloo ranks by number, spawned when first asked for and shared by all tests."""
 
