@@ -38,6 +38,7 @@ if __name__ == "__main__":
 
 import logging
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -51,13 +52,19 @@ from config import Config
 from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
-from datasets.normalization import load_or_compute
+from datasets.normalization import Source, fingerprint_of, load_or_compute
 from datasets.selection import Selection, evenly_spaced, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
 from verification.baselines import AnalysesForecast, fit_baselines, persistence
-from verification.climatology import Climatology, ClimatologyForecast, compute_climatology, open_climatology
+from verification.climatology import (
+    Climatology,
+    ClimatologyForecast,
+    compute_climatology,
+    open_climatology,
+    stored_fingerprint,
+)
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.matching import ForecastFields
@@ -68,6 +75,7 @@ from verification.scorecard import build_scorecard, plot_scorecard, write_scorec
 from verification.scores import REGIONS, regions_on
 
 logger = logging.getLogger("rossby")
+OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
 FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on
 
 
@@ -111,12 +119,14 @@ def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
     """The one named, or that of the training period, computed once; "" without a training period."""
     if asked or not len(selection.train):
         return asked
-    target = folder / "climatology.zarr"
-    if not target.exists():
+    archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
+    of = fingerprint_of(archive, selection.variables, selection.train, selection.step)
+    if stored_fingerprint(target) != of:
         logger.info("computing the climatology of the training period, once, into %s", target)
         unfinished, hours = target.with_suffix(".incomplete"), int(selection.step / np.timedelta64(1, "h"))
         dates, step = selection.train, hours if 24 % hours == 0 else 24
-        compute_climatology(selection.archive, selection.variables, dates, str(unfinished), step)
+        compute_climatology(archive, selection.variables, dates, str(unfinished), step, of)
+        shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
     return str(target)
 
@@ -126,7 +136,7 @@ def build_baselines(
     first: ForecastFields,
     selection: Selection,
     climatology: Climatology | None,
-    statistics_file: Path,
+    folder: Path,
 ) -> dict[str, ForecastFields]:
     """Baselines from the initial dates and at the leads of a forecast; what has no data is left out, said."""
     step, now = selection.step, np.timedelta64(0, "s")
@@ -139,7 +149,7 @@ def build_baselines(
         if name == "damped_persistence":
             if not len(selection.train):
                 return None
-            forecast = fit_damping(selection, (leads // step).tolist(), statistics_file)
+            forecast = fit_damping(selection, (leads // step).tolist(), folder)
         return AnalysesForecast(selection.archive, forecast, selection.variables, first.times, leads, step)
 
     found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
@@ -148,14 +158,14 @@ def build_baselines(
     return {name: baseline for name, baseline in found.items() if baseline is not None}
 
 
-def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> Forecast:
+def fit_damping(selection: Selection, steps: list[int], folder: Path) -> Forecast:
     """As in train.py, at other leads. Leads that the training period cannot hold end in a ConfigError."""
     archive, variables, train = selection.archive, selection.variables, selection.train
     area = area_weights(archive.grid.latitude)
-    statistics = from_first_rank(
-        lambda: load_or_compute(statistics_file, archive, variables, train, selection.step, area)
-    )
-    samples = selection.samples("train", [0, *steps], statistics.empty_dates)
+    source = Source(archive, variables, train, selection.step, area)
+    caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
+    statistics = from_first_rank(lambda: load_or_compute(caches, source))
+    samples = selection.samples("train", [0, *steps], statistics.empty_in(archive.times))
     dataset = FieldDataset(archive, variables, evenly_spaced(samples, FITTED_SAMPLES))
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
@@ -254,13 +264,12 @@ def run(config: Config, options: Namespace) -> int:
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
     path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
     climatology = open_climatology(path) if path else None
-    statistics = folder / "statistics.npz"
-    forecasts |= build_baselines(options.baselines, first, selection, climatology, statistics)
+    forecasts |= build_baselines(options.baselines, first, selection, climatology, folder)
     against = opponent(options.against, forecasts, len(options.forecast))
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device)
 
     def report() -> int:
-        target = Path(options.output or folder / "evaluation")
+        target = Path(options.output or folder / OWN_FOLDER)
         write(evaluations, against, target)
         return say(evaluations, options.gates, target)
 

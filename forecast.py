@@ -139,7 +139,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = Path(source) if source else config.dump_folder
-    trained = find_trained(path, named_by, config.forecast.averaged_weights, config)
+    trained = find_trained(path, named_by, config.forecast.averaged_weights, config, selection.archive)
     fields = Fields.of(selection, trained.statistics)
     assembly = assemble(config, fields, mesh, device, trained.run_folder, for_training=False)
     load_weights(trained, assembly.model.parameters)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from checkpoints.best import Best
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints
 from checkpoints.initial_weights import start_from
+from checkpoints.run_folder import RunFolder
 from checkpoints.run_state import global_batch_size, go_back, resume
 from config import Config
 from errors import one_line_errors
@@ -66,12 +67,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     keep_freed_memory(device)
     if degrees.world > 1:
         logger.info(f"{degrees.world} ranks\n{mesh.picture()}")
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+    held = RunFolder(config, selection)  # from here on nobody else writes into it
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
-    samples = Samples(selection, config.data, folder)
+    samples = Samples(selection, config.data, folder, held.trained)
     train_set = samples.dataset("train", [0, 1])
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
@@ -83,9 +82,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
     saves: Checkpointer | NoCheckpoints = NoCheckpoints()
     if config.checkpoint.enable:
-        saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), asdict(degrees))
+        about = held.about(samples.statistics, asdict(degrees))
+        saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), about)
     if not resume(saves, run) and config.checkpoint.initial_load_path:
-        start_from(Path(config.checkpoint.initial_load_path), run, config.data)
+        start_from(Path(config.checkpoint.initial_load_path), run, config)
     others = meet_replicas(config, run)
     dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
     smallest = training.local_batch_size * dp
@@ -94,7 +94,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     update = build_update(config, model, run, saves, objective.loss_part, accumulation)
     batches = build_batches(train_set, config, progress, (dp_rank, dp), accumulation, device)
 
-    # -- what is reported --------------------------------------------------------------------------
+    # -- what is reported: nothing can be refused any more ------------------------------------------
+    held.begin()
     metrics = Metrics(
         folder,
         resume_step=progress.step,
@@ -178,7 +179,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         if is_first:
             print(f"rossby: {farewell(decision.stop, progress.step, saves.saves)}", file=sys.stderr)
         metrics.close()
-        leave(watchdog, agreement)
+        leave(watchdog, agreement, held)
         sys.exit(EXIT_SAVED)
     scores = validator.scores(progress.step)
     if best and scores:
@@ -188,14 +189,15 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         validator.plot(folder, scores, samples)
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
-    leave(watchdog, agreement)
+    leave(watchdog, agreement, held)
 
 
-def leave(watchdog: Watchdog, agreement: Agreement) -> None:
+def leave(watchdog: Watchdog, agreement: Agreement, held: RunFolder) -> None:
     """All ranks together."""
     watchdog.stop()
     agreement.close()
     dist.barrier()
+    held.release()
     dist.destroy_process_group()
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints
-from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder, write_durably
+from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
+from durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)

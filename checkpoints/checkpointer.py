@@ -32,7 +32,6 @@ from checkpoints.files import (
     check_files,
     clear_leftovers,
     complete_steps,
-    lock_folder,
     read_manifest,
     reading,
     remove,
@@ -86,16 +85,16 @@ class Checkpointer:
 
     async_mode: "disabled" writes before it returns; "async" copies before it returns; "async_with_pinned_mem"
     copies while the next forward and backward run, until `before_update`.
-    layout, and what else the manifest says of the run, are for people: no loading depends on them.
+    about: what the manifests say of the run; checkpoints/identity.py asks them what the weights mean.
     """
 
     saves = True
 
-    def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, layout: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, about: dict[str, Any]) -> None:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
         self.config_toml = config_toml
         self.about = {
-            "layout": layout,
+            **about,
             "ranks": dist.get_world_size(),
             "versions": {"torch": torch.__version__},
         }
@@ -109,13 +108,11 @@ class Checkpointer:
         self.copying: Copying | None = None
         self.saved_step, self.last_error = -1, ""
         self.last_seconds = 0.0  # how long the last save took until it was complete
-        self.lock = self._on_first(self._open_folder)
+        self._on_first(self._open_folder)
 
-    def _open_folder(self) -> Any:
+    def _open_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(self.folder)
         clear_leftovers(self.folder)
-        return lock
 
     def _on_first(self, do: Callable[[], T]) -> T | None:
         """Rank 0 does it; a DataError or OSError of its is everybody's DataError."""
@@ -262,8 +259,6 @@ class Checkpointer:
         self.wait()
         if self.writer:
             self.writer.close()
-        if self.lock:
-            self.lock.close()
 
     # -- loading -------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import os
 import pickle
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +26,13 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from durable_files import write_durably
 from errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
 MANIFEST = "manifest.json"
-PATIENCE = 5.0  # seconds that the run before may still need to end
 CHUNK = 2**24  # bytes read at once for a checksum
 
 # What the metadata of tensors is made of; a class more would be a way to run code.
@@ -63,10 +62,18 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first."""
+    """Steps of the complete checkpoints in a folder, oldest first. Links and files of such a name are not
+    ours.
+    """
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := COMPLETE.match(path.name)))
+    named = [(match, path) for path in folder.iterdir() if (match := COMPLETE.match(path.name))]
+    return sorted(int(match[1]) for match, path in named if is_own(path))
+
+
+def is_own(path: Path) -> bool:
+    """Whether a run may have made this entry among checkpoints: a folder, and no link to one elsewhere."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def candidates(path: Path) -> Iterator[Path]:
@@ -97,22 +104,6 @@ def crc32_of(path: Path) -> int:
         while chunk := file.read(CHUNK):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
-
-
-def write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """A new name is on the disk only when its folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
@@ -236,10 +227,13 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """What a killed run left half written or half deleted."""
-    for leftover in [*folder.glob(f"step-*{INCOMPLETE}"), *folder.glob(f"step-*{DELETING}")]:
-        logger.warning("%s: left by a run that was stopped meanwhile; removed", leftover)
-        shutil.rmtree(leftover)
+    """What a killed run left half written or half deleted; what no run has made is named and left alone."""
+    for path in sorted(folder.iterdir()):
+        if not is_own(path) or not path.name.startswith("step-"):
+            logger.warning("%s: is no checkpoint of this run (a link, or a stranger); left alone", path)
+        elif path.name.endswith((INCOMPLETE, DELETING)):
+            logger.warning("%s: left by a run that was stopped meanwhile; removed", path)
+            shutil.rmtree(path)
 
 
 def set_aside(folder: Path) -> Path:
@@ -249,23 +243,3 @@ def set_aside(folder: Path) -> Path:
         aside = aside.with_name(aside.name + "-again")
     os.replace(folder, aside)
     return aside
-
-
-def lock_folder(folder: Path) -> IO[str]:
-    """An open file that keeps other runs out as long as it stays open. ConfigError: another run is in."""
-    file, deadline = (folder / ".lock").open("w"), time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                reason = "another run writes there; wait for it, or choose another job.dump_folder"
-                raise ConfigError(f"{folder}: {reason}") from None
-            time.sleep(0.1)
-        except OSError as error:
-            logger.warning(
-                "%s: cannot be locked (%s); take care that no other run writes there", folder, error
-            )
-            return file

@@ -26,8 +26,9 @@ from checkpoints.files import (
     reading,
     stored_tensors,
 )
+from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
-from config import Data
+from config import Config
 from datasets.variables import expand_levels
 from errors import ConfigError, refuse
 from parallelisms.float8 import plain_weight
@@ -65,9 +66,13 @@ def find_checkpoint(path: Path) -> Path:
     refuse("checkpoint.initial_load_path", str(path), reason)
 
 
-def start_from(path: Path, run: RunState, data: Data) -> None:
-    """A new run's weights and averages: those of another run, as far as it has them."""
-    load_initial_weights(path, run.parameters, Channels.of(asdict(data)))
+def start_from(path: Path, run: RunState, config: Config) -> None:
+    """A new run's weights and averages: those of another run, as far as it has them. ConfigError: its model
+    is another one, or has more layers.
+    """
+    way_out = "checkpoint.initial_load_path needs the [model] of that run"
+    Identity(find_checkpoint(path)).check_model(config, way_out)
+    load_initial_weights(path, run.parameters, Channels.of(asdict(config.data)))
     if run.average:
         run.average.restart()
 

@@ -34,6 +34,7 @@ class Progress:
     samples: int = 0
     global_batch: int = 0  # samples a step; 0: not known yet
     rollbacks: int = 0  # how often it went back to a checkpoint to take other samples
+    went_back_to: int = -1  # the step that the last of these times ended at
 
     def advance(self) -> None:
         """One step was taken."""
@@ -43,7 +44,8 @@ class Progress:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        for name in vars(self):
+        """Names that an older version did not save keep their defaults."""
+        for name in vars(self).keys() & state.keys():
             setattr(self, name, int(state[name]))
 
 
@@ -57,7 +59,6 @@ class RunState:
     average: EMA | None
     progress: Progress
     bad_steps: BadSteps
-    went_back_to: int = -1  # the step that the last rollback of this process ended at
 
     def tensors(self) -> State:
         """Part -> name -> tensor: the live ones, not copies."""
@@ -70,7 +71,8 @@ class RunState:
             part: {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
             for part, tensors in parts.items()
         }
-        return state | {"train": {**self.progress.state(), **self.scaler.state()}}
+        train = {**self.progress.state(), **self.scaler.state()}
+        return state | {"train": train, "bad_steps": self.bad_steps.window}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         """`<parameter>.<moment>` -> tensor. The groups hold nothing that the configuration and the step do
@@ -116,8 +118,9 @@ def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
     if run.average and not any(name.startswith("ema.") for name in stored):
         del state["ema"]
         logger.info("%s has no averaged weights: averages start from its weights", folder)
-    if "scaler.factor" in state["train"] and "train.scaler.factor" not in stored:
-        state["train"] = run.progress.state()  # it was not trained in fp16: the scaler starts anew
+    # What an older version did not save, and the scaler of a run that was not trained in fp16, starts anew.
+    for part in ("train", "bad_steps"):
+        state[part] = {name: value for name, value in state[part].items() if f"{part}.{name}" in stored}
     checkpointer.load(step, state)
     run.progress.load(state["train"])
     if "scaler.factor" in state["train"]:
@@ -135,7 +138,7 @@ def go_back(checkpointer: Checkpointer | NoCheckpoints, run: RunState) -> None:
     """
     bad_steps = run.bad_steps
     step = checkpointer.newest(bad_steps.first - 2)
-    if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.went_back_to:
+    if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.progress.went_back_to:
         tried = (
             f"going back to step {step} and taking other samples did not help"
             if step
@@ -148,7 +151,7 @@ def go_back(checkpointer: Checkpointer | NoCheckpoints, run: RunState) -> None:
     checkpointer.remove_after(step)
     rollbacks = run.progress.rollbacks + 1
     restore(checkpointer, step, run)
-    run.progress.rollbacks, run.went_back_to = rollbacks, step
+    run.progress.rollbacks, run.progress.went_back_to = rollbacks, step
     logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
     bad_steps.forgive()
 

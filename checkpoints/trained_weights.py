@@ -2,20 +2,20 @@
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import tomli
 import torch.distributed as dist
 
 from checkpoints.checkpointer import load, problem_of
 from checkpoints.files import MANIFEST, candidates, reading, stored_tensors
-from checkpoints.initial_weights import Channels
+from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters
 from config import Config
-from datasets.normalization import Statistics
+from datasets.era5 import Archive
+from datasets.normalization import Statistics, read_statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import from_first_rank
@@ -44,11 +44,11 @@ class Trained:
         return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
 
 
-def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> Trained:
+def find_trained(path: Path, named_by: str, averaged: bool, config: Config, archive: Archive) -> Trained:
     """The newest checkpoint at `path` whose bytes are what was written. Called by all ranks together.
 
-    averaged: take averaged weights where it has them. DataError: there is none, it was trained with other
-    variables, or the statistics of its run are missing.
+    averaged: take averaged weights where it has them. DataError: there is none, or the statistics of its run
+    are missing. ConfigError: its weights mean something else than the configuration and the archive say.
     """
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     found = from_first_rank(lambda: list(candidates(path)))
@@ -60,31 +60,25 @@ def find_trained(path: Path, named_by: str, averaged: bool, config: Config) -> T
     else:
         reason = "all its checkpoints are damaged" if found else "no checkpoint there"
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
-    _check_channels(folder, config)
+    identity = Identity(folder)
+    identity.check(config, "take the configuration beside these weights", archive)
     has_averages = any(name.startswith("ema.") for name in stored_tensors(folder))
-    return Trained(
-        folder, averaged and has_averages, read_statistics(folder.parent.parent / "statistics.npz")
-    )
+    return Trained(folder, averaged and has_averages, statistics_of(identity, archive.grid.shape))
 
 
-def _check_channels(folder: Path, config: Config) -> None:
-    """Shapes alone would let two variables change places."""
-    stored = folder / "config.toml"
-    if not stored.exists():
-        return  # not one of ours: nothing says what its channels are
-    theirs, ours = Channels.of(tomli.loads(stored.read_text())["data"]), Channels.of(asdict(config)["data"])
-    if theirs != ours:
-        shown = f"{theirs.inputs} there and {ours.inputs} in this configuration"
-        raise DataError(f"{folder}: its channels are {shown}; take the configuration beside its weights")
-
-
-def read_statistics(path: Path) -> Statistics:
+def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
     """What the weights were trained with; the data they came from need not be there any more."""
-    if not path.exists():
-        raise DataError(f"{path}: is missing; copy it from the folder of the run that trained the weights")
-    with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
-        return Statistics(**arrays, fingerprint=str(stored["fingerprint"]))
+    if numbers := identity.statistics:
+        moments = {name: np.asarray(values) for name, values in numbers.items()}
+        nothing = np.zeros(0, "datetime64[s]")
+        mean_field = np.broadcast_to(moments["mean"][:, None, None], (len(moments["mean"]), *shape))
+        return Statistics(
+            **moments, mean_field=mean_field, empty_dates=nothing, dates=nothing, fingerprint=""
+        )
+    path = identity.folder.parent.parent / "statistics.npz"
+    if statistics := read_statistics(path):
+        return statistics
+    raise DataError(f"{path}: is missing or damaged; copy it from the run that trained the weights")
 
 
 def load_weights(trained: Trained, parameters: Parameters) -> None:

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from checkpoints.files import INCOMPLETE, prune, sync_folder, write_durably, write_manifest
+from checkpoints.files import INCOMPLETE, prune, write_manifest
+from durable_files import sync_folder, write_durably
 
 ROOT = Path(__file__).parents[1]
 ALIGNMENT = 64  # bytes: where a tensor begins in the arena

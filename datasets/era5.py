@@ -7,6 +7,7 @@ latitude north to south and longitude ascending.
 
 import difflib
 import glob
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from datasets.files import DATA_FILES, is_url, is_zarr, open_file
+from datasets.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
 from datasets.grid import Grid
 from datasets.layouts import StoredField, stored_fields
 from datasets.regrid import Regridder
-from datasets.variables import nearest_name
+from datasets.variables import nearest_name, units
 from errors import DataError
 
 # Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.
@@ -121,6 +122,19 @@ class Archive:
     def has(self, variables: Sequence[str]) -> np.ndarray:
         """Which dates (T,) bool have all these variables in some file; values may still be NaN there."""
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
+
+    def files_state(self, variables: Sequence[str]) -> bytes:
+        """A digest of names, sizes and times of change of all files that hold these variables; b"" where one
+        of them is behind a URL.
+        """
+        found = {(field.file.path, field.array) for name in variables for _, field, _ in self._find(name)}
+        states = [stored_state(path, array) for path, array in sorted(found)]
+        return hashlib.sha256(b"".join(states)).digest() if all(states) else b""
+
+    def units(self, name: str) -> str:
+        """As the data say, else as they are known for the variable; "" for neither."""
+        _, field, _ = self._find(name)[0]
+        return str(field.file.arrays[field.array].attrs.get("units", "")) or units(name)
 
     def time_chunk(self, variables: Sequence[str]) -> int:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""

@@ -84,6 +84,26 @@ def is_url(path: str) -> bool:
     return "://" in path or "::" in path
 
 
+def stored_state(path: str, array: str) -> bytes:
+    """Names, sizes and times of change of the files that hold an array; b"" for a URL."""
+    if is_url(path):
+        return b""
+    parts = []
+    root = os.path.join(path, array) if os.path.isdir(path) else path
+    for name in sorted(_files_below(root)):
+        status = os.stat(name)
+        parts.append(
+            f"{os.path.relpath(name, os.path.dirname(path))} {status.st_size} {status.st_mtime_ns}\n"
+        )
+    return "".join(parts).encode("utf-8", "surrogateescape")
+
+
+def _files_below(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
 def file_kind(path: str) -> str:
     """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; DataError for others."""
     if is_url(path) or is_zarr(path):

@@ -27,7 +27,7 @@ class MemoryArchive:
     in_memory = True
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        self.times, self.variables = archive.times, list(variables)
+        self.times, self.variables, self.files_state = archive.times, list(variables), archive.files_state
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = torch.empty(len(dates), len(variables), *archive.grid.shape)

@@ -5,19 +5,23 @@ Shapes: B batch, V variables, H latitudes, W longitudes, n dates.
 
 import hashlib
 import logging
+import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from durable_files import replacing
 from errors import DataError
 
 logger = logging.getLogger(__name__)
+Numbers = dict[str, list[float]]  # mean, std, change_std -> one number a variable
 BLOCK_BYTES = 2**28  # of fields read at once while streaming
 
 
@@ -28,6 +32,8 @@ class Fields(Protocol):
 
     def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray: ...
 
+    def files_state(self, variables: Sequence[str]) -> bytes: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
@@ -37,37 +43,122 @@ class Statistics:
     std: np.ndarray  # (V,)
     change_std: np.ndarray  # (V,) standard deviation of the change over one model step
     mean_field: np.ndarray  # (V, H, W) float32: the climatology of the training period
-    empty_dates: np.ndarray  # indices of dates on which a variable has no value at all
+    empty_dates: np.ndarray  # datetime64[s], those on which a variable has no value at all
+    dates: np.ndarray  # (n,) datetime64[s], all that were counted
     fingerprint: str  # of what all this was computed from
 
+    @property
+    def numbers(self) -> Numbers:
+        """What a model's weights were trained with: the three moments, to the last digit."""
+        return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
 
-def load_or_compute(
-    cache: Path,
-    archive: Fields,
-    variables: list[str],
-    dates: np.ndarray,
-    step: np.timedelta64,
-    weights: np.ndarray,
-) -> Statistics:
-    """Statistics over the dates `dates` of `archive`, read from `cache` if they are of the same data."""
-    fingerprint = _fingerprint(archive, variables, dates, step)
-    if cache.exists():
-        with np.load(cache) as stored:
-            if str(stored["fingerprint"]) == fingerprint:
-                arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
-                return Statistics(**arrays, fingerprint=fingerprint)
-    statistics = compute(archive, variables, dates, step, weights, fingerprint)
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(cache, **asdict(statistics))
+    def empty_in(self, times: np.ndarray) -> np.ndarray:
+        """Indices of the dates `times` (T,) that have no value of some variable."""
+        return np.flatnonzero(np.isin(times, self.empty_dates))
+
+    def write(self, path: Path) -> None:
+        with replacing(path) as beside:
+            np.savez(beside, **asdict(self))
+
+
+def read_statistics(path: Path) -> Statistics | None:
+    """None where there are none, or the file is damaged: then it says so."""
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as stored:
+            arrays = {name: stored[name] for name in stored.files if name != "fingerprint"}
+            return Statistics(**arrays, fingerprint=str(stored["fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        logger.warning("%s: is damaged, or of another version (%s)", path, type(error).__name__)
+        return None
+
+
+class Source(NamedTuple):
+    """What statistics are computed from."""
+
+    fields: Fields
+    variables: list[str]
+    dates: np.ndarray  # indices into fields.times
+    step: np.timedelta64  # of the model
+    weights: np.ndarray  # (H,) of area
+
+
+def load_or_compute(caches: Sequence[Path], source: Source) -> Statistics:
+    """Statistics of a source, read from the first of `caches` that are of the same data, else computed and
+    written to the last.
+    """
+    fingerprint = fingerprint_of(*source[:4])
+    for cache in caches:
+        stored = read_statistics(cache)
+        if stored and stored.fingerprint == fingerprint:
+            return stored
+    statistics = compute(*source, fingerprint)
+    statistics.write(caches[-1])
     return statistics
 
 
-def _fingerprint(archive: Fields, variables: list[str], dates: np.ndarray, step: np.timedelta64) -> str:
-    """Of names, dates and the values of the first and last field: other data cannot pass for these."""
-    digest = hashlib.sha256(repr((variables, int(step.astype(int)))).encode())
-    digest.update(archive.times[dates].astype("datetime64[s]").tobytes())
-    for i in (dates[0], dates[-1]):
-        digest.update(archive.read_block(int(i), int(i) + 1, variables).tobytes())
+def load_as_trained(cache: Path, source: Source, numbers: Numbers) -> Statistics:
+    """The statistics that weights were trained with, whatever dates have come since, read from `cache` where
+    the files are as they were. Otherwise computed again from the same dates, and held against `numbers`.
+
+    DataError: the fields of these dates are others now.
+    """
+    stored = read_statistics(cache)
+    if stored and stored.numbers != numbers:
+        stored = None
+    times = source.fields.times
+    dates = np.flatnonzero(np.isin(times, stored.dates)) if stored else source.dates
+    if stored and len(dates) < len(stored.dates):
+        logger.info(f"{cache}: {len(stored.dates) - len(dates)} of its dates are not in the data any more")
+        return stored
+    then = source._replace(dates=dates)
+    fingerprint = fingerprint_of(*then[:4])
+    if stored and stored.fingerprint == fingerprint:
+        return stored
+    again = compute(*then, fingerprint)
+    if problem := _difference(source.variables, again.numbers, numbers):
+        raise DataError(f"data.path: {problem}; {WAY_OUT}")
+    logger.info("data.path: other files than before, with the same statistics")
+    exact = {name: np.asarray(values) for name, values in numbers.items()}
+    again = replace(again, **exact)
+    again.write(cache)
+    return again
+
+
+SAME = 1e-9  # relative: of the same fields another processor adds up other last digits
+WAY_OUT = (
+    "take the data and the dates that the run began with, or start a new one: another job.dump_folder, with "
+    "checkpoint.initial_load_path for its weights"
+)
+
+
+def _difference(variables: Sequence[str], now: Numbers, then: Numbers) -> str:
+    """The first moment that is not what it was; "" where all are."""
+    for name, values in now.items():
+        for variable, ours, theirs, scale in zip(variables, values, then[name], then["std"], strict=True):
+            if abs(ours - theirs) > SAME * scale:
+                what = f"{name} of {variable} is {ours:.9g} here and was {theirs:.9g}"
+                return f"the training dates are not those that the weights were trained on: {what}"
+    return ""
+
+
+SAMPLED = 16  # dates whose values stand for all where files say nothing of themselves
+
+
+def fingerprint_of(fields: Fields, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
+    """Of names, dates, and of the files' names, sizes and times of change, which cost no reading.
+
+    Through a URL nobody knows these: there it is the values of 16 dates, evenly spaced, so that a change of
+    more than a fifteenth of the period is found for certain.
+    """
+    digest = hashlib.sha256(repr((list(variables), int(step / np.timedelta64(1, "s")))).encode())
+    digest.update(fields.times[dates].astype("datetime64[s]").tobytes())
+    files = fields.files_state(variables)
+    digest.update(files)
+    places = np.linspace(0, len(dates) - 1, SAMPLED).round().astype(int) if not files else []
+    for i in dates[np.unique(places).astype(int)]:
+        digest.update(fields.read_block(int(i), int(i) + 1, variables).tobytes())
     return digest.hexdigest()
 
 
@@ -80,7 +171,8 @@ def compute(
     fingerprint: str = "",
 ) -> Statistics:
     """One pass over the dates; weights (H,) are area weights; missing cells count in no moment."""
-    state, change, empty = _Moments(weights), _Moments(weights), []
+    state, change = _Moments(weights), _Moments(weights)
+    empty: list[int] = []
     recent: OrderedDict[np.datetime64, np.ndarray] = OrderedDict()  # fields of the last model step
     total = count = np.zeros(0)
     for i, field in stream(archive, variables, dates):
@@ -105,7 +197,8 @@ def compute(
     with np.errstate(invalid="ignore"):
         mean_field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
     change_std = change.mean_and_std()[1] if change.weight.size else std
-    return Statistics(mean, std, change_std, mean_field, np.asarray(empty, int), fingerprint)
+    times = archive.times.astype("datetime64[s]")
+    return Statistics(mean, std, change_std, mean_field, times[empty], times[dates], fingerprint)
 
 
 def stream(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -18,7 +18,7 @@ def hand_over(run: RunState) -> State:
     """What this rank holds of everything that decides how the run goes on."""
     return {
         part: {name: local(tensor) for name, tensor in tensors.items()}
-        for part, tensors in _tensors(run).items()
+        for part, tensors in run.tensors().items()
     }
 
 
@@ -27,19 +27,11 @@ def take_over(run: RunState, state: State) -> None:
     """Makes another replica's state this one's. ConfigError where the two have another layout."""
     for key, value in state["optimizer"].items():
         _allocate_moment(run, key, value)
-    for part, mine in _tensors(run).items():
+    for part, mine in run.tensors().items():
         if part != "train":  # numbers, which are no tensors here
             _copy(part, mine, state[part])
     run.progress.load(state["train"])
     run.scaler.load(state["train"])
-
-
-def _tensors(run: RunState) -> State:
-    """Beside what a checkpoint has, what bad steps are judged by: all replicas have to judge alike."""
-    return {
-        **run.tensors(),
-        "bad_steps": {name: getattr(run.bad_steps, name) for name in ("losses", "bad")},
-    }
 
 
 def _allocate_moment(run: RunState, key: str, value: Tensor) -> None:

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import torch
 
 from checkpoints.files import check_steps
+from checkpoints.identity import check_resume
 from config import Config
 from datasets.grid import Grid
 from datasets.selection import Selection, open_selection
@@ -34,6 +35,7 @@ def open_checked(config: Config) -> Selection:
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     selection = open_selection(config.data, config.model.patch_size, lead_hours)
     check_model(config, selection.archive.grid)
+    check_resume(config, selection)
     if config.checkpoint.enable:
         check_steps(config.dump_folder / "checkpoints", config.training.steps)
     return selection

@@ -143,7 +143,8 @@ def fields_of(grid: tuple[int, int]) -> Fields:
     """Three variables of mean 0 and deviation 1, and two constant fields."""
     static = np.random.default_rng(2).normal(size=(2, *grid))
     moments = (np.zeros(3), np.ones(3), np.ones(3), np.zeros((3, *grid), np.float32))
-    statistics = Statistics(*moments, empty_dates=np.zeros(0, int), fingerprint="")
+    nothing = np.zeros(0, "datetime64[s]")
+    statistics = Statistics(*moments, empty_dates=nothing, dates=nothing, fingerprint="")
     return Fields(["a", "b", "c"], global_grid(grid), list(static), statistics)
 
 

@@ -20,6 +20,7 @@ from checkpoints.files import (
     stored_tensors,
     write_manifest,
 )
+from checkpoints.run_folder import lock_folder
 from checkpoints.run_state import resume
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 
@@ -162,12 +163,12 @@ def test_what_is_being_read_is_not_deleted(build, tmp_path):  # noqa: F811
     assert complete_steps(tmp_path) == [3]
 
 
-def test_a_lock_that_the_file_system_lacks_is_said(build, caplog, monkeypatch):  # noqa: F811
+def test_a_lock_that_the_file_system_lacks_is_said(tmp_path, caplog, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    build("disabled")
+    lock_folder(tmp_path)
     assert "cannot be locked (no locks available)" in caplog.text
 
 

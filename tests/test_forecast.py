@@ -322,8 +322,10 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
         ),
         (["--forecast.checkpoint", "nowhere"], "forecast.checkpoint = 'nowhere': no checkpoint there"),
         (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'"),
-        (["--data.variables", '["2m_temperature", "geopotential:500"]'], "its channels are"),
-        (["--model.dim", "32"], "is [16, 60] there and [32, 60] in this configuration"),
+        (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
+        (["--model.dim", "32"], "was trained with 16; take the configuration beside"),
+        (["--model.predict", "state"], "was trained with 'change'"),
+        (["--model.position", "sincos"], "was trained with 'learned'"),
         (["--forecast.perturbation", "-1"], "must be at least 0"),
     ],
 )

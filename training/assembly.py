@@ -46,11 +46,11 @@ class Fields:
     @classmethod
     def standard(cls, config: Config, grid: Grid, num_variables: int) -> "Fields":
         """Of data that need not be there: variables of mean 0 and deviation 1, constant fields of zeros."""
-        ones, nothing = np.ones(num_variables), np.zeros(0, int)
+        ones, nothing = np.ones(num_variables), np.zeros(0, "datetime64[s]")
         mean_field = np.zeros((num_variables, *grid.shape), np.float32)
         static = [np.zeros(grid.shape) for _ in config.data.static_variables]
         names = [f"variable {number}" for number in range(num_variables)]
-        return cls(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, ""))
+        return cls(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, nothing, ""))
 
 
 @dataclass

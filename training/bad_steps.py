@@ -35,6 +35,11 @@ class BadSteps:
         # Up to the last look: how many, what is known of them, the first of the last 100, the newest of all.
         self.skipped, self.diagnosis, self.first, self.now = 0, "", 0, False
 
+    @property
+    def window(self) -> dict[str, Tensor]:
+        """What the steps to come are judged by: a resumed run skips what one that was not stopped skips."""
+        return {"losses": self.losses, "bad": self.bad}
+
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
         """Whether a step is bad, a bool on the device. `loss` is this rank's, `grad_norm` that of all.
 

@@ -9,7 +9,7 @@ import numpy as np
 from config import Data
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset, cache_if_small
-from datasets.normalization import known_empty_dates, load_or_compute
+from datasets.normalization import Numbers, Source, known_empty_dates, load_as_trained, load_or_compute
 from datasets.selection import Selection, evenly_spaced
 from parallelisms.mesh import from_first_rank
 
@@ -19,17 +19,28 @@ logger = logging.getLogger("rossby")
 class Samples:
     """Made by all ranks together. Fields are kept in memory where they take at most `data.cache_gib`."""
 
-    def __init__(self, selection: Selection, data: Data, folder: Path) -> None:
-        """folder: the run's, which keeps the statistics."""
+    def __init__(
+        self, selection: Selection, data: Data, folder: Path, trained: Numbers | None = None
+    ) -> None:
+        """folder: the run's, which keeps the statistics; trained: those that its checkpoints were made with.
+
+        DataError: the training dates are not those any more.
+        """
         self.selection, variables = selection, selection.variables
         dates = np.union1d(selection.train, selection.validation)
         self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
         counted = evenly_spaced(selection.train, data.statistics_dates)
-        source = (self.archive, variables, counted, selection.step, self.area)
-        self.statistics = from_first_rank(lambda: load_or_compute(folder / "statistics.npz", *source))
+        source, cache = Source(self.archive, variables, counted, selection.step, self.area), "statistics.npz"
+        self.statistics = from_first_rank(
+            lambda: (
+                load_as_trained(folder / cache, source, trained)
+                if trained
+                else load_or_compute([folder / cache], source)
+            )
+        )
         self.empty = {
-            "train": self.statistics.empty_dates,
+            "train": self.statistics.empty_in(self.archive.times),
             "validation": from_first_rank(
                 lambda: known_empty_dates(self.archive, variables, selection.validation)
             ),

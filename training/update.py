@@ -59,8 +59,8 @@ class Update:
             scaler.unscale(parameters)
             norm = total_norm(parameters, self.model.pipeline_group)
             clip(parameters, self.max_norm, norm)
+            self.saves.before_update()  # the window of losses is saved too
             bad = self.run.bad_steps.judge(step, loss, norm, overflow_is_normal=scaler.enabled)
-            self.saves.before_update()
             if scaler.good(norm):
                 step_unless(bad, self.run.optimizer)
                 weights_have_changed(self.model, self.run, step)

@@ -8,8 +8,10 @@ the mean by hour of day, without `dayofyear`. Shapes: V variables, H latitudes, 
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from errors import DataError
 DAYS, WINDOW = 366, 61
 SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
+FINGERPRINT = "fingerprint"  # attribute of a store
 CLIMATOLOGY_ROLES = {"hour": "hour", "dayofyear": "dayofyear"}
 
 
@@ -58,10 +61,12 @@ def compute_climatology(
     dates: np.ndarray,
     path: str,
     step_hours: int = 6,
+    fingerprint: str = "",
 ) -> None:
     """Computes the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
-    hour 0, step_hours, ... 18; missing values count in no mean. DataError where an hour has no date at all.
+    hour 0, step_hours, ... 18; missing values count in no mean. fingerprint: of what it is computed from.
+    DataError where an hour has no date at all.
     """
     times, hours = archive.times[dates], list(range(0, 24, step_hours))
     empty = next((hour for hour in hours if hour not in pd.DatetimeIndex(times).hour), None)
@@ -76,7 +81,8 @@ def compute_climatology(
     recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
     period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
     chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
-    create_store(path, variables, archive.grid, axes, chunks, {"period": period, "recipe": recipe})
+    attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
+    create_store(path, variables, archive.grid, axes, chunks, attributes)
     store, levels = zarr.open_group(path, mode="r+", zarr_format=2), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
         total, count = day_sums(archive, some, dates, some_hours)
@@ -118,6 +124,14 @@ def day_sums(
             total[h, :, day - 1] += np.where(valid, field, 0)
             count[h, :, day - 1] += valid
     return total, count
+
+
+def stored_fingerprint(path: Path) -> str | None:
+    """Of what a climatology was computed from; None where there is none that says so."""
+    try:
+        return json.loads((path / ".zattrs").read_text()).get(FINGERPRINT)
+    except (OSError, ValueError):
+        return None
 
 
 class Climatology(FieldsByName):

@@ -1,0 +1,174 @@
+"""What the weights of a checkpoint mean: the model they are of, and the fields that go in and come out.
+
+A checkpoint keeps the run's configuration (config.toml) and, in its manifest under "identity", what the
+configuration does not say: grid, units, statistics, data. What would change the meaning of weights is refused
+wherever they are used; what else has changed since is said in one line.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from checkpoints.files import MANIFEST, Damaged, complete_steps, read_manifest, step_folder
+from config import SECTIONS, Config
+from datasets.era5 import Archive
+from datasets.grid import Grid
+from datasets.normalization import Numbers, Statistics
+from datasets.selection import Selection
+from datasets.variables import expand_levels
+from errors import ConfigError
+
+# Settings of a model that its weights do not work without; the others of [model] change speed or training.
+MODEL = {
+    "vit": (
+        "patch_size",
+        "dim",
+        "num_layers",
+        "num_heads",
+        "mlp_dim",
+        "position",
+        "qkv_bias",
+        "qk_norm",
+        "predict",
+    ),
+    "unet": ("width", "levels", "predict"),
+}
+DATA = ("variables", "static_variables", "forcings", "step_hours")
+UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
+Values = dict[str, dict[str, Any]]  # section -> key -> value
+
+
+def describe(selection: Selection, statistics: Statistics) -> dict[str, Any]:
+    """What a manifest says beside config.toml."""
+    archive, names = selection.archive, selection.variables
+    dates = statistics.dates
+    return {
+        "grid": {axis: getattr(archive.grid, axis).round(6).tolist() for axis in ("latitude", "longitude")},
+        "units": {name: archive.units(name) for name in names},
+        "statistics": statistics.numbers,
+        "data": f"{len(dates)} dates, {dates[0]} to {dates[-1]}, SHA-256 {statistics.fingerprint}",
+    }
+
+
+class Identity:
+    """Of one checkpoint. `more` is empty where another program, or an older version, wrote it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises Damaged."""
+        self.folder = folder
+        path = folder / "config.toml"
+        stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+        self.values = with_defaults(stored) if stored else {}
+        manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+        self.more: dict[str, Any] = manifest.get("identity", {})
+
+    @property
+    def statistics(self) -> Numbers | None:
+        """Mean, deviation and deviation of the change of each variable."""
+        return self.more.get("statistics")
+
+    def check(self, config: Config, way_out: str, archive: Archive | None = None) -> None:
+        """ConfigError: these weights mean something else than `config`, or the data, take them for."""
+        theirs, ours = meaning(self.values), meaning(plain(config))
+        for key in [*theirs, *(key for key in ours if key not in theirs)] if theirs else []:
+            if theirs.get(key) != ours.get(key):
+                self._refuse(key, ours.get(key), theirs.get(key), way_out)
+        if archive and self.more:
+            self._check_fields(archive, way_out)
+
+    def check_model(self, config: Config, way_out: str) -> None:
+        """The same of the model alone, which may have more layers: for fine-tuning on other data."""
+        theirs, ours = meaning(self.values), meaning(plain(config))
+        for key in [key for key in theirs if key.startswith("model.")]:
+            deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
+            if theirs[key] != ours.get(key) and not deeper:
+                self._refuse(key, ours.get(key), theirs[key], way_out)
+
+    def _check_fields(self, archive: Archive, way_out: str) -> None:
+        grid = Grid(self.more["grid"]["latitude"], self.more["grid"]["longitude"])
+        if not grid.same_as(archive.grid):
+            self._refuse("the grid of data.path", shown(archive.grid), shown(grid), way_out)
+        for name, unit in self.more["units"].items():
+            if plain_units(archive.units(name)) != plain_units(unit):
+                self._refuse(f"the units of {name} in data.path", archive.units(name), unit, way_out)
+
+    def _refuse(self, key: str, ours: Any, theirs: Any, way_out: str) -> None:
+        raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
+
+    def changes(self, config: Config) -> list[str]:
+        """What is not as it was when the checkpoint was saved: "optimizer.lr 0.001 -> 0.0001"."""
+        now = plain(config)
+        return [
+            f"{section}.{key} {old!r} -> {now[section][key]!r}"
+            for section, keys in self.values.items()
+            for key, old in keys.items()
+            if section not in UNSAID and old != now[section][key]
+        ]
+
+
+def shown(grid: Grid) -> str:
+    corners = [f"{axis[0]:g} to {axis[-1]:g}" for axis in (grid.latitude, grid.longitude)]
+    return f"{grid.shape[0]} x {grid.shape[1]}, latitudes {corners[0]}, longitudes {corners[1]}"
+
+
+def plain(config: Config) -> Values:
+    """Lists for tuples, as a file has them."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def with_defaults(stored: Values) -> Values:
+    """Every key there is: those of an older version's file are the defaults that have come since."""
+    filled = {name: asdict(cls()) | stored.get(name, {}) for name, cls in SECTIONS.items()}
+    known = {name: {f: keys[f] for f in SECTIONS[name].__dataclass_fields__} for name, keys in filled.items()}
+    return json.loads(json.dumps(known))
+
+
+def meaning(values: Values) -> dict[str, Any]:
+    """Key -> value of all that weights depend on."""
+    if not values:
+        return {}
+    model, data = values["model"], values["data"]
+    found = {"model.name": model["name"]}
+    found |= {f"model.{key}": model[key] for key in MODEL[model["name"]]}
+    if "model.mlp_dim" in found:
+        found["model.mlp_dim"] = model["mlp_dim"] or 4 * model["dim"]
+    found |= {f"data.{key}": data[key] for key in DATA}
+    return found | {"data.variables": expand_levels(data["variables"], data["levels"])}
+
+
+def plain_units(text: str) -> str:
+    """Units in one spelling: "m**2 s**-2", "m^2/s^2" and "m2 s-2" are the same."""
+    text = re.sub(r"\*\*|\^", "", text.strip())
+    text = re.sub(r"\s*/\s*([A-Za-z]+)(\d*)", lambda m: f" {m[1]}-{m[2] or 1}", text)
+    return "1" if text in ("", "~", "(0 - 1)", "0-1", "dimensionless", "fraction") else text
+
+
+def newest_identity(folder: Path) -> Identity | None:
+    """Of the newest checkpoint in a run's folder whose manifest can be read, which a start resumes from."""
+    for identity in _identities(folder / "checkpoints"):
+        return identity
+    return None
+
+
+def _identities(folder: Path) -> Iterator[Identity]:
+    for step in reversed(complete_steps(folder)):
+        try:
+            yield Identity(step_folder(folder, step))
+        except (Damaged, OSError, ValueError):
+            continue  # resuming sets it aside, and says so
+
+
+NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial_load_path for these weights"
+
+
+def check_resume(config: Config, selection: Selection) -> Identity | None:
+    """What a run in this folder would resume from. ConfigError: another model's, or of other fields."""
+    identity = newest_identity(config.dump_folder) if config.checkpoint.enable else None
+    if identity:
+        identity.check(config, NEW_RUN, selection.archive)
+    return identity

@@ -1,0 +1,80 @@
+"""A run's folder: held by one run at a time, and what stands in it of the run before."""
+
+import fcntl
+import logging
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from checkpoints.identity import check_resume, describe
+from command_line import to_toml
+from config import Config
+from datasets.normalization import Numbers, Statistics
+from datasets.selection import Selection
+from durable_files import write_durably
+from errors import ConfigError
+from parallelisms.mesh import from_first_rank
+
+logger = logging.getLogger(__name__)
+PATIENCE = 5.0  # seconds that the run before may still need to end
+
+
+class RunFolder:
+    """Made by all ranks together; from then on, until `release`, nobody else writes into the folder.
+
+    ConfigError: another run is in, or the weights of the checkpoints there mean something else.
+    """
+
+    def __init__(self, config: Config, selection: Selection) -> None:
+        self.config, self.selection, self.path = config, selection, config.dump_folder
+        self.lock: list[IO[str]] = []  # the first rank's
+        from_first_rank(lambda: self.lock.append(lock_folder(self.path)))
+        self.before = check_resume(config, selection)
+
+    @property
+    def trained(self) -> Numbers | None:
+        """The statistics of the weights that the run resumes from."""
+        return self.before and self.before.statistics
+
+    def begin(self) -> None:
+        """The run is going to be one: its configuration takes the place of the one before it."""
+        if dist.get_rank():
+            return
+        write_durably(self.path / "config.toml", to_toml(self.config))
+        if self.before and (changes := self.before.changes(self.config)):
+            logger.info("changed since %s: %s", self.before.folder, ", ".join(changes))
+
+    def about(self, statistics: Statistics, layout: dict[str, Any]) -> dict[str, Any]:
+        """What the manifests of its checkpoints say."""
+        return {"layout": layout, "identity": describe(self.selection, statistics)}
+
+    def release(self) -> None:
+        self.lock.clear()
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """A folder, made where it is not there: an open file that keeps other runs out of it as long as it stays
+    open. ConfigError: another run is in.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, deadline = (folder / ".lock").open("a"), time.monotonic() + PATIENCE
+    except OSError as error:
+        raise ConfigError(f"job.dump_folder = '{folder}': cannot be written to: {error.strerror}") from None
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                reason = "another run writes there; wait for it, or choose another job.dump_folder"
+                raise ConfigError(f"{folder}: {reason}") from None
+            time.sleep(0.1)
+        except OSError as error:
+            logger.warning(
+                "%s: cannot be locked (%s); take care that no other run writes there", folder, error
+            )
+            return file

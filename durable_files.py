@@ -1,0 +1,40 @@
+"""Files that are whole under their names: written beside, flushed, renamed. A kill or a full disk leaves the
+file that was there before.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Another name to write to, which takes the place of `path` when the block ends well. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new{path.suffix}")  # numpy adds a suffix where there is none
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            beside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Raises OSError."""
+    with replacing(path) as beside:
+        beside.write_text(text)
+
+
+def sync_folder(path: Path) -> None:
+    """A new name is on the disk only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

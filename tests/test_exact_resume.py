@@ -1,0 +1,131 @@
+"""A run that goes on from any of its checkpoints ends with the bits of the run that was not stopped.
+
+Configurations are drawn: spikes that are skipped, going back, averages, updates in backward, accumulation,
+ways of saving.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xarray as xr
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from checkpoints.files import complete_steps, step_folder
+from command_line import load_config
+from tests.archives import weatherbench
+from train import train
+
+STEPS, INTERVAL = 60, 5
+CONFIG = """
+[data]
+path = "{path}"
+variables = ["10m_u_component_of_wind"]
+[model]
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[optimizer]
+lr = 1e-3
+[lr_scheduler]
+warmup_steps = 5
+[training]
+steps = 60
+local_batch_size = 2
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = true
+interval = 5
+keep_latest_k = 0
+[validation]
+enable = false
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    """Waves, with some dates whose losses are spikes, and with `holes` that make a step bad."""
+    folder = tmp_path_factory.mktemp("exact")
+    time = np.datetime64("2020-01-01", "ns") + np.arange(90) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(90)[:, None, None]
+    u = 10 * np.cos(np.deg2rad(latitude))[None, :, None] * np.sin(2 * phase)
+    u[[30, 31, 62]] += 60 * np.random.default_rng(0).normal(size=u[:3].shape)
+    dims = ("time", "latitude", "longitude")
+    coords = {"time": time, "latitude": latitude, "longitude": longitude}
+    ds = xr.Dataset({"10m_u_component_of_wind": (dims, u.astype("f4"))}, coords)
+    path = folder / "exact.toml"
+    path.write_text(CONFIG.format(path=weatherbench(folder, ds)))
+    return path
+
+
+def draw(seed: int) -> list[str]:
+    rng = random.Random(seed)
+    choices = {
+        "training.spike_threshold": ["0", "4", "8"],
+        "training.max_skipped_steps": ["1", "4", "100"],
+        "training.ema_decay": ["0", "0.9"],
+        "training.seed": ["0", "1", "2"],
+        "checkpoint.async_mode": ["disabled", "async", "async_with_pinned_mem"],
+        "data.cache_gib": ["0", "1"],
+        "optimizer.state_dtype": ["float32", "int8"],
+    }
+    drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
+    if rng.random() < 0.5:
+        return [*drawn, "--optimizer.in_backward", "true", "--training.max_norm", "0"]
+    return [*drawn, "--training.global_batch_size", rng.choice(["2", "4"])]
+
+
+def run(config_file: Path, folder: Path, options: list[str]) -> None:
+    try:
+        train(
+            load_config(["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options])
+        )
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def end(folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, tuple]]:
+    """All tensors after the last step, and step -> loss and gradient norm."""
+    dcp_to_torch_save(str(step_folder(folder / "checkpoints", STEPS)), folder / "whole.pt")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return torch.load(folder / "whole.pt"), {r["step"]: (r["loss"], r["grad_norm"]) for r in lines}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_checkpoint_leads_to_the_same_end(config_file, tmp_path, seed):
+    options, rng = draw(seed), random.Random(seed)
+    run(config_file, tmp_path / "whole", options)
+    expected, losses = end(tmp_path / "whole")
+    for kept in rng.sample(complete_steps(tmp_path / "whole/checkpoints")[2:-1], 2):
+        folder = tmp_path / f"from-{kept}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for step in complete_steps(folder / "checkpoints"):
+            if step > kept:
+                shutil.rmtree(step_folder(folder / "checkpoints", step))
+        run(config_file, folder, options)
+        tensors, again = end(folder)
+        assert again == losses, options
+        different = [n for n in expected if not np.array_equal(tensors[n], expected[n], equal_nan=True)]
+        assert tensors.keys() == expected.keys() and not different, (options, kept, different)
+
+
+def test_the_draws_reach_what_they_are_for(config_file, tmp_path, caplog):
+    """Skipped spikes and going back, so that the test above is about them."""
+    spikes = ["--training.spike_threshold", "4", "--training.max_skipped_steps"]
+    run(config_file, tmp_path / "skips", [*spikes, "100"])
+    assert "steps skipped" in caplog.text
+    try:
+        run(config_file, tmp_path / "back", [*spikes, "1"])
+    except RuntimeError:
+        pass
+    assert "on with other samples" in caplog.text

@@ -1,0 +1,241 @@
+"""What weights mean is kept with them, and refused where it is not so."""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import xarray as xr
+import zarr
+
+import evaluate
+import forecast
+from checkpoints.files import MANIFEST, complete_steps, read_manifest
+from checkpoints.identity import plain_units
+from checkpoints.run_folder import lock_folder
+from command_line import load_config
+from errors import ConfigError, DataError, UserError
+from jobs.start_checks import open_checked
+from tests.archives import weatherbench
+from train import train
+
+NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
+
+
+def waves(num_dates: int = 80) -> xr.Dataset:
+    time = np.datetime64("2020-01-01", "ns") + np.arange(num_dates) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(num_dates)[:, None, None]
+    profile = np.cos(np.deg2rad(latitude))[None, :, None]
+    fields = (10 * profile * np.sin(2 * phase), 5 * profile * np.cos(3 * phase))
+    dims = ("time", "latitude", "longitude")
+    return xr.Dataset(
+        {n: (dims, f.astype("f4"), {"units": "m s-1"}) for n, f in zip(NAMES, fields, strict=True)},
+        {"time": time, "latitude": latitude, "longitude": longitude},
+    )
+
+
+CONFIG = """
+[data]
+path = "{path}"
+variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
+train_period = ["2020-01-01", "2020-01-12"]
+[model]
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[lr_scheduler]
+warmup_steps = 2
+decay_type = "constant"
+[training]
+steps = 4
+local_batch_size = 2
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = true
+interval = 2
+[validation]
+enable = false
+"""
+
+
+def run(*options: str) -> None:
+    """A training in this process, which a refusal may end anywhere."""
+    try:
+        train(load_config(list(options)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """(options of a run of 4 steps that has ended, its folder, its data)."""
+    path = weatherbench(tmp_path, waves())
+    config = tmp_path / "tiny.toml"
+    config.write_text(CONFIG.format(path=path))
+    options = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
+    run(*options)
+    return options, tmp_path / "run", Path(path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_says_what_its_weights_mean(trained):
+    manifest = read_manifest(trained[1] / "checkpoints/step-00000004")
+    identity = manifest["identity"]
+    assert identity["units"] == dict.fromkeys(NAMES, "m s-1")
+    assert identity["grid"]["latitude"] == [75, 45, 15, -15, -45, -75]
+    assert set(identity["statistics"]) == {"mean", "std", "change_std"}
+    assert "48 dates, 2020-01-01T00:00:00 to 2020-01-12T18:00:00, SHA-256" in identity["data"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "was"),
+    [
+        ("model.num_layers", "1", "2"),
+        ("model.num_layers", "3", "2"),
+        ("model.num_heads", "4", "2"),
+        ("model.position", "sincos", "'learned'"),
+        ("model.predict", "state", "'change'"),
+        ("model.qk_norm", "true", "False"),
+        ("data.variables", '["10m_v_component_of_wind", "10m_u_component_of_wind"]', "['10m_u"),
+        ("data.step_hours", "12", "6"),
+        ("data.forcings", '["sin_local_time"]', "[]"),
+    ],
+)
+def test_another_meaning_is_refused_before_a_byte_changes(trained, key, value, was):
+    options, folder, _ = trained
+    before = contents(folder)
+    with pytest.raises(ConfigError) as error:
+        run(*options, "--training.steps", "6", "--validation.lead_hours", "[12]", f"--{key}", value)
+    text = str(error.value)
+    assert text.startswith(f"{key} = ") and f"was trained with {was}" in text and "job.dump_folder" in text
+    assert contents(folder) == before
+    with pytest.raises(ConfigError):  # and before any rank starts
+        open_checked(
+            load_config(
+                [*options, "--training.steps", "6", "--validation.lead_hours", "[12]", f"--{key}", value]
+            )
+        )
+
+
+def test_other_data_under_the_same_dates_are_refused(trained):
+    options, folder, path = trained
+    before = contents(folder)
+    array: Any = zarr.open_group(str(path), mode="r+")[NAMES[0]]
+    array[20:22] = array[20:22] + 3
+    with pytest.raises(DataError, match="mean of 10m_u_component_of_wind is .* here and was"):
+        run(*options, "--training.steps", "6")
+    assert contents(folder) == before
+
+
+def test_other_units_are_refused(trained):
+    options, _, path = trained
+    zarr.open_group(str(path), mode="r+")[NAMES[1]].attrs["units"] = "knots"
+    zarr.consolidate_metadata(str(path), zarr_format=2)
+    with pytest.raises(ConfigError, match="the units of 10m_v_component_of_wind .*'knots': .*'m s-1'"):
+        run(*options, "--training.steps", "6")
+
+
+def test_what_may_change_is_said_in_one_line(trained, caplog):
+    caplog.set_level("INFO")
+    options, folder, _ = trained
+    run(*options, "--training.steps", "6", "--optimizer.lr", "1e-4", "--training.seed", "3")
+    lines = [line for line in caplog.messages if line.startswith("changed since")]
+    assert len(lines) == 1 and "optimizer.lr 0.001 -> 0.0001" in lines[0]
+    assert "training.seed 0 -> 3" in lines[0] and "training.steps 4 -> 6" in lines[0]
+
+
+def test_data_that_have_grown_keep_the_statistics(tmp_path):
+    config = tmp_path / "tiny.toml"
+    text = CONFIG.replace('train_period = ["2020-01-01", "2020-01-12"]\n', "")
+    config.write_text(text.format(path=weatherbench(tmp_path, waves(60))))
+    options = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
+    run(*options)
+    before = (tmp_path / "run/statistics.npz").read_bytes()
+    shutil.rmtree(tmp_path / "wb.zarr")
+    weatherbench(tmp_path, waves(80))
+    run(*options, "--training.steps", "6")
+    with np.load(tmp_path / "run/statistics.npz") as stored:
+        assert len(stored["dates"]) == 60
+    assert before and complete_steps(tmp_path / "run/checkpoints")[-1] == 6
+
+
+def test_fine_tuning_needs_the_same_model(trained, tmp_path):
+    options, folder, _ = trained
+    fresh = ["--job.config_file", options[1], "--job.dump_folder", str(tmp_path / "fine")]
+    fresh += ["--checkpoint.initial_load_path", str(folder)]
+    for key, value in (("num_layers", "1"), ("num_heads", "4"), ("predict", "state")):
+        with pytest.raises(ConfigError, match=f"model.{key} = .*was trained with.*initial_load_path"):
+            run(*fresh, f"--model.{key}", value)
+    run(*fresh, "--model.num_layers", "3")
+
+
+def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, tmp_path):
+    monkeypatch.setattr("checkpoints.run_folder.PATIENCE", 0.0)
+    options, folder, _ = trained
+    before = contents(folder)
+    lock = lock_folder(folder)
+    with pytest.raises(ConfigError, match="another run writes there"):
+        run(*options, "--checkpoint.enable", "false")
+    assert contents(folder) == before
+    lock.close()
+
+
+def test_evaluating_changes_nothing_of_the_run(trained, capsys):
+    """Not even with other variables, whose statistics are others."""
+    options, folder, _ = trained
+    period = ["--forecast.period", '["2020-01-13", "2020-01-14"]', "--forecast.num_steps", "2"]
+    assert forecast.forecast(load_config([*options, *period])) == 0
+    before = contents(folder)
+    argv = [*options, "--data.variables", '["10m_v_component_of_wind"]', "--baselines", "damped_persistence"]
+    own, rest = evaluate.parse_options(argv)
+    evaluate.run(load_config(rest), own)
+    after = contents(folder)
+    assert before.items() <= after.items()
+    assert all(name.startswith("evaluation/") for name in after.keys() - before.keys())
+
+
+def test_the_climatology_is_that_of_its_period(trained):
+    options, folder, _ = trained
+
+    def climatology(*more: str) -> float:
+        config = load_config([*options, *more])
+        selection = open_checked(config)
+        path = evaluate.climatology_path("", folder, selection)
+        return float(abs(xr.open_zarr(path)[NAMES[0]]).mean())
+
+    whole = climatology()
+    assert climatology() == whole
+    assert climatology("--data.train_period", '["2020-01-01", "2020-01-03"]') != whole
+    assert climatology() == whole
+
+
+def test_a_manifest_of_an_older_version_still_resumes(trained):
+    options, folder, _ = trained
+    path = folder / "checkpoints/step-00000004" / MANIFEST
+    _, _, text = path.read_text().partition("\n")
+    body = json.loads(text)
+    del body["identity"]
+    text = json.dumps(body)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text)
+    run(*options, "--training.steps", "6")
+    with pytest.raises(UserError, match="model.num_layers"):
+        run(*options, "--training.steps", "8", "--model.num_layers", "1")
+
+
+def test_units_in_many_spellings_are_one():
+    for text in ("m**2 s**-2", "m^2 s^-2", "m2 s-2", "m2/s2"):
+        assert plain_units(text) == "m2 s-2"
+    assert plain_units("kg/kg") == plain_units("kg kg**-1") == "kg kg-1"
+    assert plain_units("(0 - 1)") == plain_units("") == "1"
