@@ -22,7 +22,7 @@ import tomli_w
 
 from config import DEFAULT_CONFIG, SECTIONS, Config, Range
 from config_checks import check
-from errors import ConfigError, nearest, one_line_errors
+from errors import ConfigError, end_when_interrupted, nearest, one_line_errors
 
 Schema = dict[str, type]
 Values = dict[str, dict[str, Any]]
@@ -314,5 +314,6 @@ def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config
 
 def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None, checked: bool = True) -> None:
     """Before a verb imports torch, which takes seconds: ends the program for help and for a misspelt key."""
+    end_when_interrupted()
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, checked)

@@ -31,6 +31,19 @@ def write_durably(path: Path, text: str) -> None:
         beside.write_text(text)
 
 
+def append_whole(path: Path, text: str) -> None:
+    """All of the text at the end of a file, or nothing of it. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        before, left = file.tell(), text.encode()
+        try:
+            while left:
+                left = left[file.write(left) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
 def sync_folder(path: Path) -> None:
     """A new name is on the disk only when its folder is."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,12 +2,13 @@
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-FAILED, BAD_INPUT = 1, 2  # exit codes
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 
 
 class RunFailed(RuntimeError):
@@ -47,6 +48,16 @@ def is_first_to_say() -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def end_when_interrupted() -> None:
+    """Ctrl-C ends this process in one line, until somebody listens who has something to save."""
+
+    def end(*_: object) -> None:
+        print("rossby: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 @contextmanager

@@ -28,13 +28,22 @@ if [[ "$NNODES" != 1 ]]; then
     [[ "$RDZV_ENDPOINT" =~ .:[0-9]+$ ]] || refuse RDZV_ENDPOINT "write host:port of the first node, a free port"
 fi
 
+asks=
+for word in "$@"; do
+    case "$word" in -h | --help | --job.print_config | --job.print_config=*) asks=$word ;; esac
+done
 # One process needs no launcher, unless it is to be restarted; help and print_config start no rank.
 if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
-    " $* " =~ [[:space:]](-h|--help|--job.print_config[^[:space:]]*)[[:space:]] ]]; then
+    -n "$asks" ]]; then
     NNODES=1 NGPU=1 exec "$PYTHON" train.py "$@"
 fi
 # Bad input ends here: one line, exit code 2, before any rank exists.
-"$PYTHON" -m jobs.start_checks "$@"
+"$PYTHON" -m jobs.start_checks "$@" &
+checks=$!
+trap 'kill "$checks" 2>/dev/null; exit 143' TERM
+trap 'kill "$checks" 2>/dev/null; exit 130' INT
+wait "$checks"
+trap - TERM INT
 # Processes that share a machine share its cores, or they take them from each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
 endpoint=()

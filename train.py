@@ -26,7 +26,7 @@ from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import RunFolder
 from checkpoints.run_state import global_batch_size, go_back, resume
 from config import Config
-from errors import one_line_errors
+from errors import RunFailed, one_line_errors
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
@@ -172,15 +172,15 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     gc.enable()
     activity.chapter("end", progress.step)
     others.close() if decision.stop else others.finish()
-    saves.close()
+    unsaved = saves.finish(progress.step, run)
 
     # -- at the end: scores and plots, unless it is to be started again ----------------------------
     if decision.stop:
-        if is_first:
+        if is_first and not unsaved:
             print(f"rossby: {farewell(decision.stop, progress.step, saves.saves)}", file=sys.stderr)
         metrics.close()
         leave(watchdog, agreement, held)
-        sys.exit(EXIT_SAVED)
+        end(EXIT_SAVED, unsaved)
     scores = validator.scores(progress.step)
     if best and scores:
         best.judge(progress.step, scores.record(progress.step), saves)
@@ -190,6 +190,15 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
     leave(watchdog, agreement, held)
+    end(0, unsaved)
+
+
+def end(code: int, unsaved: str) -> None:
+    """RunFailed, naming what is not saved; else the exit code, unless it is 0."""
+    if unsaved:
+        raise RunFailed(unsaved)
+    if code:
+        sys.exit(code)
 
 
 def leave(watchdog: Watchdog, agreement: Agreement, held: RunFolder) -> None:

@@ -21,6 +21,7 @@ from checkpoints.checkpointer import Checkpointer, NoCheckpoints
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
 from durable_files import write_durably
 from parallelisms.mesh import from_first_rank
+from training.journal import read_records
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +79,25 @@ class Best:
 
 def history(best_file: Path, metrics_file: Path, name: str) -> tuple[float, int, set[int]]:
     """The best value of a score, its step (-1: none), and the steps of later validations in metrics.jsonl."""
-    best: dict[str, Any] = json.loads(best_file.read_text()) if best_file.exists() else {}
-    if best.get("score") != name:
-        best = {"value": math.inf, "step": -1}
-    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
-    steps = {record["step"] for record in map(json.loads, lines) if name in record}
-    return best["value"], best["step"], {step for step in steps if step > best["step"]}
+    records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
+    best = kept(best_file, records, name)
+    return best["value"], best["step"], {step for step in records if step > best["step"]}
+
+
+def kept(best_file: Path, records: dict[int, float | None], name: str) -> dict[str, Any]:
+    """What best.json says of this score; where it is damaged, what the checkpoint beside it and metrics.jsonl
+    (records: step -> value) say.
+    """
+    none = {"score": name, "value": math.inf, "step": -1}
+    try:
+        best = json.loads(best_file.read_text()) if best_file.exists() else none
+        return best if best["score"] == name and best["value"] + best["step"] else none
+    except (OSError, ValueError, KeyError, TypeError):
+        steps = [step for step in complete_steps(best_file.parent) if step in records]
+        logger.warning(
+            "%s: is damaged; %s is taken for the best", best_file, f"step {steps[-1]}" if steps else "none"
+        )
+        return {"score": name, "value": records[steps[-1]], "step": steps[-1]} if steps else none
 
 
 def link_folder(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from config import Checkpoint
 from errors import DataError
 
 logger = logging.getLogger(__name__)
+RETRIES = (1, 2, 4, 8, 16)  # seconds before the last save is tried again
 T = TypeVar("T")
 State = dict[str, dict[str, Tensor]]  # part ("model", "optimizer", ...) -> name -> tensor
 Signature = dict[str, tuple[torch.Size, torch.dtype]]
@@ -59,6 +60,12 @@ Signature = dict[str, tuple[torch.Size, torch.dtype]]
 
 def flatten(state: State) -> dict[str, Tensor]:
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+class Saved(Protocol):
+    """What is saved (checkpoints/run_state.py)."""
+
+    def tensors(self) -> State: ...
 
 
 class NoCheckpoints:
@@ -74,7 +81,8 @@ class NoCheckpoints:
 
     def wait(self) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self, step: int, run: Saved) -> str:
+        return ""
 
     def newest(self, at_most: float = math.inf) -> int | None:
         return None
@@ -106,7 +114,7 @@ class Checkpointer:
         self.writer = None if self.mode == "disabled" else WriterProcess()
         self.in_flight: tuple[int, Future] | None = None
         self.copying: Copying | None = None
-        self.saved_step, self.last_error = -1, ""
+        self.saved_step, self.failed_step, self.last_error = -1, -1, ""
         self.last_seconds = 0.0  # how long the last save took until it was complete
         self._on_first(self._open_folder)
 
@@ -243,15 +251,35 @@ class Checkpointer:
         self.before_update()
         (step, future), self.in_flight = self.in_flight, None
         self.last_error = future.result()
+        self.failed_step = step if self.last_error else -1
         if not self.last_error:
             self.saved_step = step
             logger.info("saved %s", step_folder(self.folder, step))
             return
-        steps = complete_steps(self.folder) if self.is_first else []
-        last = step_folder(self.folder, steps[-1]) if steps else "none"
         logger.warning(
             f"the checkpoint of step {step} could not be written: {self.last_error}; training goes on; "
-            f"the last complete one: {last}"
+            f"the last complete one: {newest_name(self.folder)}"
+        )
+
+    def finish(self, step: int, run: Saved) -> str:
+        """After the last step, whose save is tried again for half a minute where it failed. "" or one line
+        that says what is missing; the same on all ranks.
+        """
+        self.wait()
+        for pause in RETRIES:
+            if self.failed_step != step:
+                break
+            logger.warning(f"the last checkpoint is tried again in {pause} s")
+            time.sleep(pause)
+            self.save(step, run.tensors())
+            self.wait()
+        self.close()
+        if self.failed_step != step:
+            return ""
+        last = newest_name(self.folder)
+        return (
+            f"{self.folder}: the last checkpoint, of step {step}, could not be written: {self.last_error}; "
+            f"the last complete one: {last}; mend that, then start again to go on from there"
         )
 
     def close(self) -> None:
@@ -313,6 +341,11 @@ class Checkpointer:
         DataError, naming the tensor, where one does not fit.
         """
         load(step_folder(self.folder, step), state, self.group)
+
+
+def newest_name(folder: Path) -> str:
+    steps = complete_steps(folder)
+    return str(step_folder(folder, steps[-1])) if steps else "none"
 
 
 def attempt(do: Callable[[], T]) -> T | str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from datasets.missing_chunks import missing_chunks
 from errors import DataError
 
 DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
@@ -35,6 +36,7 @@ class StoredFile:
     kind: str
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     attrs: dict[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # arrays that something was said of once
 
     def fetch(self, name: str, selection: Any = ...) -> np.ndarray:
         """The values of a slice as they are stored: packed, in the file's own order."""
@@ -46,6 +48,12 @@ class StoredFile:
         if name not in found:  # kept: zarr parses an array's metadata anew at every look-up
             found[name] = root[name]
         return np.asarray(found[name][selection])
+
+    def holes(self, name: str, selection: Any, stored: np.ndarray) -> list[Any]:
+        """Parts of what was fetched that the store does not have, and that are no values therefore."""
+        if self.kind != "zarr" or not isinstance(selection, tuple):
+            return []
+        return list(missing_chunks(_handles(self)[1][name], selection, stored))
 
 
 # Open files: (process, file, arrays looked up). They close with the StoredFile, or when too many are open.

@@ -5,6 +5,8 @@ north to south and eastwards. The layout is detected from the content; there are
 """
 
 import base64
+import logging
+import multiprocessing
 import os
 import re
 import struct
@@ -18,9 +20,10 @@ import pandas as pd
 
 from datasets.files import StoredArray, StoredFile
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
-from datasets.variables import ON_LEVELS, SHORT_NAMES, join_name, nearest_name
+from datasets.variables import OFTEN_ZERO, ON_LEVELS, SHORT_NAMES, join_name, nearest_name
 from errors import DataError
 
+logger = logging.getLogger(__name__)
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
 ROLES = {
     "time": ("time", "valid_time", "timestep", "dates"),
@@ -160,16 +163,64 @@ class StoredField:
         slices wanted of it, all of the other axes.
         """
         selection = tuple(0 if not role else wanted.get(role, slice(None)) for role in self.roles)
-        stored = self.file.fetch(self.array, selection)
+        stored = self._fetch(selection)
+        values = self.packing.decode(stored)
+        for hole in self._holes(selection, stored):
+            values = values.astype(np.float32) if values is stored else values
+            values[hole] = np.nan
         roles = [role for role in self.roles if role]
         if "cell" in roles:
-            shape = (*stored.shape[:-1], *self.orientation.grid.shape)
-            stored, roles = stored.reshape(shape), [*roles[:-1], "latitude", "longitude"]
-        block = self.packing.decode(stored).transpose([roles.index(axis) for axis in axes if axis in roles])
+            shape = (*values.shape[:-1], *self.orientation.grid.shape)
+            values, roles = values.reshape(shape), [*roles[:-1], "latitude", "longitude"]
+        block = values.transpose([roles.index(axis) for axis in axes if axis in roles])
         for position, axis in enumerate(axes):
             if axis not in roles:
                 block = np.expand_dims(block, position)
         return self.orientation.apply(block)
+
+    def _fetch(self, selection: Any) -> np.ndarray:
+        """DataError: the bytes are damaged, or not there; which of the dates it is, is looked for."""
+        try:
+            return self.file.fetch(self.array, selection)
+        except MemoryError:
+            raise
+        except Exception as error:  # every codec raises what it pleases
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            where = (
+                f"{self.file.path}: {self.array}{self._first_damaged(selection)} cannot be read ({reason})"
+            )
+            fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
+            raise DataError(f"{where}; {fix}") from None
+
+    def _first_damaged(self, selection: Any) -> str:
+        if "time" not in self.roles or self.times is None:
+            return ""
+        axis = self.roles.index("time")
+        for row in range(*selection[axis].indices(len(self.times))):
+            try:
+                self.file.fetch(self.array, (*selection[:axis], slice(row, row + 1), *selection[axis + 1 :]))
+            except Exception:  # the one that the error is about
+                return f" at {self.times[row]}"
+        return ""
+
+    def _holes(self, selection: Any, stored: np.ndarray) -> list[Any]:
+        """Where a chunk is missing; said once for an array."""
+        if self.packing.classes or self.names[0].partition(":")[0] in OFTEN_ZERO:
+            return []
+        holes = self.file.holes(self.array, selection, stored)
+        if holes and self.array not in self.file.told and multiprocessing.parent_process() is None:
+            self.file.told.add(self.array)
+            where = f"{self.file.path}: {self.array}: chunks{self._date_of(holes[0], selection)}"
+            logger.warning(f"{where} are not in the store: taken for missing values")
+        return holes
+
+    def _date_of(self, hole: Any, selection: Any) -> str:
+        if "time" not in self.roles or self.times is None:
+            return ""
+        axis = self.roles.index("time")
+        kept = [i for i, each in enumerate(selection) if isinstance(each, slice)]
+        row = range(*selection[axis].indices(len(self.times)))[hole[kept.index(axis)].start]
+        return f", the first at {self.times[row]},"
 
 
 class FieldsByName:

@@ -3,8 +3,15 @@
 Shapes: B batch, K dates of a sample (the state, then its targets), V variables, H latitudes, W longitudes.
 """
 
+import math
+import os
+import shutil
+import signal
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from mmap import mmap
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
@@ -15,10 +22,35 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasets.era5 import Archive
 from datasets.normalization import stream
+from errors import RunFailed, UserError
 
 NEVER = 2**62
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+
+
+class SharedFields:
+    """Numbers that loader processes map instead of copying them: a memfd, which is memory without a name.
+
+    Not /dev/shm: a container keeps that at 64 MB, and what dies leaves its files there.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self._map(os.memfd_create("rossby-fields"), shape)
+
+    def _map(self, descriptor: int, shape: tuple[int, ...]) -> None:
+        self.descriptor, self.shape, size = descriptor, shape, 4 * math.prod(shape)
+        os.ftruncate(descriptor, max(size, 1))
+        weakref.finalize(self, os.close, descriptor)
+        self.values = np.frombuffer(mmap(descriptor, max(size, 1)), np.float32, math.prod(shape)).reshape(
+            shape
+        )
+
+    def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
+        return DupFd(self.descriptor), self.shape
+
+    def __setstate__(self, state: tuple[Any, tuple[int, ...]]) -> None:
+        self._map(state[0].detach(), state[1])
 
 
 class MemoryArchive:
@@ -30,10 +62,9 @@ class MemoryArchive:
         self.times, self.variables, self.files_state = archive.times, list(variables), archive.files_state
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
-        self.fields = torch.empty(len(dates), len(variables), *archive.grid.shape)
+        self.fields = SharedFields(len(dates), len(variables), *archive.grid.shape)
         for row, (_, field) in enumerate(stream(archive, variables, dates)):
-            self.fields[row] = torch.from_numpy(field)
-        self.fields.share_memory_()  # loader processes map it instead of copying it
+            self.fields.values[row] = field
 
     def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
         """(V, H, W) float32."""
@@ -42,7 +73,7 @@ class MemoryArchive:
     def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
         """(n, V, H, W) float32."""
         assert list(variables) == self.variables and self.rows[start] >= 0
-        return self.fields[self.rows[start] : self.rows[start] + stop - start].numpy()
+        return self.fields.values[self.rows[start] : self.rows[start] + stop - start]
 
 
 def cache_if_small(
@@ -143,7 +174,7 @@ class TrainLoader:
         the order of samples: another one after going back.
         """
         self.sampler.taken, self.sampler.shuffle = taken, shuffle
-        return iter(self.loader)
+        return in_one_line(self.loader)
 
 
 def build_loader(
@@ -154,8 +185,9 @@ def build_loader(
     pin: bool = False,
 ) -> StatefulDataLoader:
     """A loader that reads whole batches; with `num_workers` 0 it reads in this process."""
+    fits = not num_workers or _fits(dataset, sampler, num_workers * (prefetch + 1))
     workers = (
-        {"prefetch_factor": prefetch, "persistent_workers": False, "multiprocessing_context": "spawn"}
+        {"prefetch_factor": prefetch, "multiprocessing_context": "spawn", "worker_init_fn": ignore_interrupts}
         if num_workers
         else {}
     )  # spawn: zarr's event loop and HDF5's locks do not survive a fork
@@ -163,7 +195,7 @@ def build_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_as_read,
+        collate_fn=_as_read if fits else _as_arrays,
         pin_memory=pin,
         # Of its own: torch's would be drawn from at every start, and a resumed run would not repeat.
         generator=torch.Generator(),
@@ -174,5 +206,41 @@ def build_loader(
     )
 
 
+def in_one_line(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches as tensors. DataError: what a loader process could not read, without torch's traceback around
+    it. RunFailed: a loader process was killed.
+    """
+    try:
+        for fields, times in batches:
+            yield torch.as_tensor(fields), torch.as_tensor(times)
+    except UserError as error:
+        lines = str(error).strip().splitlines()
+        if not lines[0].startswith("Caught"):
+            raise
+        raise type(error)(lines[-1].partition(": ")[2]) from None
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        reason = "for one by the kernel when memory runs out; fewer data.num_workers need less"
+        raise RunFailed(f"{' '.join(str(error).split())} ({reason})") from None
+
+
+def ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the trainer saves, and needs its batches until then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _as_read(batch: Any) -> Any:
     return batch  # FieldDataset has made a batch of it already
+
+
+def _as_arrays(batch: Any) -> Any:
+    return tuple(part.numpy() for part in batch)  # through a pipe: slower, and at home everywhere
+
+
+def _fits(dataset: FieldDataset, sampler: Any, num_batches: int) -> bool:
+    """Whether the batches that loader processes read ahead find room in /dev/shm, where torch puts them."""
+    shape = dataset.archive.read(int(dataset.samples[0, 0]), dataset.variables).shape
+    samples = getattr(sampler, "local_batch_size", 0) or len(sampler.batches[0])
+    batch = 4 * samples * dataset.samples.shape[1] * math.prod(shape)
+    return batch * num_batches < shutil.disk_usage("/dev/shm").free

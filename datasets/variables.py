@@ -64,6 +64,27 @@ ON_ONE_SURFACE = {
     "slope_of_sub_gridscale_orography": ("1", "slor"),
 }
 VARIABLES = ON_LEVELS | ON_ONE_SURFACE
+# Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
+OFTEN_ZERO = {
+    "fraction_of_cloud_cover",
+    "specific_cloud_liquid_water_content",
+    "specific_cloud_ice_water_content",
+    "total_precipitation",
+    "total_precipitation_6hr",
+    "total_precipitation_24hr",
+    "total_cloud_cover",
+    "sea_ice_cover",
+    "snow_depth",
+    "volumetric_soil_water_layer_1",
+    "toa_incident_solar_radiation",
+    "surface_net_solar_radiation",
+    "surface_solar_radiation_downwards",
+    "land_sea_mask",
+    "geopotential_at_surface",
+    "soil_type",
+    "standard_deviation_of_orography",
+    "slope_of_sub_gridscale_orography",
+}
 SHORT_NAMES = {short: name for name, (_, shorts) in VARIABLES.items() for short in shorts.split()}
 
 

@@ -2,9 +2,9 @@
 
     python -m jobs.launch --nproc_per_node 4 [--nnodes 2 --rdzv_endpoint host:port] train.py ...
 
-SIGTERM and SIGUSR1 go to the ranks, which save and leave in their own time; when a rank dies the others are
-told where it was and leave within seconds; the exit code is theirs. 0: done. 2: bad input. 75: saved, start
-it again (jobs/preemption.py). 1: failed.
+SIGTERM, SIGUSR1 and a first Ctrl-C go to the ranks, which save and leave in their own time; when a rank dies
+the others are told where it was and leave within seconds; the exit code is theirs. 0: done. 2: bad input. 75:
+saved, start it again (jobs/preemption.py). 1: failed.
 
 Hosts meet in a store that the launcher of the endpoint's host keeps, and of which it and the ranks read plain
 numbers and text. With one host it listens on the loopback alone.
@@ -35,7 +35,9 @@ from jobs.watchdog import announce, open_store, read_beats, read_verdict
 DONE = 0
 LEAVE_SECONDS = 8.0  # that ranks have to notice a dead one, to write their stacks, and to leave
 SAVED_SECONDS = 60.0  # between the first and the last rank that leaves after a save
-MEET_SECONDS = 900.0  # that hosts wait for each other
+REACH_SECONDS = 40.0  # that a host waits for somebody to listen at the endpoint
+ANSWER = timedelta(seconds=15)  # that who listens there has to answer
+MEET_SECONDS = 900.0  # that hosts which have found the endpoint wait for each other
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -176,14 +178,18 @@ class Meeting:
         listener = listen(host, int(port))
         self.address, self.port = host, listener.getsockname()[1] if listener else int(port)
         self.serves = listener is not None
-        patience = timedelta(seconds=MEET_SECONDS)
-        options = {"is_master": self.serves, "timeout": patience, "wait_for_workers": False}
+        options = {"is_master": self.serves, "timeout": ANSWER, "wait_for_workers": False}
         if listener:
             options["master_listen_fd"] = listener.detach()  # bound to this address, and to no other
+        else:
+            reach(self.address, self.port)
         try:
             self.store = TCPStore(self.address, self.port, **options)
-        except dist.DistError as error:
-            raise RunFailed(f"RDZV_ENDPOINT = {endpoint!r}: {' '.join(str(error).split())[:200]}") from None
+            self.store.add("attempt", 0)  # somebody else's port may take a connection and say nothing
+        except (dist.DistError, RuntimeError) as error:
+            where = f"RDZV_ENDPOINT = {endpoint!r}: no launcher of Rossby answers there"
+            raise RunFailed(f"{where} ({' '.join(str(error).split())[:120]}); is the port taken?") from None
+        self.store.set_timeout(timedelta(seconds=MEET_SECONDS))
 
     def gather(self) -> tuple[int, int]:
         """Waits for all hosts: the number of this attempt, and of this host in it. The endpoint's is 0."""
@@ -217,6 +223,26 @@ def listen(host: str, port: int) -> socket.socket | None:
         return socket.create_server((host, port), backlog=2048)
     except OSError:
         return None
+
+
+def reach(host: str, port: int) -> None:
+    """Until somebody answers at the endpoint, whose host may start a little later. ConfigError: nobody knows
+    the host. RunFailed: nobody answers.
+    """
+    end = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(end - time.monotonic(), 1.0)).close()
+            return
+        except socket.gaierror as error:
+            reason = f"the host is not known ({error.strerror}); write host:port of the first node"
+            raise ConfigError(f"RDZV_ENDPOINT = '{host}:{port}': {reason}") from None
+        except OSError as error:
+            if time.monotonic() > end:
+                reason = f"nobody answers for {REACH_SECONDS:.0f} s ({error.strerror or error})"
+                fix = "start the node of that address too, or look at the network between"
+                raise RunFailed(f"RDZV_ENDPOINT = '{host}:{port}': {reason}; {fix}") from None
+            time.sleep(0.2)
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -271,10 +297,11 @@ def launch(args: argparse.Namespace, meeting: Meeting) -> int:
     ranks: Ranks | None = None
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if ranks is None or number not in STOP_SIGNALS:
+        once = number == signal.SIGINT and ranks is not None and not ranks.told_to_stop
+        if ranks is None or not (once or number in STOP_SIGNALS):
             raise Stopped(number)
         ranks.told_to_stop = True
-        ranks.signal(number)
+        ranks.signal(signal.SIGTERM if once else number)  # a Ctrl-C reaches the launcher alone
 
     for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, forward)

@@ -1,13 +1,15 @@
 """Ranks agree to save, or to save and end, at a step boundary: told to by a signal, or short of time.
 
-SIGTERM and SIGUSR1 (Slurm's `--signal`), on any rank, end a run with exit code 75 after a save: "start me
-again". So does `training.max_wall_time`. Each rank's flags are numbers, of which all ranks take the
-largest, on a gloo group of their own: the exchange is started at one step boundary and read at the next, so
-that nobody waits for it, nor for the device.
+SIGTERM, SIGUSR1 (Slurm's `--signal`) and Ctrl-C, on any rank, end a run with exit code 75 after a save:
+"start me again"; a second Ctrl-C ends it at once. So does `training.max_wall_time`. Each rank's flags are
+numbers, of which all ranks take the largest, on a gloo group of their own: the exchange is started at one
+step boundary and read at the next, so that nobody waits for it, nor for the device.
 """
 
+import math
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,12 +20,26 @@ import torch
 import torch.distributed as dist
 
 from config_checks import wall_time_seconds
+from errors import INTERRUPTED, refuse
 
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+HEARD = (*STOP_SIGNALS, signal.SIGINT)
 WALL_TIME = 1000  # stands where a signal's number would
 RANKS = 2**32  # a reason and a rank in one number: reason x RANKS + rank
 LARGEST_MARGIN_SECONDS = 60.0  # between the end of the save and the end of the time
+
+
+def started_at() -> float:
+    """When training.max_wall_time began, seconds since 1970. ConfigError: ROSSBY_STARTED is no time."""
+    text = os.environ.get("ROSSBY_STARTED") or str(time.time())
+    try:
+        started = float(text)
+    except ValueError:
+        started = math.nan
+    if not math.isfinite(started):
+        refuse("ROSSBY_STARTED", text, "an environment variable: seconds since 1970, as date +%s gives them")
+    return started
 
 
 def farewell(stop: str, step: int, saved: bool) -> str:
@@ -50,9 +66,9 @@ class Agreement:
         timeout = timedelta(seconds=timeout_seconds)
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
-        self.run_started = float(os.environ.get("ROSSBY_STARTED") or time.time())  # seconds since 1970
+        self.run_started = time.monotonic() - max(time.time() - started_at(), 0.0)
         self.interval = 60 * interval_minutes or float("inf")
-        self.saved_at = self.boundary = time.time()
+        self.saved_at = self.boundary = time.monotonic()
         self.num_steps, self.longest_step = 0, 0.0  # seconds; the first step, which compiles, is forgotten
         self.asked, self.stop = 0, ""  # this rank's reason to stop; all ranks' reason
         self.looping = self.looped = False
@@ -64,7 +80,9 @@ class Agreement:
     def listen(self, watchdog: Any) -> "Agreement":
         """From now on signals are heard. Outside the loop they end the run through `watchdog.end_all`."""
         self.watchdog = watchdog
-        self.previous = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+        self.previous = {
+            number: signal.signal(number, self._hear) for number in (*STOP_SIGNALS, signal.SIGINT)
+        }
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher keeps them back until now
         return self
 
@@ -74,13 +92,16 @@ class Agreement:
             signal.signal(number, signal.SIG_IGN if self.stop else handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked:
+            print("rossby: interrupted again: ended without a save", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
         self.asked = self.asked or number * RANKS + self.rank
         if not self.looping and not self.stop:
             state = "everything is saved" if self.looped else "before the first step: nothing to save"
             self.watchdog.end_all(f"{self._words(self.asked)}, {state}", EXIT_SAVED)
 
     def __enter__(self) -> "Agreement":
-        self.looping, self.boundary = True, time.time()
+        self.looping, self.boundary = True, time.monotonic()
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
@@ -93,7 +114,7 @@ class Agreement:
 
         save_seconds: how long the last save took, for which time is left.
         """
-        now = time.time()
+        now = time.monotonic()
         self.num_steps += 1
         self.longest_step = max(now - self.boundary, self.longest_step if self.num_steps > 2 else 0.0)
         self.boundary = now
@@ -107,7 +128,7 @@ class Agreement:
 
     def saved(self) -> None:
         """A checkpoint was made: the minutes to the next count from here."""
-        self.saved_at = time.time()
+        self.saved_at = time.monotonic()
 
     def _read(self) -> Decision:
         if self.work:

@@ -20,6 +20,7 @@ from config import Config
 from datasets.grid import Grid
 from datasets.selection import Selection, open_selection
 from errors import one_line_errors, refuse
+from jobs.preemption import started_at
 from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
@@ -43,6 +44,7 @@ def open_checked(config: Config) -> Selection:
 
 def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices, kernels, folder. Raises ConfigError."""
+    started_at()
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)
     backend, num_gpus = config.comm.backend, torch.cuda.device_count()

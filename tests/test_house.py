@@ -26,6 +26,7 @@ PICKLES = {
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
     "tests/test_checkpoint.py",  # what torch's own tool makes of a checkpoint
+    "tests/test_exact_resume.py",
     "benchmarks/chaos.py",
 }
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")

@@ -1,12 +1,16 @@
 """Lines of metrics.jsonl, and peaks."""
 
+import errno
+import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from training.metrics import Metrics, dense_line, forget_after
+from training.journal import Journal, read_records
+from training.metrics import Metrics, dense_line
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
@@ -38,7 +42,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(one_rank, tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed while writing
     assert [r["step"] for r in log(tmp_path, [3, 4], resume_step=2)] == [1, 2, 3, 4]
-    forget_after(tmp_path / "absent.jsonl", 0)
+    Journal(tmp_path / "absent.jsonl").forget_after(0)
 
 
 def test_not_a_number_becomes_null(one_rank, tmp_path):
@@ -54,4 +58,39 @@ def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):
     metrics = Metrics(tmp_path, resume_step=0, steps=1, tensorboard=False, flops_per_sample=1.0, peak=0.0)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics.write({"step": 1, "loss": 1.0})
-    assert "step 1 is missing from" in caplog.text
+    assert "No space left on device; its lines are kept" in caplog.text
+
+
+def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
+    """As a full disk and a kill leave them: in the middle, at the end, without an end of line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4')
+    assert [record["step"] for record in read_records(path)] == [1, 3] and "3 torn lines" in caplog.text
+    Journal(path).forget_after(2)
+    assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_a_full_disk_loses_no_line(tmp_path, monkeypatch, caplog):
+    """Not even one that fits in part."""
+    path, room = tmp_path / "metrics.jsonl", [10**6]
+    real = io.FileIO.write
+
+    class Full(io.FileIO):
+        def write(self, data) -> int:
+            if room[0] <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count = real(self, data[: room[0]])
+            room[0] -= count
+            return count
+
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", buffering=-1: Full(str(self), mode.strip("b")))
+    journal = Journal(path)
+    journal.write({"step": 1})
+    room[0] = 5
+    journal.write({"step": 2})
+    journal.write({"step": 3})
+    assert path.read_bytes() == b'{"step": 1}\n' and caplog.text.count("No space left") == 1
+    room[0] = 10**6
+    journal.write({"step": 4})
+    journal.close()
+    assert path.read_bytes() == b"".join(b'{"step": %d}\n' % step for step in (1, 2, 3, 4))

@@ -2,7 +2,6 @@
 machine's; scores are the weather's and come from verification/.
 """
 
-import json
 import logging
 import math
 import resource
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from traces.profiler import part_times
 from training.batches import Batches
+from training.journal import Journal
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
@@ -56,14 +56,13 @@ class Metrics:
         peak: float,
     ) -> None:
         self.is_first = dist.get_rank() == 0
-        self.path, self.flops_per_sample, self.peak_tflops = folder / "metrics.jsonl", flops_per_sample, peak
-        self.writer = self.bar = None
+        self.journal = Journal(folder / "metrics.jsonl")
+        self.flops_per_sample, self.peak_tflops = flops_per_sample, peak
+        self.tensorboard = self.bar = None
         if self.is_first:
-            forget_after(self.path, resume_step)
+            self.journal.forget_after(resume_step)
             if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
-
-                self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+                self.tensorboard = TensorBoard(folder / "tensorboard", resume_step)
             if sys.stderr.isatty():
                 self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
         self.last_line = 0.0
@@ -120,34 +119,52 @@ class Metrics:
         """One object into metrics.jsonl and its numbers into TensorBoard; not-a-number becomes null."""
         if not self.is_first:
             return
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-            for name, value in record.items():
-                if self.writer and name != "step" and value is not None:
-                    group = "" if "/" in name else "train/"
-                    self.writer.add_scalar(f"{group}{name}", value, record["step"])
-        except OSError as error:  # a full disk must not end a run
-            logger.warning("step %d is missing from %s: %s", record["step"], self.path, error)
+        self.journal.write({k: _finite(v) for k, v in record.items()})
+        if self.tensorboard:
+            self.tensorboard.write(record)
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are going to be done again."""
         if self.is_first:
-            forget_after(self.path, step)
+            self.journal.forget_after(step)
         self.start_interval()
 
     def close(self) -> None:
-        for sink in (self.writer, self.bar):
+        for sink in (self.journal, self.tensorboard, self.bar):
             if sink is not None:
                 sink.close()
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drops the lines of steps that a resumed run is going to do again."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept))
+class TensorBoard:
+    """Scalars into a folder of their own. A disk that is full costs what it does not take, and no more."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self.folder, self.resume_step = folder, resume_step
+        self.writer: Any = None
+
+    def write(self, record: dict[str, Any]) -> None:
+        try:
+            self._open()
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    group = "" if "/" in name else "train/"
+                    self.writer.add_scalar(f"{group}{name}", value, record["step"])
+        except OSError as error:
+            logger.warning("step %d is missing from %s: %s", record["step"], self.folder, error)
+            self.writer = None  # its thread has ended; the next step tries another file
+
+    def _open(self) -> None:
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
+
+            self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
+
+    def close(self) -> None:
+        try:
+            if self.writer:
+                self.writer.close()
+        except OSError as error:
+            logger.warning("%s: %s", self.folder, error)
 
 
 def _finite(value: Any) -> Any:

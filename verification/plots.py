@@ -1,6 +1,5 @@
 """The plots of a run: loss, error against lead time, maps of one date; and what all plots have in common."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 
 from datasets.grid import Grid
 from datasets.variables import short_label, units
+from training.journal import read_records
 from verification.validation import Scores
 
 STYLES = {
@@ -79,7 +79,7 @@ def plot_run(
 
 def plot_loss(metrics_file: Path, target: Path) -> None:
     """Training and validation loss against the step, from metrics.jsonl."""
-    records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    records = read_records(metrics_file)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for key, label, style in (("loss", "training", "-"), ("val/loss", "validation", "o")):
         points = [(r["step"], r[key]) for r in records if r.get(key) is not None]

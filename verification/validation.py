@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from datasets.loader import EvaluationSampler, FieldDataset, build_loader
+from datasets.loader import EvaluationSampler, FieldDataset, build_loader, in_one_line
 from datasets.variables import units
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
@@ -82,7 +82,9 @@ class Validation:
         shape = (self.num_dates, len(self.lead_steps), len(self.variables))
         errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in forecasts}
         losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
-        for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
+        for indices, (fields, times) in zip(
+            self.sampler.batches, in_one_line(iter(self.loader)), strict=True
+        ):
             # -1: a date that is another rank's
             mine = [row for row, index in enumerate(indices) if index >= 0]
             dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)

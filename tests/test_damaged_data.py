@@ -1,0 +1,159 @@
+"""Damaged bytes and missing chunks: one line with path, variable and date, whoever reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import zarr
+from numcodecs import LZ4, Blosc, Zlib, Zstd
+
+from datasets.era5 import open_archive
+from datasets.loader import FieldDataset, MemoryArchive, TrainLoader, TrainSampler
+from errors import DataError, RunFailed
+
+DATE = "2020-01-01T12:00:00"  # the third
+CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
+
+
+def fields() -> np.ndarray:
+    return 280 + np.random.default_rng(0).normal(size=(5, 6, 8)).astype("f4")
+
+
+def coordinates(root: Any, **options: Any) -> None:
+    for name, values, attrs in (
+        ("time", np.arange(0, 30, 6), {"units": "hours since 2020-01-01"}),
+        ("latitude", np.linspace(75, -75, 6), {}),
+        ("longitude", np.arange(0, 360, 45.0), {}),
+    ):
+        array = root.create_array(name, data=values, **options)
+        array.attrs.update(attrs | {"_ARRAY_DIMENSIONS": [name]})
+
+
+def store(path: Path, codec: str, fill: float | None = 0.0) -> Path:
+    """A Zarr with a chunk a date; the file of the third."""
+    format = 3 if codec == "zarr3" else 2
+    root = zarr.open_group(str(path), mode="w", zarr_format=format)
+    dims = ("time", "latitude", "longitude")
+    names: dict[str, Any] = {"dimension_names": dims} if format == 3 else {}
+    compressors = "auto" if format == 3 else CODECS[codec]
+    array = root.create_array(
+        "2m_temperature",
+        shape=(5, 6, 8),
+        chunks=(1, 6, 8),
+        dtype="f4",
+        compressors=compressors,
+        fill_value=fill,
+        **names,
+    )
+    array[:] = fields()
+    array.attrs["_ARRAY_DIMENSIONS"] = dims
+    if format == 3:
+        for name in dims:
+            values = {"time": np.arange(0, 30, 6), "latitude": np.linspace(75, -75, 6)}
+            data = values.get(name, np.arange(0, 360, 45.0))
+            made = root.create_array(name, data=data, dimension_names=(name,))
+            made.attrs.update({"units": "hours since 2020-01-01"} if name == "time" else {})
+    else:
+        coordinates(root)
+    return path / "2m_temperature" / ("c/2/0/0" if format == 3 else "2.0.0")
+
+
+def damage(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "zarr3"])
+def test_a_damaged_chunk_is_one_line(tmp_path, codec):
+    damage(store(tmp_path / "data.zarr", codec))
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    archive.read(0, ["2m_temperature"])
+    for read in (
+        lambda: archive.read(2, ["2m_temperature"]),
+        lambda: archive.read_block(0, 5, archive.variables),
+    ):
+        with pytest.raises(DataError) as error:
+            read()
+        text = str(error.value)
+        assert f"data.zarr: 2m_temperature at {DATE} cannot be read" in text and "\n" not in text
+
+
+def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        options = {"chunks": (1, 6, 8), "fletcher32": True}
+        file.create_dataset("t2m", data=fields(), **options)
+        for name, values in (
+            ("time", np.arange(0, 30, 6)),
+            ("latitude", np.linspace(75, -75, 6)),
+            ("longitude", np.arange(0, 360, 45.0)),
+        ):
+            file[name] = values
+            file[name].make_scale(name)
+        file["time"].attrs["units"] = "hours since 2020-01-01"
+        for dim, name in enumerate(("time", "latitude", "longitude")):
+            file["t2m"].dims[dim].attach_scale(file[name])
+        offset = file["t2m"].id.get_chunk_info(2).byte_offset
+    content = bytearray(path.read_bytes())
+    content[offset + 9] ^= 255
+    path.write_bytes(bytes(content))
+    archive = open_archive(str(path))
+    with pytest.raises(DataError, match=rf"data.h5: t2m at {DATE} cannot be read"):
+        archive.read_block(0, 5, ["2m_temperature"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_process_says_it_in_one_line_too(tmp_path, workers):
+    damage(store(tmp_path / "data.zarr", "zlib"))
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
+    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), workers, 2, pin=False)
+    with pytest.raises(DataError) as error:
+        for _, _ in zip(range(5), loader.iterate(0), strict=False):
+            pass
+    text = str(error.value)
+    assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
+
+
+def test_a_loader_process_that_is_killed_is_named(tmp_path):
+    store(tmp_path / "data.zarr", "raw")
+    samples = FieldDataset(
+        open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5)[:, None]
+    )
+    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, 2, pin=False)
+    batches = loader.iterate(0)
+    next(batches)
+    next(iter(loader.loader._iterator._workers)).kill()  # type: ignore[union-attr]
+    with pytest.raises(RunFailed, match=r"DataLoader worker \(pid.* memory runs out"):
+        for _ in range(10):
+            next(batches)
+
+
+@pytest.mark.parametrize("codec", ["zlib", "zarr3"])
+def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, caplog):
+    store(tmp_path / "data.zarr", codec).unlink()
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    block = archive.read_block(0, 5, ["2m_temperature"])[:, 0]
+    assert np.isnan(block[2]).all() and np.isfinite(block[[0, 1, 3, 4]]).all()
+    archive.read(2, ["2m_temperature"])
+    assert caplog.text.count(f"chunks, the first at {DATE}, are not in the store") == 1
+
+
+def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
+    """Docker gives /dev/shm 64 MB: fields go through a pipe, and the cache is not there at all."""
+    store(tmp_path / "data.zarr", "raw")
+    archive = MemoryArchive(open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5))
+    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
+
+    def batches() -> list[torch.Tensor]:
+        loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, 2, pin=False)
+        return [fields for _, (fields, _) in zip(range(5), loader.iterate(0), strict=False)]
+
+    before = set(Path("/dev/shm").iterdir())
+    expected = batches()
+    monkeypatch.setattr("datasets.loader._fits", lambda *_: False)
+    assert all(torch.equal(a, b) for a, b in zip(batches(), expected, strict=True))
+    assert set(Path("/dev/shm").iterdir()) <= before

@@ -1,0 +1,61 @@
+"""metrics.jsonl: one object a line, whole lines only. What a full disk does not take is kept, for later."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from durable_files import append_whole, write_durably
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Written by one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, []
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.waiting.append(json.dumps(record) + "\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            append_whole(self.path, "".join(self.waiting))
+        except OSError as error:  # a full disk must not end a run
+            if len(self.waiting) == 1:
+                logger.warning("%s: %s; its lines are kept until they can be written", self.path, error)
+            return
+        self.waiting = []
+
+    def forget_after(self, step: int) -> None:
+        """Drops the records of steps that are going to be done again. Raises OSError."""
+        self.close()
+        records = read_records(self.path)
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        if self.path.exists():
+            write_durably(self.path, "".join(kept))
+
+    def close(self) -> None:
+        if self.waiting:
+            self._flush()
+        if self.waiting:
+            logger.warning("%s: its last %d lines could not be written", self.path, len(self.waiting))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All that can be read; lines that a kill or a full disk has torn are counted and left out."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    records = [record for line in lines if (record := _parsed(line))]
+    if torn := len(lines) - len(records):
+        logger.warning("%s: %d torn lines are left out", path, torn)
+    return records
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
