@@ -18,7 +18,7 @@ source ./setup.sh
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # a broken connection is one line here, not C++ frames
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # a broken connection is one line here, not C++ frames
 
 refuse() { echo "rossby: $1 = '${!1}': an environment variable; $2" >&2 && exit 2; }
 [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || refuse MAX_RESTARTS "write a whole number"

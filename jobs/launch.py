@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from fcntl import ioctl
@@ -183,12 +184,10 @@ class Meeting:
             options["master_listen_fd"] = listener.detach()  # bound to this address, and to no other
         else:
             reach(self.address, self.port)
-        try:
-            self.store = TCPStore(self.address, self.port, **options)
-            self.store.add("attempt", 0)  # somebody else's port may take a connection and say nothing
-        except (dist.DistError, RuntimeError) as error:
-            where = f"RDZV_ENDPOINT = {endpoint!r}: no launcher of Rossby answers there"
-            raise RunFailed(f"{where} ({' '.join(str(error).split())[:120]}); is the port taken?") from None
+        self.store = within(ANSWER, lambda: TCPStore(self.address, self.port, **options))
+        if self.store is None:
+            reason = "who listens there is no launcher of Rossby; take a free port"
+            raise RunFailed(f"RDZV_ENDPOINT = {endpoint!r}: {reason}")
         self.store.set_timeout(timedelta(seconds=MEET_SECONDS))
 
     def gather(self) -> tuple[int, int]:
@@ -223,6 +222,20 @@ def listen(host: str, port: int) -> socket.socket | None:
         return socket.create_server((host, port), backlog=2048)
     except OSError:
         return None
+
+
+def within(limit: timedelta, connect: Callable[[], TCPStore]) -> TCPStore | None:
+    """The store, or None: a port of somebody else's takes a connection, and may never say a word."""
+    found: list[TCPStore] = []
+
+    def try_it() -> None:
+        with suppress(RuntimeError):  # also dist.DistError
+            found.append(connect())
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    return found[0] if found else None
 
 
 def reach(host: str, port: int) -> None:
@@ -329,13 +342,16 @@ def launch(args: argparse.Namespace, meeting: Meeting) -> int:
 
 
 def main() -> None:
-    with one_line_errors():
-        args = parse(sys.argv[1:])
-        meeting = Meeting(args.nnodes, args.rdzv_endpoint)
-        prepare_environment(meeting)
-        code = launch(args, meeting)
+    try:
+        with one_line_errors():
+            args = parse(sys.argv[1:])
+            meeting = Meeting(args.nnodes, args.rdzv_endpoint)
+            prepare_environment(meeting)
+            code = launch(args, meeting)
+    except SystemExit as ended:
+        code = ended.code
     sys.stdout.flush()
-    os._exit(code)  # a thread may still wait for a host that is gone
+    os._exit(int(code or 0))  # a thread may still wait for a host that is gone
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,46 @@ def test_one_host_listens_on_the_loopback_alone():
 def test_an_endpoint_that_is_none_is_refused(endpoint):
     with pytest.raises(ConfigError, match="write host:port"):
         Meeting(2, endpoint)
+
+
+def meet(endpoint: str) -> subprocess.CompletedProcess:
+    """What a host says that is sent to an endpoint."""
+    command = [sys.executable, "-m", "jobs.launch", "--nnodes", "2", "--rdzv_endpoint", endpoint, "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_host_that_nobody_knows_is_one_line():
+    ended = meet("nobody.invalid:29500")
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+    assert "RDZV_ENDPOINT = 'nobody.invalid:29500': the host is not known" in ended.stderr
+
+
+@pytest.mark.slow  # 40 s: a host may start later than another
+def test_an_address_where_nobody_is_is_one_line():
+    ended = meet("192.0.2.1:29500")  # RFC 5737: an address of documents
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "192.0.2.1:29500" in ended.stderr and "nobody answers for 40 s" in ended.stderr
+
+
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
+def test_a_port_of_somebody_else_is_one_line(says):
+    """One that never says a word, and one that says another word and hangs up."""
+    server = socket.create_server(("127.0.0.1", 0))
+    open_ones = []
+
+    def serve() -> None:
+        while True:
+            open_ones.append(server.accept()[0])
+            if says:
+                open_ones[-1].sendall(says)
+                open_ones[-1].close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    ended = meet(endpoint)
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert f"RDZV_ENDPOINT = '{endpoint}': who listens there is no launcher" in ended.stderr
 
 
 def test_a_killed_rank_is_named_in_one_line_and_restarted(tmp_path):
