@@ -192,12 +192,12 @@ def cost_rows() -> str:
     fleet, hours = Fleet(cluster, on_demand_nodes=1), round(STATES * EPOCHS / RATES[64] / HOUR)
     node = hours * fleet.on_demand_devices * cluster.on_demand
     spot = hours * fleet.spot_devices * cluster.spot
-    lost = 2 * 45 / 60 * cluster.devices * cluster.spot
+    lost, preemptions = 2 * 45 / 60 * cluster.devices * cluster.spot, hours * HOUR * fleet.preemption_rate
     return f"""
 on demand, 110 h x 64 x $3.50 | $24,640 | ${hours * cluster.devices * cluster.on_demand:,.0f} |
 one node on demand | $3,080 | ${node:,.0f} |
 7 spot nodes at $1.23 | $7,577 | ${spot:,.0f} |
-two preemptions of 45 min | $118 | ${lost:,.0f} | {hours * HOUR * fleet.rate:.1f} expected in {hours} h
+two preemptions of 45 min | $118 | ${lost:,.0f} | {preemptions:.1f} expected in {hours} h
   in all | $10,775 | ${node + spot + lost:,.0f} |
 500 steps between checkpoints | 35 min | {500 * STEP_AT_64 / HOUR:.1f} h | (7)
 z500 at day 5: CNN | 3.45 "hPa" | {3.45 * HPA_AS_DECAMETRES:.0f} m2 s-2 | (8) read as decametres

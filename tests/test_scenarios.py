@@ -25,7 +25,7 @@ from planning.scenarios import (
     tutorial_rows,
 )
 from planning.search import best_layouts
-from planning.step_time import SPREAD, step_time
+from planning.step_time import spread, step_time
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,7 +106,7 @@ def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share()
     time = step_time(work, cluster)
     waits = ("exposed", "bubble", "host", "stragglers")
     busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
-    assert time.classes["stragglers"] == pytest.approx((SPREAD - 1) * busy)
+    assert time.classes["stragglers"] == pytest.approx((spread(64) - 1) * busy)
     assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication
     assert "stragglers" not in step_time(work.replace(degrees=Degrees()), cluster.with_devices(1)).classes
 
