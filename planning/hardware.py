@@ -39,27 +39,33 @@ class Device:
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
-        products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
+        return (2 if backward else 1) * self.product_seconds(1, rows, inputs, outputs, dtype)
+
+    def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
+        """Of `number` products of matrices, launched at once."""
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
-        moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
-        return products * max(2 * rows * inputs * outputs / rate, moved / self.bandwidth, self.launch)
+        moved = (4 if dtype == "float32" else 2) * (rows * inputs + inputs * outputs + rows * outputs)
+        each = max(2 * rows * inputs * outputs / rate, moved / self.bandwidth)
+        return max(number * each, self.launch)
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
         """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
         if backend == "math":
-            return batch * heads * self._math_attention_seconds(tokens, head_dim, dtype, backward)
+            return self._math_attention_seconds(batch * heads, tokens, head_dim, dtype, backward)
         rates = self.attention_backward if backward else self.attention_forward
         rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
         rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
 
-    def _math_attention_seconds(self, tokens: int, head_dim: int, dtype: str, backward: bool) -> float:
-        """Of a head: each product writes or reads all T^2 scores, and so does every pass between them."""
-        half = dtype != "float32"
-        product = self.linear_seconds(tokens, head_dim, tokens, dtype, backward)
-        return 2 * product + self.elementwise_seconds(SCORE_BYTES[half][backward] * tokens**2)
+    def _math_attention_seconds(
+        self, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool
+    ) -> float:
+        """Each product writes or reads all T^2 scores, and so does every pass between them."""
+        product = self.product_seconds(heads, tokens, head_dim, tokens, dtype)
+        scores = SCORE_BYTES[dtype != "float32"][backward] * heads * tokens**2
+        return (4 if backward else 2) * product + self.elementwise_seconds(scores)
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         return size / self.bandwidth

@@ -3,6 +3,7 @@
 from typing import Any
 
 from planning.compute import hardware_flops
+from planning.error_bands import band_line, band_of, classes_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32, GIB, Memory
 from planning.search import Plan, capacity, fits
@@ -74,6 +75,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
             f"of {peak / 1e12:,.0f} TFLOP/s; kernels run {again:.0%} more FLOPs than the model has",
             f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
             f"({time.exposed / time.total:.1%})",
+            band_line(work, cluster, time.total),
             data_line(work, time, cluster),
         ]
     )
@@ -101,14 +103,17 @@ def read_rate(work: Workload, time: StepTime, cluster: Cluster) -> float:
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     rows: list[tuple[object, ...]] = [
-        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "MFU", "exposed")
+        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "band s", "MFU", "exposed")
     ]
     for number, plan in enumerate(plans, 1):
         work, time = plan.work, plan.time
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         batch = (work.micro_batch, work.accumulation, checkpointing(work))
-        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, time.total, mfu, exposed))
-    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >7.1% >9.1%", rows)
+        band = band_of(work, cluster)
+        around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
+        times = (time.total, around, mfu, exposed)
+        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times))
+    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >9.1%", rows)
 
 
 def reason(first: Plan, second: Plan) -> str:
@@ -168,6 +173,8 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "host_capacity": cluster.host_memory,
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
+        "step_seconds_band": band.around(time.total) if (band := band_of(work, cluster)) else None,
+        "error_classes": classes_of(work, cluster),
         "classes": time.classes,
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,

@@ -148,6 +148,8 @@ def test_math_attention_moves_its_scores():
     assert took == pytest.approx(products + 24 * tokens**2 / device.bandwidth)
     fused = device.attention_seconds(1, 1, tokens, size, "bfloat16", False, "sdpa")
     assert took > 5 * fused
+    short = [device.attention_seconds(n, 12, 197, size, "bfloat16", True, "math") for n in (192, 384)]
+    assert short[1] == pytest.approx(2 * short[0])  # all heads of a batch are launched at once
     both = step_time(WORK.replace(attention="math"), A100), step_time(WORK, A100)
     assert both[0].classes["attention"] > 3 * both[1].classes["attention"]
 
