@@ -95,6 +95,9 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
+    if options.rollout_steps > 1 and (options.dry_run or options.calibrate):
+        reason = "--dry_run and --calibrate know train.py's own step, of one; leave it out"
+        raise ConfigError(f"--rollout_steps {options.rollout_steps}: {reason}")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 

@@ -91,6 +91,7 @@ def test_a_search_keeps_the_batch_that_the_local_one_makes():
             "parallelism.pipeline_parallel_degree = 2: a rollout",
         ),
         (("--rollout_steps", "0"), "--rollout_steps 0: give at least 1"),
+        (("--rollout_steps", "2", "--dry_run"), "--rollout_steps 2: --dry_run and --calibrate know"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(options, said):

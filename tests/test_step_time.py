@@ -169,6 +169,7 @@ def test_the_slowest_of_many_is_slower():
         assert normal_maximum(number) == pytest.approx(known, rel=0.01)
     spreads = [spread(n) for n in (1, 2, 8, 64, 512, 4096)]
     assert spreads[0] == 1.0 and spreads[2] == pytest.approx(1.05)
+    assert [f"{s - 1:.1%}" for s in spreads[3:5]] == ["6.6%", "7.8%"]  # docs/planning.md
     assert all(more > less for less, more in itertools.pairwise(spreads)) and spreads[-1] < 1.10
 
 
