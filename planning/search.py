@@ -155,7 +155,7 @@ def cheapness(change: tuple[str, Plan]) -> tuple[bool, float, int]:
 
 
 def key_of(change: str) -> str:
-    return change.split(" = ")[0]
+    return "devices" if change.endswith(" devices") else change.split(" = ")[0]
 
 
 def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
