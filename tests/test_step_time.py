@@ -123,7 +123,7 @@ def test_states_on_the_host_cost_its_memory_and_the_link():
 
 
 def test_offload_is_advised_last():
-    """15 B on 8 A100, recomputed: over many micro-batches the host's update is cheap, and still it is last."""
+    """15 B on 8 A100: over many micro-batches the host's update is cheap, and still it is last."""
     cluster = load_cluster("a100x8")
     model = dataclasses.replace(MODEL, dim=5120, heads=40, mlp_dim=20480)
     large = WORK.replace(model=model, degrees=Degrees(dp_shard=8), local_batch=1, ac_mode="full")
