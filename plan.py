@@ -13,7 +13,8 @@
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
 --slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
---rollout_steps K     steps of the model that one backward pass goes through (default 1)
+--rollout_steps K     steps of the model, each from the last one's output, in one backward pass (default 1);
+                      train.py takes one: for planning ahead
 --json                print one JSON object instead of tables
 
 Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
@@ -41,19 +42,22 @@ OPTIONS = own_options(
 if __name__ == "__main__":
     answer_early(__doc__, OPTIONS, checked=False)  # on which cluster it can work is known later
 
+import dataclasses
 import json
 import os
 import time
 from typing import TYPE_CHECKING
 
 from config import Config
-from errors import ConfigError, one_line_errors
+from config_checks import check
+from errors import ConfigError, one_line_errors, refuse
+from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import costs_of
 from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
 from planning.scenarios import scenario_tables
-from planning.search import Plan, best_layouts, capacity, changes_that_fit, plan
+from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
 from planning.workload import Workload, workload_of
 
 if TYPE_CHECKING:
@@ -73,7 +77,7 @@ def main() -> None:
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-        config = start(rest, __doc__)
+        config = start(rest, __doc__, checked=options.layout != "auto")
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:
@@ -91,30 +95,54 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
+    if options.rollout_steps > 1 and (options.dry_run or options.calibrate):
+        reason = "--dry_run and --calibrate know train.py's own step, of one; leave it out"
+        raise ConfigError(f"--rollout_steps {options.rollout_steps}: {reason}")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
+    if options.layout == "auto":
+        config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
+    check_device(work, cluster)
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
         print(sweep(work, cluster, options.sweep, config.job_folder / "plan"))
         return 0
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
+    if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
+        reason = f"no layout of {cluster.devices} devices can share it"
+        raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
     cost = costs_of(config, made, cluster, options.restart_minutes)
-    fits = made.memory.peak <= capacity(cluster)
+    fitting = fits(made, cluster)
     if options.json:
         print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
-        return 0 if fits else 1
+        return 0 if fitting else 1
     print("\n\n".join(tables(plans, made, cluster, cost.table(made.time.total))))
-    if not fits:
+    if not fitting:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
         print(f"\n{nowhere}{advice(made, cluster)}")
-    return 0 if fits else 1
+    return 0 if fitting else 1
+
+
+def choose_local_batch(config: Config, world: int) -> Config:
+    """For a search, which tries every other: the largest up to the configured that the ranks can share. Then
+    the rest of the configuration is checked.
+    """
+    training = config.training
+    if training.global_batch_size < 1 and training.global_batch_size != -1:
+        check(config)  # which refuses it
+    dp = resolve_degrees(world, config.parallelism).dp
+    batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
+    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
+    check(dataclasses.replace(config, training=chosen))
+    return dataclasses.replace(config, training=dataclasses.replace(chosen, global_batch_size=max(batch, 1)))
 
 
 def job(config: Config, world: int) -> Workload:
@@ -138,9 +166,8 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[s
 def advice(made: Plan, cluster: Cluster) -> str:
     """What is missing, and the three cheapest changes with which it fits."""
     missing = (made.memory.peak - capacity(cluster)) / 2**30
-    rows = [
-        f"it does not fit: {missing:.2f} GiB a device are missing; the cheapest changes with which it does:"
-    ]
+    what = f"{missing:.2f} GiB a device are" if missing > 0 else "memory of the host is"
+    rows = [f"it does not fit: {what} missing; the cheapest changes with which it does:"]
     for name, changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
         peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
@@ -173,6 +200,9 @@ def calibrate_machine(config: Config) -> None:
 def dry_run_table(config: Config, world_size: int) -> None:
     from planning.dry_run import dry_run  # here: it takes torch's seconds
 
+    if config.activation_checkpoint.mode == "memory_budget":
+        reason = 'the compiler keeps it, and a dry run does not compile; take "selective" or "full"'
+        refuse("activation_checkpoint.mode", "memory_budget", reason)
     if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
         schedule = config.parallelism.pipeline_parallel_schedule
         raise ConfigError(
@@ -180,7 +210,8 @@ def dry_run_table(config: Config, world_size: int) -> None:
         )
     started = time.perf_counter()
     result = dry_run(config, world_size, grid_of(config), num_variables(config))
-    print(f"{result.table()}\n\nno rank was started; {time.perf_counter() - started:.0f} s")
+    written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
+    print(f"{result.table()}\n\nno rank was started{written}; {time.perf_counter() - started:.0f} s")
 
 
 def grid_of(config: Config) -> "Grid":

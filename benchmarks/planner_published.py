@@ -4,10 +4,16 @@
 
 Nothing runs: the efficiencies of each device are those of planning/clusters.toml, and of
 published_machines.toml for machines that differ from it. No figure is fitted to a row. The errors of "seen"
-rows were looked at while the terms of the model were chosen; "held out" ones were added afterwards.
+rows were looked at while the terms of the model were chosen. Of those that were added afterwards "held out"
+are the ones of a machine or a framework that no seen run has; the others are "later".
+
+Beside each figure stands what needs no model: the utilisation of the nearest seen run, copied. The errors of
+each class go into planning/error_bands.toml, which plan.py prints beside every time.
 """
 
 import dataclasses
+import json
+import math
 import statistics
 import sys
 import tomllib
@@ -16,10 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.results_file import record
+from benchmarks.results_file import RESULTS, record
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture
 from planning.clusters import load_cluster
+from planning.error_bands import BANDS, CALIBRATED, Band, classes_of
 from planning.hardware import Cluster
 from planning.scenarios import LLAMA_70B
 from planning.step_time import StepTime, step_time
@@ -27,20 +34,48 @@ from planning.workload import Workload
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
+GROUPS = ("seen", "later", "held out")
+FRAMEWORKS = {  # part of a source's name -> what trained there
+    "pytorch/torchtitan": "TorchTitan",
+    "fms-fsdp": "fms-fsdp",
+    "llm-foundry": "llm-foundry",
+    "section 2": "case study",
+    "section 3": "NERSC",
+    "NERSC": "NERSC",
+    "Megatron-Bridge": "Megatron",
+    "pytorch-image-models": "timm",
+}
 ABOUT = ("model", "source", "cluster", "tokens", "rate", "unit", "seen", "unlike", "accumulation", "degrees")
 
 
 def main() -> None:
-    rows = [judged(run, model) for run, model in published_runs()]
+    rows = judged_runs()
     record("planner_published", rows)
-    print(table(rows))
-    for group in ("seen", "held out", ""):
-        errors = [abs(row["error"]) for row in rows if group in ("", row["group"])]
-        within = sum(error <= 0.10 for error in errors)
-        print(
-            f"{group or 'all'}: {within} of {len(errors)} within 10 %, "
-            f"median error {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}"
-        )
+    BANDS.write_text(bands_toml(rows), encoding="utf-8")
+    print(table(rows), summaries(rows), bands_table(rows), sep="\n\n")
+
+
+def judged_runs() -> list[dict[str, Any]]:
+    """All rows, each with its group and what the nearest seen run's utilisation would have given."""
+    rows = [judged(run, model) for run, model in published_runs()]
+    seen = [row for row in rows if row["seen"]]
+    known = {key: {row[key] for row in seen} for key in ("machine", "framework")}
+    for row in rows:
+        new = any(row[key] not in known[key] for key in known)
+        row["group"] = "seen" if row["seen"] else "held out" if new else "later"
+        nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))
+        row["neighbour"] = nearest["what"]
+        row["neighbour_error"] = nearest["published_mfu"] / row["published_mfu"] - 1
+    return rows
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Doublings of parameters, tokens and GPUs between two runs; 4 for another device, precision, mode of
+    checkpointing or kind of model.
+    """
+    sizes = sum(abs(math.log2(one[key] / other[key])) for key in ("parameters", "tokens", "devices"))
+    kinds = ("peak", "float8", "dtype", "checkpointing", "language")
+    return sizes + 4 * sum(one[key] != other[key] for key in kinds)
 
 
 def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
@@ -77,16 +112,36 @@ def predict(run: dict[str, Any], model: Architecture) -> tuple[float, StepTime, 
 
 def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
     rate, time, work, cluster = predict(run, model)
+    mfu = time.mfu(work, cluster.device.peak["bf16"])
     return {
         "what": label(run, work),
         "predicted": rate,
         "published": run["rate"],
         "unit": run["unit"],
         "error": rate / run["rate"] - 1,
-        "mfu": time.mfu(work, cluster.device.peak["bf16"]),
-        "group": "seen" if run.get("seen") else "held out",
+        "mfu": mfu,
+        "published_mfu": mfu * run["rate"] / rate,
+        "classes": classes_of(work, cluster),
+        "seen": bool(run.get("seen")),
+        "framework": next(name for part, name in FRAMEWORKS.items() if part in run["source"]),
+        "machine": cluster.device.name,
         "source": run["source"],
         "unlike": run.get("unlike", ""),
+        **about(work, cluster),
+    }
+
+
+def about(work: Workload, cluster: Cluster) -> dict[str, Any]:
+    """What makes two runs neighbours."""
+    return {
+        "parameters": work.model.parameters,
+        "tokens": work.model.tokens,
+        "devices": work.degrees.world,
+        "peak": cluster.device.peak["bf16"],
+        "float8": work.float8,
+        "dtype": work.dtype,
+        "checkpointing": work.ac_mode,
+        "language": bool(work.model.vocabulary),
     }
 
 
@@ -103,14 +158,80 @@ def label(run: dict[str, Any], work: Workload) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens/s of one GPU, or samples/s of all."""
-    lines = [f"{'run':<68}{'published':>10}{'planned':>9} {'unit':<8}{'error':>7}  group"]
+    """Tokens/s of one GPU, or samples/s of all; "copied": with the nearest seen run's utilisation."""
+    heads = f"{'published':>10}{'planned':>9} {'unit':<8}{'error':>8}{'copied':>9}"
+    lines = [f"{'run':<70}{heads}  group    framework, classes"]
     for row in rows:
         digits = 2 if row["published"] < 10 else 0
         numbers = f"{row['published']:>10,.{digits}f}{row['predicted']:>9,.{digits}f} "
-        unit = row["unit"].split("/")[0]
-        lines.append(f"{row['what']:<68}{numbers}{unit:<8}{row['error']:>+7.1%}  {row['group']}")
+        unit, where = row["unit"].split("/")[0], f"{row['framework']}, {', '.join(row['classes'])}"
+        errors = f"{row['error']:>+8.1%}{row['neighbour_error']:>+9.1%}"
+        lines.append(f"{row['what']:<70}{numbers}{unit:<8}{errors}  {row['group']:<9}{where}")
     return "\n".join(lines)
+
+
+def summaries(rows: list[dict[str, Any]]) -> str:
+    """A line a group, and of the held-out runs one for each framework and machine."""
+    lines = [summary(group, [row for row in rows if row["group"] == group]) for group in GROUPS]
+    held = [row for row in rows if row["group"] == "held out"]
+    for name in dict.fromkeys((row["framework"], row["machine"]) for row in held):
+        lines.append(
+            summary(f"  {', '.join(name)}", [r for r in held if (r["framework"], r["machine"]) == name])
+        )
+    return "\n".join([*lines, summary("all", rows)])
+
+
+def summary(name: str, rows: list[dict[str, Any]]) -> str:
+    planned, copied = ([abs(row[key]) for row in rows] for key in ("error", "neighbour_error"))
+    return f"{name}: of {len(rows)} runs {accuracy(planned)}; copied from the nearest {accuracy(copied)}"
+
+
+def accuracy(errors: list[float]) -> str:
+    within = sum(error <= 0.10 for error in errors)
+    return f"{within} within 10 %, median {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}"
+
+
+def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
+    """Class -> seconds as published over seconds as planned; a run counts in all its classes."""
+    factors: dict[str, list[float]] = {}
+    for row in rows:
+        for kind in row["classes"]:
+            factors.setdefault(kind, []).append(1 + row["error"])
+    factors = dict(sorted(factors.items())) | {CALIBRATED: calibrated_factors()}
+    return {kind: band(found) for kind, found in factors.items()}
+
+
+def band(factors: list[float]) -> Band:
+    ends = (min(factors), statistics.median(factors), max(factors))
+    return Band(len(factors), *(round(factor, 3) for factor in ends))
+
+
+def bands_table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'a step as it was, over as planned':<40}{'runs':>6}{'fastest':>9}{'median':>9}{'slowest':>9}"]
+    for kind, found in bands(rows).items():
+        ends = f"{found.fastest:>9.2f}{found.median:>9.2f}{found.slowest:>9.2f}"
+        lines.append(f"{kind:<40}{found.runs:>6}{ends}")
+    return "\n".join(lines)
+
+
+def bands_toml(rows: list[dict[str, Any]]) -> str:
+    """planning/error_bands.toml."""
+    head = (
+        "# Written by benchmarks/planner_published.py: seconds of a step over those planned, of published\n"
+        "# runs and, where the machine was calibrated, of the last run of benchmarks/planner_accuracy.py.\n"
+    )
+    tables = (
+        f'\n["{kind}"]\n' + "".join(f"{key} = {value}\n" for key, value in vars(found).items())
+        for kind, found in bands(rows).items()
+    )
+    return head + "".join(tables)
+
+
+def calibrated_factors() -> list[float]:
+    """Of the last run of benchmarks/planner_accuracy.py."""
+    lines = (RESULTS / "planner_accuracy.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [row for row in map(json.loads, lines) if row["kind"] == "time"]
+    return [row["measured"] / row["predicted"] for row in found if row["time"] == found[-1]["time"]]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ from training.lr_schedules import peak_lr
 GRID, CHANNELS = (1024, 2048), 17
 STATES, EPOCHS = 350_000, 50
 RATES = {1: 0.85, 8: 6.4, 64: 44.0}  # samples/s that the study measured, by GPUs
+EVERY7 = {
+    "ac_mode": "every_n_blocks",
+    "every_n": 7,
+}  # as all three runs have it, with bf16 and FlashAttention
 STEP_AT_64 = 3072 / RATES[64]  # seconds, of the study's global batch
 HPA_AS_DECAMETRES = 10 * 9.80665  # of geopotential, m2 s-2
 
@@ -65,11 +69,12 @@ def data_rows() -> str:
     values = STATES * CHANNELS * math.prod(GRID)
     return f"""
 variables | 17 | {4 + 12} | (4) four named and twelve others; figures below take 17
-1024 x 2048 cells | about 0.25 deg | {360 / GRID[1]:.3f} deg | 1440 columns are 0.25
+1024 x 2048 cells | about 0.25 deg | {360 / GRID[1]:.3f} deg | 1440 columns are {360 / 1440:g}
 40 steps of 6 h | 10 days | {40 * 6 / 24:.0f} days |
 hours of 1979-2019 | 350,000 | {hours[2019]:,.0f} | {hours[2018]:,.0f} without 2019; 350,000 below
 data in float32 | 200 TB | {4 * values / 1e12:.0f} TB | (3)
   in float16 | - | {2 * values / 1e12:.0f} TB | (3) before compression
+  compressed | 35 TB | {2 * values / 1e12:.0f} TB | (15) so much are the raw float16 fields
 """
 
 
@@ -90,10 +95,10 @@ fp32 weights and Adam | 12 GB | {gb(3 * FLOAT32 * big.parameters)} | (6) a check
 
 def memory_rows() -> str:
     """Of one GPU, at the moment when a step needs most."""
-    every7 = {"ac_mode": "every_n_blocks", "every_n": 7}
     fp32, bf16 = memory(task(1, dtype="float32")), memory(task(1))
-    one, four, eight = (memory(task(batch, **every7)) for batch in (1, 4, 8))
+    one, four, eight = (memory(task(batch, **EVERY7)) for batch in (1, 4, 8))
     room = capacity(load_cluster("a100x1"))
+    saved = (9.6e9 + 2.4e9) * 63 / 64  # of the study's own Adam and bf16 gradients
     weights = gb(FLOAT32 * SHOWN.parameters)
     return f"""
 fp32: parameters | 4.8 GB | {weights} | (2)
@@ -101,6 +106,8 @@ fp32: parameters | 4.8 GB | {weights} | (2)
   Adam | 9.6 GB | {gb(fp32.components["optimiser states"])} | (2)
   activations, batch 1 | 52 GB | {gb(kept(fp32))} | flash attention, one copy of each input
   in all | 71 GB | {gb(fp32.peak)} | peak: {fp32.peak_moment}
+  71 GB on an 80 GB GPU | does not fit | {verdict(71e9, room)} |\
+ (11) a second sample's 52 GB: {verdict(71e9 + 52e9, room)}
 bf16: parameters | 4.8 GB | {gb(bf16.components["parameters"])} | float32 masters
   copies in bf16 | 2.4 GB | {gb(bf16.components["copies of weights"])} |
   gradients | 2.4 GB | {weights} | autocast leaves them in float32
@@ -112,6 +119,7 @@ every 7th layer, about sqrt(48) | 7 | {48**0.5:.1f} |
   activations, batch 4 | 15 GB | {gb(kept(four))} |
   in all, batch 4 | 34 GB | {gb(four.peak)} |
   batch 8 of 80 GB | fits | {verdict(eight.peak, room)} | {gb(eight.peak)} of {gb(room)}
+sharded over 64: saved of Adam, gradients | 4.5 GB | {gb(saved)} | (12) 63/64 of 9.6 and 2.4 GB
 scores of a layer, batch 4 | 3.2 GB | {gb(scores_bytes(task(4, attention="math")))} |\
  flash attention never makes them
 """
@@ -126,24 +134,30 @@ def kept(made: Memory) -> float:
 def speed_rows() -> str:
     """What follows from the study's rates, and what the planner expects of the same GPUs."""
     days = {gpus: STATES * EPOCHS / rate / 86_400 for gpus, rate in RATES.items()}
-    zero2 = {"reshard": "never", "ac_mode": "every_n_blocks", "every_n": 7, "global_batch": 12 * 4 * 64}
-    works = [task(1), task(1, Degrees(dp_replicate=8)), task(12, Degrees(dp_shard=64), **zero2)]
-    one, node, all64 = (plan(work, load_cluster(f"a100x{work.degrees.world}")) for work in works)
+    one, node, all64 = (plan(work, load_cluster(f"a100x{work.degrees.world}")) for work in runs())
     base, own = one.time.samples_per_second, all64.time.samples_per_second
+    mfu = RATES[1] * one.work.sample_flops / load_cluster("a100x1").device.peak["bf16"]
     return f"""
-1 GPU | 0.85/s | {base:.2f}/s | 13 % of the peak there: not bound by arithmetic
+1 GPU, batch 8, checkpointed, bf16 | 0.85/s | {base:.2f}/s |\
+ {mfu:.0%} of the peak there: not bound by arithmetic
   50 epochs at 0.85/s | 238 days | {days[1]:.0f} days |
 8 GPUs, DDP | 6.4/s | {node.time.samples_per_second:.2f}/s |
   efficiency at 6.4/s | 96 % | {RATES[8] / RATES[1] / 8:.0%} | (5)
   50 epochs at 6.4/s | 3.7 days | {days[8]:.1f} days | (5)
 64 GPUs, FSDP ZeRO-2, batch 12 x 4 | 44/s | {own:.2f}/s | {all64.memory.peak / 1e9:.0f} GB a rank
   global batch | 3,072 | {all64.work.global_batch:,} |
-  efficiency at 44/s | 80 % | {RATES[64] / RATES[1] / 64:.0%} |\
- the planner's {own / base / 64:.0%}, checkpointing included
+  efficiency at 44/s | 80 % | {RATES[64] / RATES[1] / 64:.0%} | (14) of the study's own rates
+  of the same settings as planned | 80 % | {own / base / 64:.0%} | (14) {own:.0f} / (64 x {base:.2f})
   50 epochs at 44/s | 110 hours | {days[64] * 24:.0f} hours |\
  {STATES * EPOCHS / own / HOUR:.0f} at the planner's rate
   goal | under 7 days | {days[64]:.1f} days |
 """
+
+
+def runs() -> list[Workload]:
+    """The study's, as it describes them: one setting, on 1, 8 and 64 GPUs."""
+    zero2 = task(12, Degrees(dp_shard=64), **EVERY7, reshard="never", global_batch=12 * 4 * 64)
+    return [task(8, **EVERY7), task(8, Degrees(dp_replicate=8), **EVERY7), zero2]
 
 
 def network_rows() -> str:
@@ -154,9 +168,11 @@ def network_rows() -> str:
     return f"""
 ring, n = 8, 10 us, 600 GB/s, 2.4 GB | 7.0 ms | {node * 1e3:.2f} ms |
   n = 64, 50 us, 25 GB/s | 195 ms | {all64 * 1e3:.0f} ms |
-  a step at 0.85/s | 1.18 s | {step:.2f} s |
+  a sample at 0.85/s | 1.18 s | {step:.2f} s | (10) the study takes it for a step
+  a step of batch 8 | 1.18 s | {8 * step:.1f} s | (10) eight samples
+  the ring's part of a step | 16.5 % | {all64 / (8 * step):.1%} | (10) {all64 / step:.1%} of {step:.2f} s
   backward | 0.9 s | {step * backward_fraction():.2f} s | its part of a step in the model
-  efficiency if nothing is hidden | 83 % | {1 - all64 / step:.0%} | of 1.18 s
+  efficiency if nothing is hidden | 83 % | {1 - all64 / step:.0%} | of {step:.2f} s
   hidden by backward | 80 % | {1 - last / all64:.0%} | all but the last bucket of 25 MiB
 NVLink | 600 GB/s | {cluster.inside.bandwidth / 1e9:.0f} GB/s | both directions there; a ring's rate here
 between nodes | 25 GB/s | {cluster.between.bandwidth / 1e9:.0f} GB/s |
@@ -186,22 +202,33 @@ critical batch | 256, 4,096 | - | two sources, two numbers: measured, not comput
 """
 
 
+def score_rows() -> str:
+    """Geopotential has no "hPa": read as decametres, in geopotential and in geopotential metres."""
+    errors = {"CNN": 3.45, "ViT": 3.21, "ECMWF": 3.12}
+    return "".join(
+        f'z500 at day 5: {name} | {error} "hPa" | {error * HPA_AS_DECAMETRES:.0f} m2 s-2 |'
+        f" (8) as decametres, {10 * error:.1f} gpm\n"
+        for name, error in errors.items()
+    )
+
+
 def cost_rows() -> str:
     """The study's bill: what preemptions waste is priced as if all nodes were spot. Then its outcome."""
     cluster = load_cluster("a100x64")
     fleet, hours = Fleet(cluster, on_demand_nodes=1), round(STATES * EPOCHS / RATES[64] / HOUR)
+    on_demand = hours * cluster.devices * cluster.on_demand
     node = hours * fleet.on_demand_devices * cluster.on_demand
     spot = hours * fleet.spot_devices * cluster.spot
-    lost = 2 * 45 / 60 * cluster.devices * cluster.spot
+    lost, preemptions = 2 * 45 / 60 * cluster.devices * cluster.spot, hours * HOUR * fleet.preemption_rate
     return f"""
-on demand, 110 h x 64 x $3.50 | $24,640 | ${hours * cluster.devices * cluster.on_demand:,.0f} |
+on demand, 110 h x 64 x $3.50 | $24,640 | ${on_demand:,.0f} |
 one node on demand | $3,080 | ${node:,.0f} |
 7 spot nodes at $1.23 | $7,577 | ${spot:,.0f} |
-two preemptions of 45 min | $118 | ${lost:,.0f} | {hours * HOUR * fleet.rate:.1f} expected in {hours} h
+two preemptions of 45 min | $118 | ${lost:,.0f} | {preemptions:.1f} expected in {hours} h
   in all | $10,775 | ${node + spot + lost:,.0f} |
+  cheaper than on demand | 7 x | {on_demand / (node + spot + lost):.1f} x |\
+ (13) "$37,000 to $5,400" is {37_000 / 5_400:.1f} x
+  a year of a run a day | $900,000 | ${365 * on_demand / 1e6:.1f} M | (13) 365 x ${on_demand:,.0f}
 500 steps between checkpoints | 35 min | {500 * STEP_AT_64 / HOUR:.1f} h | (7)
-z500 at day 5: CNN | 3.45 "hPa" | {3.45 * HPA_AS_DECAMETRES:.0f} m2 s-2 | (8) read as decametres
-z500 at day 5: ViT | 3.21 "hPa" | {3.21 * HPA_AS_DECAMETRES:.0f} m2 s-2 | (8) read as decametres
-z500 at day 5: ECMWF | 3.12 "hPa" | {3.12 * HPA_AS_DECAMETRES:.0f} m2 s-2 | (8) read as decametres
-profiling | 2 hours | - | measured there, not computable
+{score_rows()}profiling | 2 hours | - | measured there, not computable
 """

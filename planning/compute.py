@@ -11,7 +11,7 @@ from functools import cache
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count, cut
 from planning.calibration import Rates
-from planning.hardware import Device
+from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 
@@ -117,7 +117,8 @@ def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
     model, tp, cp = work.model, work.degrees.tp, work.degrees.cp
     shape = (work.micro_batch, max(model.heads // tp, 1), model.tokens, model.head_dim)
     seconds = rates.attention_seconds(*shape, work.dtype, backward, work.attention) / cp
-    return seconds * (1 + CAUSAL_BLOCK / model.tokens) / 2 if model.causal else seconds
+    tiled = model.causal and work.attention != "math"  # which computes all scores, and masks half of them
+    return seconds * (1 + CAUSAL_BLOCK / model.tokens) / 2 if tiled else seconds
 
 
 def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]]:
@@ -217,13 +218,21 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
-    return rates.elementwise_seconds(4 * FIELD_PASSES * work.local_batch * work.field_values)
+    values = work.local_batch * work.field_values * work.rollout_steps
+    return rates.elementwise_seconds(4 * FIELD_PASSES * values)
 
 
 def update_seconds(work: Workload, rates: Rates) -> float:
     owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
     adamw = rates.elementwise_seconds(ADAMW_BYTES * number / owners, "float32", "adamw")
     return adamw + rates.elementwise_seconds((CLIP_BYTES + AVERAGE_BYTES * work.ema) * number)
+
+
+def host_update_seconds(work: Workload, cluster: Cluster) -> float:
+    """The same where cpu_offload leaves it to the host, whose memory the ranks of a node divide."""
+    ranks = min(cluster.devices_per_node, work.degrees.world)
+    moved = (ADAMW_BYTES + CLIP_BYTES) * shard_parameters(work)
+    return moved * ranks / cluster.host_bandwidth
 
 
 # -- FLOPs
@@ -238,11 +247,12 @@ def hardware_flops(work: Workload) -> float:
     ends = 2 * model.tokens * model.dim * (2 * model.in_features + 3 * model.out_features)
     fused = 2.5 if work.attention != "math" else 2
     attention = (1 + fused) * model.attention_flops()
-    return model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
+    once = model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
+    return once * work.rollout_steps
 
 
 def recomputed_flops(work: Workload) -> float:
-    """Of one sample: blocks again, but for the last product of each that is recomputed as one."""
+    """Of one sample and pass: blocks again, but for the last product of each that is recomputed as one."""
     model = work.model
     if work.ac_mode in ("none", "selective"):
         return 0.0

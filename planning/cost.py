@@ -1,8 +1,8 @@
 """What a run costs: hours, energy and money, on machines that may be taken away, and how often to save.
 
-Preemptions are a Poisson process of `rate` a second for the whole job. One stops every device: the job starts
-again in `restart` seconds, which may be preempted too, and repeats what no checkpoint holds. Times are in
-seconds unless a name has hours; money is in dollars.
+Interruptions, by preemption or failure of a node, are a Poisson process of `rate` a second for the whole job.
+One stops every device: the job starts again in `restart` seconds, which may be interrupted too, and repeats
+what no checkpoint holds. Times are in seconds unless a name has hours; money is in dollars.
 """
 
 import dataclasses
@@ -42,10 +42,15 @@ class Fleet:
         return self.on_demand_devices * self.cluster.on_demand + self.spot_devices * self.cluster.spot
 
     @property
-    def rate(self) -> float:
-        """Preemptions of the job a second: any spot node takes the others with it."""
+    def preemption_rate(self) -> float:
+        """Spot nodes that are taken away, a second."""
         spot_nodes = self.cluster.nodes - self.on_demand_nodes
         return spot_nodes * self.cluster.spot_interruptions / HOUR
+
+    @property
+    def rate(self) -> float:
+        """Interruptions of the job a second: a node that is taken away or fails takes the others with it."""
+        return self.preemption_rate + self.cluster.nodes * self.cluster.failures / HOUR
 
     @property
     def watts(self) -> float:
@@ -179,16 +184,20 @@ class RunCost:
 
     def table(self, step_seconds: float) -> str:
         """A line a fleet; then how often to save."""
-        heads = ("the run", "days", "device-hours", "kWh", "$", "preempted", "lost $", "best save every")
+        heads = ("the run", "days", "device-hours", "kWh", "$", "interrupted", "lost $", "best save every")
         rows: list[tuple[object, ...]] = [heads]
         for name, cost in self.fleets.items():
-            best = cost.best_interval_seconds
-            often = "" if math.isinf(best) else f"{best / step_seconds:,.0f} steps, {best / 60:,.0f} min"
+            often = interval_text(cost.best_interval_seconds, step_seconds)
             run = (cost.hours / 24, cost.device_hours, cost.kwh, cost.dollars)
             rows.append((f"  {name}", *run, cost.preemptions, cost.dollars_lost, often))
+        fleets = text_table("<22 >8.2f >14,.0f >10,.0f >12,.0f >13.1f >10,.0f >24", rows)
         interval = self.interval_seconds
+        if not self.stored_bytes:
+            return (
+                f"{fleets}\n  saved never (checkpoint.enable = false): an interruption begins the run again"
+            )
         return (
-            f"{text_table('<22 >8.2f >14,.0f >10,.0f >12,.0f >11.1f >10,.0f >24', rows)}\n"
+            f"{fleets}\n"
             f"  saved every {interval / step_seconds:,.0f} steps ({interval / HOUR:,.2f} h): "
             f"{self.checkpoint_bytes / 1e9:.1f} GB each, {self.stored_bytes / 1e9:.0f} GB kept, "
             f"{self.stall_seconds:.2f} s of a stall, written in {self.write_seconds:.1f} s"
@@ -197,6 +206,13 @@ class RunCost:
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: null."""
         return json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda infinity: None)
+
+
+def interval_text(seconds: float, step_seconds: float) -> str:
+    """ "-" where nothing is lost that a save could keep, or nothing is saved."""
+    if math.isinf(seconds) or seconds <= 0:
+        return "-"
+    return f"{max(seconds / step_seconds, 1):,.0f} steps, {max(seconds, step_seconds) / 60:,.0f} min"
 
 
 def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: float) -> RunCost:

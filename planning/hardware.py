@@ -16,11 +16,15 @@ PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8":
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
 # 0.95, 0.90, 0.88.
 ORDINARY = 0.91
+# Bytes a score that "math" attention moves between its products, forward and backward (models/attention.py):
+# the scores divided (two numbers), their softmax (two; backward three) and its way from and to half
+# precision, since autocast takes the softmax in float32.
+SCORE_BYTES = {False: (16, 20), True: (24, 28)}  # keyed by half precision
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or the part of a CPU that a rank has. Without float8 it multiplies in bf16 instead."""
+    """One GPU, or the part of a CPU that a rank has."""
 
     name: str
     memory: int  # bytes, all that torch sees
@@ -35,19 +39,33 @@ class Device:
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
-        products, itemsize = (2 if backward else 1), 4 if dtype == "float32" else 2
+        return (2 if backward else 1) * self.product_seconds(1, rows, inputs, outputs, dtype)
+
+    def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
+        """Of `number` products of matrices, launched at once."""
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
-        moved = itemsize * (rows * inputs + inputs * outputs + rows * outputs)
-        return products * max(2 * rows * inputs * outputs / rate, moved / self.bandwidth, self.launch)
+        moved = (4 if dtype == "float32" else 2) * (rows * inputs + inputs * outputs + rows * outputs)
+        each = max(2 * rows * inputs * outputs / rate, moved / self.bandwidth)
+        return max(number * each, self.launch)
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
         """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
+        if backend == "math":
+            return self._math_attention_seconds(batch * heads, tokens, head_dim, dtype, backward)
         rates = self.attention_backward if backward else self.attention_forward
         rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
         rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
+
+    def _math_attention_seconds(
+        self, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool
+    ) -> float:
+        """Each product writes or reads all T^2 scores, and so does every pass between them."""
+        product = self.product_seconds(heads, tokens, head_dim, tokens, dtype)
+        scores = SCORE_BYTES[dtype != "float32"][backward] * heads * tokens**2
+        return (4 if backward else 2) * product + self.elementwise_seconds(scores)
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         return size / self.bandwidth
@@ -83,11 +101,13 @@ class Cluster:
     # rings of one device a node, one ring for each local rank, divide it by devices_per_node
     between: Link
     host_memory: int  # bytes a node
+    host_bandwidth: float  # bytes/s, read and written, of a node's own memory
     host_link: float  # bytes/s from one device to its host's memory
     storage: float  # bytes/s of one node to and from the shared file system
     on_demand: float  # $ a device-hour
     spot: float  # $ a device-hour
     spot_interruptions: float  # a node-hour, for spot nodes
+    failures: float  # a node-hour, of every node
     pue: float  # power of the whole centre over that of its computers
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
     measured: Any = None  # the Calibration of this machine, which stands in for the device's rates

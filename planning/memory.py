@@ -46,12 +46,15 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     """The moments at which a step can be at its peak, going through the backward pass block by block."""
     states, fields = state_bytes(work, first, last), field_bytes(work)
     copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
-    stored, tokens = stored_bytes(work) * copies, work.micro_batch * work.rank_tokens * work.itemsize * copies
+    stored, copies = stored_bytes(work) * copies, copies * work.rollout_steps
+    tokens = work.micro_batch * work.rank_tokens * work.itemsize * copies
     prediction = tokens * work.model.out_features * last
     norms = 2 * tokens * work.model.dim * last  # input and output of the last norm
     # The patches that the embedding took, where they are not the float32 ones.
     embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
-    number = work.rank_layers
+    number = work.rank_layers * work.rollout_steps  # of blocks that backward goes through
+    second = min(1, work.rank_layers - 1)
+    first_step = number - work.rank_layers  # done before the rollout's first step, whose gradients are whole
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
@@ -69,7 +72,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
         return {
             **step,
-            "gradients": states["gradients"] * gradients_alive(work, done) / number,
+            "gradients": states["gradients"] * gradients_alive(work, done - first_step) / work.rank_layers,
+            "gradients being summed": summed_bytes(work, done),
             "gathered parameters": gathered_bytes(work, first, last, gathered),
             "activations": stored * (1 - done / number) + embedded,
             "recomputed": recomputed(work) * working,
@@ -83,12 +87,14 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     moments = {
         "loss": loss,
         "backward of the first block": backward(0, 2, True, down),
-        "backward of the second block": backward(min(1, number - 1), 2, True, down + reducing),
-        "reduction of the first block": backward(min(1, number), 2, False, whole + reducing),
+        "backward of the second block": backward(first_step + second, 2, True, down + reducing),
+        "reduction of the first block": backward(first_step + 1, 2, False, whole + reducing),
         "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
         "update": {**always, "gradients": states["gradients"] * (not work.in_backward), "fields": fields},
     }
+    if work.rollout_steps > 1:  # the rollout's last step is through, and all gradients have their first part
+        moments["backward of an earlier step"] = backward(work.rank_layers, 2, True, down)
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Memory(used, host_bytes(work, states))
 
@@ -175,7 +181,17 @@ def gradients_alive(work: Workload, done: int) -> int:
     """Of how many blocks, when `done` have theirs."""
     if not fresh_gradients(work):
         return work.rank_layers
-    return min(done, 1) if work.in_backward else done
+    return max(min(done, 1) if work.in_backward else done, 0)
+
+
+def summed_bytes(work: Workload, done: int) -> float:
+    """Gradients of which autograd has some steps of the rollout and waits for the others, whole, in the
+    precision of matrices, when `done` blocks are through.
+    """
+    layers = work.rank_layers
+    complete = max(done - layers * (work.rollout_steps - 1), 0)
+    block = count(cut(work.model.block(), work.degrees.tp))
+    return work.itemsize * block * (min(done, layers) - complete)
 
 
 def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:
@@ -251,13 +267,13 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the state and the truth as read, and the token shards of input, truth and weights."""
+    """float32: the states as read, and the token shards of input, truths and weights."""
     cp, tp = work.degrees.cp, work.degrees.tp
-    shards = work.input_values / cp + 2 * work.field_values / (cp * tp)
-    return FLOAT32 * work.local_batch * (2 * work.field_values + shards)
+    shards = work.input_values / cp + work.states_read * work.field_values / (cp * tp)
+    return FLOAT32 * work.local_batch * (work.states_read * work.field_values + shards)
 
 
 def loss_bytes(work: Workload) -> float:
-    """The gradient of the prediction, and in float32 the errors of one sample, twice."""
+    """The gradient of the predictions, and in float32 the errors of one sample, twice."""
     values = work.rank_tokens * work.model.out_features
-    return (work.micro_batch * work.itemsize + 2 * FLOAT32) * values
+    return (work.micro_batch * work.itemsize * work.rollout_steps + 2 * FLOAT32) * values

@@ -40,18 +40,27 @@ def context_collectives(work: Workload) -> Calls:
     gradients cp times, home.
     """
     cp, depth = work.degrees.cp, work.model.layers
-    chunk = work.micro_batch * work.rank_tokens * work.model.dim  # values of one of q, k, v
+    chunk = work.micro_batch * work.rank_tokens * work.model.dim  # values of q
+    grouped = chunk * kv_heads_sent(work) // work.model.heads  # values of k, and of v
     calls: Calls = Counter()
     if work.method == "ulysses":
-        calls[Collective("all-to-all", "cp", 3 * chunk * work.itemsize)] += 2 * depth
+        calls[Collective("all-to-all", "cp", (chunk + 2 * grouped) * work.itemsize)] += 2 * depth
         calls[Collective("all-to-all", "cp", chunk * work.itemsize)] += 2 * depth
     elif work.method == "all_gather":
-        calls[Collective("all-gather", "cp", 2 * cp * chunk * work.itemsize)] += depth
-        calls[Collective("reduce-scatter", "cp", 2 * cp * chunk * work.itemsize)] += depth
+        calls[Collective("all-gather", "cp", 2 * cp * grouped * work.itemsize)] += depth
+        calls[Collective("reduce-scatter", "cp", 2 * cp * grouped * work.itemsize)] += depth
     else:
-        calls[Collective("send", "cp", 2 * chunk * work.itemsize)] += 2 * (cp - 1) * depth
-        calls[Collective("send", "cp", 2 * chunk * 4)] += cp * depth
+        calls[Collective("send", "cp", 2 * grouped * work.itemsize)] += 2 * (cp - 1) * depth
+        calls[Collective("send", "cp", 2 * grouped * 4)] += cp * depth
     return calls
+
+
+def kv_heads_sent(work: Workload) -> int:
+    """Heads of keys, and of values, that leave a tp group: as many as there are (grouped-query attention
+    shares each among several queries), but one at least for each rank that heads are dealt out to.
+    """
+    ranks = work.degrees.tp * (work.degrees.cp if work.method == "ulysses" else 1)
+    return max(work.model.kv_heads or work.model.heads, ranks)
 
 
 # -- how long they take

@@ -3,9 +3,10 @@
 from typing import Any
 
 from planning.compute import hardware_flops
+from planning.error_bands import band_line, band_of, classes_of
 from planning.hardware import Cluster
-from planning.memory import GIB, Memory
-from planning.search import Plan, capacity
+from planning.memory import FLOAT32, GIB, Memory
+from planning.search import Plan, capacity, fits
 from planning.step_time import StepTime
 from planning.workload import Workload
 from text_tables import text_table
@@ -16,11 +17,16 @@ def describe(work: Workload, cluster: Cluster) -> str:
     model = work.model
     return (
         f"{model.parameters / 1e6:,.0f} M parameters, {model.tokens} tokens, "
-        f"{3 * model.flops() / 1e12:,.1f} TFLOP a sample; "
-        f"{cluster.name}: {cluster.devices} x {cluster.device.name}\n"
+        f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
+        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
+        + (f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else "")
     )
+
+
+def number_of(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def layout(work: Workload) -> str:
@@ -59,7 +65,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
     """Classes add up to the step."""
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
     rows = [(f"  {name}", value, value / time.total) for name, value in classes]
-    again = hardware_flops(work) / (3 * work.model.flops()) - 1  # attention's own recomputation counts
+    again = max(hardware_flops(work) / work.sample_flops - 1, 0.0)  # attention's own recomputation counts
     ratio = time.communication / max(time.computation, 1e-12)
     peak = cluster.device.peak["bf16"]
     return "\n".join(
@@ -69,20 +75,45 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
             f"of {peak / 1e12:,.0f} TFLOP/s; kernels run {again:.0%} more FLOPs than the model has",
             f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
             f"({time.exposed / time.total:.1%})",
+            band_line(work, cluster, time.total),
+            data_line(work, time, cluster),
         ]
     )
 
 
+def data_line(work: Workload, time: StepTime, cluster: Cluster) -> str:
+    """What the loader has to bring, beside what the storage of all nodes gives."""
+    needed, given = read_rate(work, time, cluster), cluster.nodes * cluster.storage
+    short = ": TOO SLOW, steps wait for their data" if needed > given else ""
+    return (
+        f"data to be read {needed / 1e9:,.2f} GB/s (float32, {work.states_read} states a sample); "
+        f"storage gives {given / 1e9:,.1f} GB/s ({number_of(cluster.nodes, 'node')} x "
+        f"{cluster.storage / 1e9:,.1f}){short}"
+    )
+
+
+def read_rate(work: Workload, time: StepTime, cluster: Cluster) -> float:
+    """Bytes a second from the storage, as float32 without compression. A node reads each of its samples once:
+    ranks that share one (tp, cp, pp) and stand in other nodes read it again.
+    """
+    sharing = work.degrees.world // work.degrees.dp
+    nodes = max(sharing // cluster.devices_per_node, 1)
+    return time.samples_per_second * nodes * work.states_read * FLOAT32 * work.field_values
+
+
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     rows: list[tuple[object, ...]] = [
-        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "MFU", "exposed")
+        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "band s", "MFU", "exposed")
     ]
     for number, plan in enumerate(plans, 1):
         work, time = plan.work, plan.time
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         batch = (work.micro_batch, work.accumulation, checkpointing(work))
-        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, time.total, mfu, exposed))
-    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >7.1% >9.1%", rows)
+        band = band_of(work, cluster)
+        around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
+        times = (time.total, around, mfu, exposed)
+        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times))
+    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >9.1%", rows)
 
 
 def reason(first: Plan, second: Plan) -> str:
@@ -113,6 +144,7 @@ def keys(work: Workload) -> str:
             work.micro_batch if d.pp == 1 else 0,
         ),
         "training.local_batch_size": (work.local_batch, 0),
+        "training.global_batch_size": (work.global_batch, work.local_batch * d.dp),
         "activation_checkpoint.mode": (work.ac_mode, ""),
     }
     return " ".join(f"--{key} {value}" for key, (value, default) in options.items() if value != default)
@@ -124,6 +156,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
     return {
         "cluster": cluster.name,
         "devices": cluster.devices,
+        "nodes": cluster.nodes,
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
         "micro_batch_size": work.micro_batch,
@@ -131,17 +164,23 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,
-        "model_flops_per_sample": 3 * work.model.flops(),
+        "rollout_steps": work.rollout_steps,
+        "model_flops_per_sample": work.sample_flops,
         "hardware_flops_per_sample": hardware_flops(work),
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
         "host_memory": plan.memory.host,
         "capacity": capacity(cluster),
-        "fits": plan.memory.peak <= capacity(cluster),
+        "host_capacity": cluster.host_memory,
+        "fits": fits(plan, cluster),
         "step_seconds": time.total,
+        "step_seconds_band": band.around(time.total) if (band := band_of(work, cluster)) else None,
+        "error_classes": classes_of(work, cluster),
         "classes": time.classes,
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
+        "read_bytes_per_second": read_rate(work, time, cluster),
+        "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
         "cost": cost,
     }

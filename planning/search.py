@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from errors import refuse
 from parallelisms.degrees import Degrees
 from planning.hardware import Cluster
 from planning.memory import Memory, memory
@@ -47,6 +48,23 @@ def plan(work: Workload, cluster: Cluster) -> Plan:
     return Plan(work, memory(work), step_time(work, cluster))
 
 
+def check_device(work: Workload, cluster: Cluster) -> None:
+    """ConfigError for what neither the device nor the model's layout can do."""
+    if work.float8 and "fp8" not in cluster.device.matmul:
+        reason = f"the {cluster.device.name} does not multiply in float8; set it to false, or name an h100"
+        refuse("float8.enable", True, reason)
+    if work.rollout_steps > 1 and work.degrees.pp > 1:
+        reason = "a rollout needs the last stage's output in the first; set it to 1, or --rollout_steps to 1"
+        refuse("parallelism.pipeline_parallel_degree", work.degrees.pp, reason)
+
+
+def fits(made: Plan, cluster: Cluster) -> bool:
+    """On the device and, with cpu_offload, in the host's memory, which the ranks of a node share."""
+    ranks = min(cluster.devices_per_node, made.work.degrees.world)
+    held = sum(made.memory.host.values()) * ranks if made.work.offload else 0.0
+    return made.memory.peak <= capacity(cluster) and held <= cluster.host_memory
+
+
 def capacity(cluster: Cluster) -> float:
     """Bytes of a device that a step may use."""
     return cluster.device.memory - cluster.device.reserved
@@ -86,7 +104,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
     heads = work.model.heads
     for pp in DEGREES:
-        if world % pp or pp > work.model.layers:
+        if world % pp or pp > work.model.layers or (pp > 1 and work.rollout_steps > 1):
             continue
         for tp in (n for n in divisors(node) if heads % n == 0 and world % (pp * n) == 0):
             for cp in DEGREES:
@@ -117,7 +135,8 @@ def divisors(n: int) -> list[int]:
 def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]:
     """(keys to set, what that gives) of the three cheapest changes after which the job fits.
 
-    Single changes, and where these do not do, two at once. Cost is device-seconds of a step.
+    Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
+    comes last: its time hangs on the host, which the planner knows least.
     """
     tried = list(changes(work, cluster))
     found = fitting(tried)
@@ -125,18 +144,23 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
         pairs = ((one, two) for one in tried for two in changes(*one[1:]) if key_of(two[0]) != key_of(one[0]))
         found += fitting((f"{one[0]}, {two[0]}", *two[1:]) for one, two in pairs)
     cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
-    for name, made in sorted(found, key=lambda item: (item[1].device_seconds, item[0].count(","))):
+    for name, made in sorted(found, key=cheapness):
         cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
     return list(cheapest.values())[:3]
 
 
+def cheapness(change: tuple[str, Plan]) -> tuple[bool, float, int]:
+    name, made = change
+    return made.work.offload, made.device_seconds, name.count(",")
+
+
 def key_of(change: str) -> str:
-    return change.split(" = ")[0]
+    return "devices" if change.endswith(" devices") else change.split(" = ")[0]
 
 
 def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
-    made = [(name, plan(work, cluster), capacity(cluster)) for name, work, cluster in tried]
-    return [(name, found) for name, found, room in made if found.memory.peak <= room]
+    made = [(name, plan(work, cluster), cluster) for name, work, cluster in tried]
+    return [(name, found) for name, found, cluster in made if fits(found, cluster)]
 
 
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:

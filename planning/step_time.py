@@ -6,6 +6,7 @@ stand between operations and are exposed whole, but for the ring's.
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
@@ -16,19 +17,20 @@ from planning.compute import (
     block_seconds,
     end_seconds,
     field_seconds,
+    host_update_seconds,
     slower_in_a_model,
     update_seconds,
 )
 from planning.hardware import Cluster
-from planning.memory import stage_shapes, unit_bytes
+from planning.memory import FLOAT32, stage_shapes, unit_bytes
 from planning.network import Route, context_collectives, route, seconds, tensor_collectives
 from planning.workload import Workload
 
 OPERATORS = (22, 48)  # of a block, forward and backward, uncompiled
 OPERATORS_COMPILED = (8, 20)
 # "5 % and higher differences" between accelerators of a node (github.com/stas00/ml-engineering, "Not all
-# accelerators are created equal"): the slowest, for which all wait, over the one that rates are of.
-SPREAD = 1.05
+# accelerators are created equal"): the slowest of 8, for which all wait, over the fastest: rates are its.
+SPREAD, NODE = 0.05, 8
 # Collectives take 24 of an H100's 132 multiprocessors (a profile of FSDP's all-gather in
 # forums.developer.nvidia.com/t/337991): what computes meanwhile takes longer on the rest. NCCL opens as many
 # channels as its links can use: slower ones take fewer.
@@ -64,7 +66,7 @@ class StepTime:
 
     def mfu(self, work: Workload, peak: float) -> float:
         """Model FLOP/s over the dense bf16 peak of all devices."""
-        return 3 * work.model.flops() * self.samples_per_second / (peak * work.degrees.world)
+        return work.sample_flops * self.samples_per_second / (peak * work.degrees.world)
 
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
@@ -81,17 +83,20 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     inside, everything = inner_communication(work, rates, routes)
     total.add(inside * passes)
     in_block = [sum(forward.values()), sum(backward.values())]
-    exposed, hidden = sharding_communication(work, routes, in_block[0], in_block[1])
+    exposed, hidden = sharding_communication(work, cluster, routes, in_block)
     total.add(exposed)
     total["bubble"] += bubble(work, (in_block[0] + in_block[1]) * layers + sum(inside.values()))
     total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
     total["host"] += host_seconds(work, rates, in_block) * passes * layers
-    total["update"] += update_seconds(work, rates) + norm_seconds(routes)
+    if work.offload:
+        total["update on the host"] += host_update_seconds(work, cluster) + norm_seconds(routes)
+    else:
+        total["update"] += update_seconds(work, rates) + norm_seconds(routes)
     if not cluster.shared:
         ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
         concealed = max(hidden - exposed["exposed data parallel"], 0.0)
         total["slowed by collectives"] += TAKEN * ring.bandwidth / cluster.inside.bandwidth * concealed
-    usual = SPREAD if work.degrees.world > 1 and not cluster.shared else 1.0
+    usual = 1.0 if cluster.shared else spread(work.degrees.world)
     # All ranks wait for the one that computes longest; idle stages of a pipeline do, too.
     busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
     total["stragglers"] += (work.slowest * usual - 1) * busy
@@ -100,9 +105,27 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     return StepTime(classes, work.global_batch, everything * passes + hidden)
 
 
+def spread(devices: int) -> float:
+    """How much longer the slowest of `devices` computes than the one that rates are of.
+
+    Speeds are normally distributed: the slowest of n lies z(n) deviations below the mean, the fastest of a
+    node z(8) above it, and a node's difference is 2 z(8) deviations.
+    """
+    if devices == 1:
+        return 1.0
+    return 1 + SPREAD * (normal_maximum(devices) + normal_maximum(NODE)) / (2 * normal_maximum(NODE))
+
+
+def normal_maximum(number: int) -> float:
+    """Expected largest of `number` standard normal numbers (Blom 1958), within 1 %."""
+    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
+
+
 def copy_seconds(work: Workload, cluster: Cluster) -> float:
-    """Two states of each sample from the host to a device, on the stream that computes."""
-    return 0.0 if cluster.shared else 8 * work.local_batch * work.field_values / cluster.host_link
+    """The states of each sample from the host to a device, on the stream that computes."""
+    if cluster.shared:
+        return 0.0
+    return FLOAT32 * work.states_read * work.local_batch * work.field_values / cluster.host_link
 
 
 def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
@@ -145,26 +168,47 @@ def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) 
 
 
 def sharding_communication(
-    work: Workload, routes: dict[str, Route], forward: float, backward: float
+    work: Workload, cluster: Cluster, routes: dict[str, Route], in_block: list[float]
 ) -> tuple[Times, float]:
-    """Of a step: exposed seconds of data parallelism, and seconds in all."""
+    """Of a step: exposed seconds of data parallelism, and seconds in all. `in_block`: seconds that a block
+    computes, forward and backward.
+
+    cpu_offload copies a rank's shard to the device before each gather, and its gradients back: what is
+    exposed beyond the collectives is that link's.
+    """
     if not work.uses_fsdp:
-        return replica_communication(work, routes["dp_replicate"], backward)
-    fsdp, replicas, tp = routes["fsdp"], routes["dp_replicate"], work.degrees.tp
-    block = padded(cut(work.model.block(), tp), work.fsdp_ranks)
-    gather = seconds("all-gather", work.itemsize * block, fsdp)
-    reduce = seconds("reduce-scatter", work.reduce_itemsize * block, fsdp)
-    reduce += seconds("all-reduce", work.reduce_itemsize * block / work.fsdp_ranks, replicas)
-    layers, passes = work.rank_layers, work.accumulation * work.micro_batches
-    gathers = {"default": layers - 1, "always": layers, "never": 0}[work.reshard]
+        return replica_communication(work, routes["dp_replicate"], in_block[1])
+    block = padded(cut(work.model.block(), work.degrees.tp), work.fsdp_ranks)
+    gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
+    reduce = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
+    shard = block / work.fsdp_ranks
+    reduce += seconds("all-reduce", work.reduce_itemsize * shard, routes["dp_replicate"])
+    exposed = exposed_sharding(work, gather, reduce, in_block)
+    found = Times({"exposed data parallel": exposed})
+    if work.offload:
+        copy = FLOAT32 * shard / cluster.host_link
+        found["exposed offload"] = exposed_sharding(work, gather + copy, reduce + copy, in_block) - exposed
+    gathers = work.passes * (work.rank_layers + gathers_backward(work))
+    return found, gathers * gather + work.rank_layers * reduce
+
+
+def gathers_backward(work: Workload) -> int:
+    """Blocks that each pass gathers again in its backward."""
+    return {"default": work.rank_layers - 1, "always": work.rank_layers, "never": 0}[work.reshard]
+
+
+def exposed_sharding(work: Workload, gather: float, reduce: float, in_block: list[float]) -> float:
+    """Seconds that nothing hides of a step's gathers and reductions, given those of a block.
+
+    Gradients are reduced once: a rollout sums those of all its steps before the first one's are whole.
+    """
+    forward, backward = in_block
+    layers, again = work.rank_layers, gathers_backward(work)
     in_forward = gather + (layers - 1) * max(gather - forward, 0.0)  # nothing hides the first
-    again = gathers * max(gather - backward, 0.0)
-    # The last micro-batch gathers and reduces on the same network; nothing hides the last reduction.
-    both = (gather if gathers else 0.0) + reduce
+    # The last pass gathers and reduces on the same network; nothing hides the last reduction.
+    both = (gather if again else 0.0) + reduce
     reducing = layers * max(both - backward, 0.0) + reduce
-    exposed = passes * in_forward + (passes - 1) * again + reducing
-    everything = passes * (layers + gathers) * gather + layers * reduce
-    return Times({"exposed data parallel": exposed}), everything
+    return work.passes * in_forward + (work.passes - 1) * again * max(gather - backward, 0.0) + reducing
 
 
 def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:

@@ -9,6 +9,7 @@ import matplotlib
 import pandas as pd
 
 from errors import ConfigError
+from planning.error_bands import band_of
 from planning.hardware import Cluster
 from planning.report import checkpointing, layout
 from planning.search import best_layouts
@@ -31,10 +32,10 @@ def sweep(work: Workload, cluster: Cluster, text: str, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     table.to_csv(folder / "scaling.csv", index=False)
     plot(table, cluster, folder / "scaling.png")
-    heads = ("scaling", "devices", "batch", "  layout", "samples/s", "MFU", "efficiency")
-    columns = ["scaling", "devices", "global_batch_size", "layout", "samples_per_second", "mfu", "efficiency"]
-    lines = table.assign(layout="  " + table["layout"])[columns].itertuples(index=False)
-    shown = text_table("<8 >8 >8 <42 >11,.1f >7.1% >11.1%", [heads, *lines])
+    heads = ("scaling", "devices", "batch", "  layout", "samples/s", "at worst", "MFU", "efficiency")
+    columns = ["scaling", "devices", "global_batch_size", "layout", "samples_per_second", "at_worst", "mfu"]
+    lines = table.assign(layout="  " + table["layout"])[[*columns, "efficiency"]].itertuples(index=False)
+    shown = text_table("<8 >8 >8 <42 >11,.1f >9,.1f >7.1% >11.1%", [heads, *lines])
     return f"{shown}\n\nwritten: {folder / 'scaling.csv'}, {folder / 'scaling.png'}"
 
 
@@ -63,6 +64,7 @@ def scaling_rows(work: Workload, cluster: Cluster, numbers: list[int]) -> Iterat
     for scaling, batches in (("strong", strong), ("weak", weak)):
         for devices, batch in batches.items():
             for plan in best_layouts(work.replace(global_batch=batch), cluster.with_devices(devices), 1):
+                band = band_of(plan.work, cluster)
                 yield {
                     "scaling": scaling,
                     "devices": devices,
@@ -72,6 +74,7 @@ def scaling_rows(work: Workload, cluster: Cluster, numbers: list[int]) -> Iterat
                     "activation_checkpoint": checkpointing(plan.work),
                     "step_seconds": plan.time.total,
                     "samples_per_second": plan.time.samples_per_second,
+                    "at_worst": plan.time.samples_per_second / band.slowest if band else None,
                     "mfu": plan.time.mfu(plan.work, cluster.device.peak["bf16"]),
                     "exposed_fraction": plan.time.exposed / plan.time.total,
                 }

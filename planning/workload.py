@@ -43,7 +43,9 @@ class Workload:
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
-    rollout_steps: int = 1  # steps of the model whose activations one backward pass needs
+    rollout_steps: int = (
+        1  # steps of the model, each from the last one's output, that one backward pass crosses
+    )
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
 
@@ -62,8 +64,20 @@ class Workload:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a step: accumulated, or passed through a pipeline."""
-        return self.accumulation * self.micro_batches
+        """Times that a step goes through the model: micro-batches, accumulated or passed through a pipeline,
+        each as often as it is rolled out.
+        """
+        return self.accumulation * self.micro_batches * self.rollout_steps
+
+    @property
+    def sample_flops(self) -> float:
+        """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
+        return 3 * self.model.flops() * self.rollout_steps
+
+    @property
+    def states_read(self) -> int:
+        """Of a sample: where it starts, and the truth of every step of its rollout."""
+        return 1 + self.rollout_steps
 
     @property
     def micro_batch(self) -> int:

@@ -66,7 +66,7 @@ def test_nodes() -> None:
         ("h10x64", "did you mean 'h100'"),
         ("A100x64", "did you mean 'a100'"),
         ("a100x0", "give at least 1"),
-        ("tpu", "give one of a100, a100-8hdr, a100-40, h100, h200, b200, cpu, this"),
+        ("tpu", "give one of a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu, this"),
         ("", "no such machine"),
     ],
 )

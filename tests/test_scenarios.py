@@ -1,5 +1,6 @@
 """The mission's figures, computed; the decision table of docs/planning.md; published runs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -7,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_published import judged, published_runs
+from benchmarks.planner_published import published_runs, workload
 from parallelisms.degrees import Degrees
-from planning.case_study import case_study_rows
+from planning.case_study import case_study_rows, runs
 from planning.clusters import load_cluster
 from planning.compute import block_seconds
 from planning.scenarios import (
@@ -25,7 +26,7 @@ from planning.scenarios import (
     tutorial_rows,
 )
 from planning.search import best_layouts
-from planning.step_time import SPREAD, step_time
+from planning.step_time import spread, step_time
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,9 +82,68 @@ def test_every_figure_of_the_mission_has_a_row():
         "|"
     ):
         assert figure.strip() in text, figure
-    for contradiction in range(1, 10):
-        assert f"({contradiction})" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    "number, source, true",
+    [
+        (1, "4,096", "8,192"),
+        (2, "1.2 B", "1.39 B"),
+        (3, "200 TB", "50 TB"),
+        (4, "17", "16"),
+        (5, "96 %", "94%"),
+        (5, "3.7 days", "31.6 days"),
+        (6, "12 GB", "16.6 GB"),
+        (7, "35 min", "9.7 h"),
+        (8, '3.21 "hPa"', "315 m2 s-2"),
+        (9, "5-10 %", "35%"),
+        (10, "1.18 s", "9.4 s"),
+        (10, "16.5 %", "2.1%"),
+        (11, "does not fit", "fits"),
+        (12, "4.5 GB", "11.8 GB"),
+        (13, "$900,000", "$9.0 M"),
+        (13, "7 x", "2.3 x"),
+        (14, "80 %", "81%"),
+        (14, "80 %", "95%"),
+        (15, "35 TB", "25 TB"),
+    ],
+)
+def test_each_contradiction_of_the_mission_is_printed(number, source, true):
+    """Section 6: both figures on one line, which names the number."""
+    lines = [line for line in scenario_tables("all").splitlines() if f"({number})" in line]
+    assert any(source in line and true in line.partition(source)[2] for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["case_study", "scenarios"])
+def test_no_result_of_a_scenario_is_typed_in(name):
+    """The third cell of every row is computed, or "-"; no percentage stands in a remark."""
+    tree = ast.parse((ROOT / "planning" / f"{name}.py").read_text(encoding="utf-8"))
+    rows = []
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)):
+        parts = (str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
+        rows += [line.split("|") for line in "".join(parts).splitlines() if line.count("|") >= 3]
+    assert len(rows) > 20
+    for what, _, result, remark in rows:
+        assert "{}" in result or result.strip() == "-", f"{what}: {result}"
+        assert not re.search(r"\d ?%", remark), f"{what}: {remark}"
+
+
+def test_the_case_study_compares_one_setting():
+    """Its 1, 8 and 64 GPUs: checkpointed every 7 blocks, bf16, fused attention; batches 8, 8 and 12 x 4."""
+    works = runs()
+    assert {(w.ac_mode, w.every_n, w.dtype, w.attention) for w in works} == {
+        ("every_n_blocks", 7, "bfloat16", "sdpa")
+    }
+    assert [(w.local_batch, w.accumulation, w.degrees.world) for w in works] == [
+        (8, 1, 1),
+        (8, 1, 8),
+        (12, 4, 64),
+    ]
+    published = [workload(run, model) for run, model in published_runs() if run["model"] == "case-study"]
+    assert [(w.local_batch, w.ac_mode, w.every_n) for w in published] == [
+        (w.local_batch, w.ac_mode, w.every_n) for w in works
+    ]
 
 
 @pytest.mark.parametrize("decision", decisions(), ids=lambda d: d.job)
@@ -106,7 +166,7 @@ def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share()
     time = step_time(work, cluster)
     waits = ("exposed", "bubble", "host", "stragglers")
     busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
-    assert time.classes["stragglers"] == pytest.approx((SPREAD - 1) * busy)
+    assert time.classes["stragglers"] == pytest.approx((spread(64) - 1) * busy)
     assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication
     assert "stragglers" not in step_time(work.replace(degrees=Degrees()), cluster.with_devices(1)).classes
 
@@ -117,14 +177,6 @@ def test_float8_is_faster_and_pays_for_its_casts():
     half, eighth = (block_seconds(work.replace(float8=on), rates, False) for on in (False, True))
     assert eighth["matmul"] < 0.6 * half["matmul"] and "float8 casts" not in half
     assert sum(eighth.values()) < sum(half.values())
-
-
-def test_published_runs_are_planned_within_a_tenth():
-    """Two of three of the runs that were held out; every row says where it comes from."""
-    rows = [judged(run, model) for run, model in published_runs()]
-    held = [abs(row["error"]) for row in rows if row["group"] == "held out"]
-    assert len(held) >= 12 and sum(error <= 0.10 for error in held) >= 2 * len(held) / 3
-    assert all(row["source"].startswith(("https://", "mission.md")) for row in rows)
 
 
 def test_a_scenario_that_does_not_exist():

@@ -1,0 +1,117 @@
+"""plan.py as it is called: what reaches its tables, and what it refuses in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def plan(*options: str, config: str = "vit1b", code: int = 0) -> str:
+    """What plan.py prints; one line on stderr where it refuses."""
+    line = [sys.executable, "plan.py", "--job.config_file", f"train_configs/{config}.toml", *options]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    if code == 2:
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+    return done.stdout
+
+
+def figures(*options: str) -> dict:
+    return json.loads(plan("--cluster", "a100x64", "--json", *options))
+
+
+def test_rollout_steps_reach_memory_time_and_cost():
+    once, four = figures(), figures("--rollout_steps", "4")
+    assert 3.5 < four["step_seconds"] / once["step_seconds"] < 4.5
+    assert four["model_flops_per_sample"] == 4 * once["model_flops_per_sample"]
+    assert four["memory"]["activations"] > 3 * once["memory"]["activations"]
+    assert four["communication_seconds"] > 2 * once["communication_seconds"]
+    dollars = [made["cost"]["fleets"]["on demand"]["dollars"] for made in (once, four)]
+    assert dollars[1] > 3.5 * dollars[0]
+    assert "rolled out over 4 steps" in plan("--cluster", "a100x64", "--rollout_steps", "4")
+
+
+def test_nodes_and_storage_are_printed():
+    """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
+    made, text = figures(), plan("--cluster", "a100x64")
+    assert made["nodes"] == 8 and "64 x a100 in 8 nodes" in text
+    assert made["storage_bytes_per_second"] == 8 * 5e9
+    per_sample = 2 * 17 * 1024 * 2048 * 4
+    assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
+    assert re.search(r"data to be read [\d.]+ GB/s .*; storage gives 40.0 GB/s \(8 nodes x 5.0\)", text)
+
+
+def test_a_storage_that_is_too_slow_is_said(tmp_path):
+    slow = tmp_path / "slow.toml"
+    slow.write_text("[a100]\nstorage = 1e8\n", encoding="utf-8")
+    assert "TOO SLOW" in plan("--cluster", "a100x64", "--clusters", str(slow))
+
+
+def test_without_checkpoints_no_interval_is_advised():
+    text = plan("--cluster", "a100x8", "--checkpoint.enable", "false")
+    assert "0 steps" not in text and "saved never (checkpoint.enable = false)" in text
+    rows = [line for line in text.splitlines() if line.startswith(("  on demand", "  spot"))]
+    assert len(rows) == 2 and all(row.endswith(" -") for row in rows)
+
+
+def test_a_search_chooses_the_local_batch():
+    """3,072 samples on 96 GPUs, not in the file's micro-batches of 12; 16 on 64 only over cp or tp."""
+    assert "12 x" not in plan("--cluster", "a100x96", "--layout", "auto").splitlines()[1]
+    said = plan("--cluster", "a100x96", code=2)
+    assert "training.global_batch_size = 3072" in said
+    few = plan("--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "16")
+    assert "global batch 16 = " in few
+    said = plan(
+        "--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "7", config="demo", code=2
+    )
+    assert "no layout of 64 devices" in said
+    said = plan("--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "-5", code=2)
+    assert "training.global_batch_size = -5" in said
+
+
+def test_a_search_keeps_the_batch_that_the_local_one_makes():
+    """global_batch_size = -1: local batch x ranks, which the layout printed has to name."""
+    text = plan("--cluster", "a100x4", "--layout", "auto", config="demo")
+    (batch,) = re.findall(r"global batch (\d+) = ", text)
+    assert int(batch) == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--float8.enable",), "float8.enable = True: the a100 does not multiply in float8"),
+        (
+            ("--rollout_steps", "2", "--parallelism.pipeline_parallel_degree", "2"),
+            "parallelism.pipeline_parallel_degree = 2: a rollout",
+        ),
+        (("--rollout_steps", "0"), "--rollout_steps 0: give at least 1"),
+        (("--rollout_steps", "2", "--dry_run"), "--rollout_steps 2: --dry_run and --calibrate know"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(options, said):
+    assert said in plan("--cluster", "a100x64", *options, code=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--parallelism.data_parallel_replicate_degree", "4"),
+        ("--parallelism.data_parallel_replicate_degree", "4", "--compile.enable"),
+        ("--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "128"),
+    ],
+)
+def test_a_dry_run_knows_replicas(options):
+    """DDP, compiled DDP as it is written, and HSDP."""
+    text = plan("--dry_run", "--world_size", "4", *options, config="demo")
+    assert "dp_replicate  all-reduce" in text and ("not compiled" in text) == ("--compile.enable" in options)
+
+
+def test_a_dry_run_refuses_what_only_the_compiler_can():
+    budget = ("--compile.enable", "--activation_checkpoint.mode", "memory_budget")
+    assert "a dry run does not compile" in plan("--dry_run", *budget, config="demo", code=2)
