@@ -184,10 +184,11 @@ class Meeting:
             options["master_listen_fd"] = listener.detach()  # bound to this address, and to no other
         else:
             reach(self.address, self.port)
-        self.store = within(ANSWER, lambda: TCPStore(self.address, self.port, **options))
-        if self.store is None:
+        store = within(ANSWER, lambda: TCPStore(self.address, self.port, **options))
+        if store is None:
             reason = "who listens there is no launcher of Rossby; take a free port"
             raise RunFailed(f"RDZV_ENDPOINT = {endpoint!r}: {reason}")
+        self.store = store
         self.store.set_timeout(timedelta(seconds=MEET_SECONDS))
 
     def gather(self) -> tuple[int, int]:

@@ -92,10 +92,12 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
             ("longitude", np.arange(0, 360, 45.0)),
         ):
             file[name] = values
-            file[name].make_scale(name)
+            scale: Any = file[name]
+            scale.make_scale(name)
         file["time"].attrs["units"] = "hours since 2020-01-01"
         for dim, name in enumerate(("time", "latitude", "longitude")):
-            file["t2m"].dims[dim].attach_scale(file[name])
+            field: Any = file["t2m"]
+            field.dims[dim].attach_scale(file[name])
         offset = file["t2m"].id.get_chunk_info(2).byte_offset
     content = bytearray(path.read_bytes())
     content[offset + 9] ^= 255
