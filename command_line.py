@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -20,10 +21,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tomli
 import tomli_w
 
-from config import DEFAULT_CONFIG, SECTIONS, Config, Range
+from config import DEFAULT_CONFIG, MOST, SECTIONS, Config, Range
 from config_checks import check
-from errors import ConfigError, end_when_interrupted, nearest, one_line_errors
+from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
 
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
+LONGEST_LIST, LONGEST_TEXT, LONGEST_NAME = 1000, 4096, 255  # Linux: of a path and of a name in it
 Schema = dict[str, type]
 Values = dict[str, dict[str, Any]]
 
@@ -75,7 +78,7 @@ def read_toml(
         raise ConfigError(f"{named_by} = {path}: a circle of extends: {chain}; remove one of them")
     base = raw.pop("extends", None)
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: extends = {_shown(base)}: the name of one TOML file expected")
+        raise ConfigError(f"{path}: extends = {shown(base)}: the name of one TOML file expected")
     values = _check_values(raw, schema, where=str(path))
     if base is None:
         return values
@@ -85,7 +88,7 @@ def read_toml(
 
 def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{named_by} = {path}: not a text file; a TOML configuration expected") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
@@ -105,7 +108,7 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
     values: Values = {}
     for section, keys in raw.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{section} = {_shown(keys)}: {_outside_section(section, schema, where)}")
+            raise ConfigError(f"{section} = {shown(keys)}: {_outside_section(section, schema, where)}")
         _section(schema, section, where)
         values[section] = {}
         for key, value in keys.items():
@@ -161,12 +164,14 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
         if value not in get_args(base):
-            raise ConfigError(f"{name} = {_shown(value)}: {nearest(str(value), get_args(base))}")
+            raise ConfigError(f"{name} = {shown(value)}: {nearest(str(value), get_args(base))}")
         return value
     if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not base:
-        raise ConfigError(f"{name} = {_shown(value)}: {type_name(kind)} expected, not {_kind_of(value)}")
+        raise ConfigError(f"{name} = {shown(value)}: {type_name(kind)} expected, not {_kind_of(value)}")
+    if base is str and (problem := _text_problem(str(value))):
+        raise ConfigError(f"{name} = {shown(value)}: {problem}")
     if base is float and not math.isfinite(value) and not (value == math.inf and bounds and bounds.infinite):
         raise ConfigError(f"{name} = {value!r}: a finite number expected")
     if bounds and not bounds.admits(value):
@@ -174,18 +179,27 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
+def _text_problem(text: str) -> str:
+    """Why a text is none that this program can mean: no file has such a name, no terminal shows it."""
+    if any(
+        ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0 or 0xD800 <= ord(letter) < 0xE000 for letter in text
+    ):
+        return "a text without control characters expected"
+    longest = max(len(part.encode()) for part in text.split("/"))
+    if len(text) > LONGEST_TEXT or (longest > LONGEST_NAME and "://" not in text):
+        return f"too long: names have at most {LONGEST_NAME} bytes, and paths {LONGEST_TEXT}"
+    return ""
+
+
 def _convert_list(name: str, value: Any, items: tuple) -> tuple:
     if not isinstance(value, list | tuple):
         example = "[1, 2]" if _unwrap(items[0])[0] in (int, float) else '["a", "b"]'
-        raise ConfigError(f"{name} = {_shown(value)}: a list expected, for example '{example}'")
+        raise ConfigError(f"{name} = {shown(value)}: a list expected, for example '{example}'")
     if items[-1] is not Ellipsis and len(value) != len(items):
-        raise ConfigError(f"{name} = {list(value)!r}: a list of {len(items)} expected, not of {len(value)}")
+        refuse(name, list(value), f"a list of {len(items)} expected, not of {len(value)}")
+    if len(value) > LONGEST_LIST:
+        refuse(name, list(value), f"{len(value)} items; at most {LONGEST_LIST} expected")
     return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
-
-
-def _shown(value: Any) -> str:
-    """A value in an error: as Python writes it, but dates as TOML does."""
-    return value.isoformat() if isinstance(value, date | time) else repr(value)
 
 
 def _unwrap(kind: Any) -> tuple[Any, Range | None]:
@@ -273,10 +287,10 @@ def load_config(argv: list[str], checked: bool = True) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration; running it again repeats the run."""
+    """The resolved configuration, but for passwords in URLs; running it again repeats the run."""
     values = dataclasses.asdict(config)
     values["job"] = {"dump_folder": str(config.job_folder)}
-    return tomli_w.dumps(values)
+    return without_secrets(tomli_w.dumps(values))
 
 
 def own_options(**defaults: Any) -> argparse.ArgumentParser:
@@ -287,9 +301,26 @@ def own_options(**defaults: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in defaults.items():
         known: dict[type, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
-        kind = known.get(type(default), {"type": type(default)})
+        kind = known.get(type(default), {"type": _own_type(type(default))})
         parser.add_argument(f"--{name}", default=default, **kind)
     return parser
+
+
+def _own_type(kind: type) -> Callable[[str], Any]:
+    """A reader of texts, for argparse, which puts the option's name before what it raises."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shown(text)}: {type_name(kind)} expected") from None
+        number = kind is not str
+        problem = "out of range" if number and not abs(value) <= MOST else _text_problem(text)
+        if problem:
+            raise argparse.ArgumentTypeError(f"{shown(text)}: {problem}")
+        return value
+
+    return read
 
 
 def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:

@@ -24,19 +24,32 @@ class Range:
     infinite: bool = False  # whether inf is a value; everywhere else numbers are finite
 
     def admits(self, value: float) -> bool:
+        if self.infinite and value == math.inf:
+            return True
         reaches = value > self.low if self.above else value >= self.low
         return reaches and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
         lower = f"{'above' if self.above else 'at least'} {self.low:g}"
         upper = f"{'below' if self.below else 'at most'} {self.high:g}"
-        return lower if self.high == math.inf else f"{lower} and {upper}"
+        return lower if self.high in (math.inf, MOST) else f"{lower} and {upper}"
 
 
-Count = Annotated[int, Range(0)]
-Positive = Annotated[int, Range(1)]
-NonNegative = Annotated[float, Range(0.0)]
-AboveZero = Annotated[float, Range(0.0, above=True)]
+MOST = 10**9  # of anything that is counted or measured here: beyond it is a slip of the hand
+Count = Annotated[int, Range(0, MOST)]
+Positive = Annotated[int, Range(1, MOST)]
+NonNegative = Annotated[float, Range(0.0, MOST)]
+AboveZero = Annotated[float, Range(0.0, MOST, above=True)]
+# What memory is asked for by has tighter bounds.
+Width = Annotated[int, Range(1, 65_536)]
+Batch = Annotated[int, Range(1, 65_536)]
+Layers = Annotated[int, Range(1, 4_096)]
+Ranks = Annotated[int, Range(1, 1_000_000)]
+Rest = Annotated[int, Range(-1, 1_000_000)]  # -1: what is left
+Hours = Annotated[int, Range(1, 100_000)]
+Steps = Annotated[int, Range(1, 100_000)]
+Seconds = Annotated[int, Range(1, 10_000_000)]
+Processes = Annotated[int, Range(0, 4_096)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # 1 would never see a gradient
 DType = Literal["float32", "bfloat16", "float16"]
@@ -58,26 +71,26 @@ class Data:
     static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
     static_path: str = ""  # a file that holds the static variables, regridded; empty: they are in data.path
     forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
-    step_hours: Positive = 6  # lead time of one step of the model
+    step_hours: Hours = 6  # lead time of one step of the model
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
     # GiB up to which the fields of both periods are read once and kept in memory; inf: always
-    cache_gib: Annotated[float, Range(0.0, infinite=True)] = 1.0
+    cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = 1.0
     # dates that the statistics are computed from, evenly spaced; 0: every date of the training period
     statistics_dates: Count = 0
-    num_workers: Count = 0  # loader processes a rank; 0: read in the training process
-    prefetch_factor: Positive = 2  # batches each loader process reads ahead
+    num_workers: Processes = 0  # loader processes a rank; 0: read in the training process
+    prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches each loader process reads ahead
 
 
 @dataclass(frozen=True)
 class Model:
     name: Literal["vit", "unet"] = "vit"  # vision transformer or U-Net; keys below say whose they are
-    patch_size: tuple[Positive, Positive] = (4, 4)  # ViT: latitudes x longitudes of one token
-    dim: Positive = 192  # ViT: width d of the residual stream
-    num_layers: Positive = 4  # ViT: transformer blocks
-    num_heads: Positive = 4  # ViT: attention heads; must divide dim
-    mlp_dim: Count = 0  # ViT: hidden width of the MLP; 0: 4 x dim
+    patch_size: tuple[Width, Width] = (4, 4)  # ViT: latitudes x longitudes of one token
+    dim: Width = 192  # ViT: width d of the residual stream
+    num_layers: Layers = 4  # ViT: transformer blocks
+    num_heads: Layers = 4  # ViT: attention heads; must divide dim
+    mlp_dim: Annotated[int, Range(0, 1_048_576)] = 0  # ViT: hidden width of the MLP; 0: 4 x dim
     position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
@@ -85,8 +98,8 @@ class Model:
     stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0
     # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
     attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
-    width: Positive = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
-    levels: Positive = 4  # U-Net: how often the grid is halved
+    width: Width = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
+    levels: Annotated[int, Range(1, 20)] = 4  # U-Net: how often the grid is halved
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
 
 
@@ -105,7 +118,7 @@ class Optimizer:
     lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
     lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
     # ceiling of the scaled learning rate; inf: none
-    lr_max: Annotated[float, Range(0.0, above=True, infinite=True)] = math.inf
+    lr_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = math.inf
 
 
 @dataclass(frozen=True)
@@ -119,9 +132,9 @@ class LrScheduler:
 class Training:
     steps: Positive = 1000  # optimiser steps of the run
     seed: Annotated[int, Range(0, 10**12)] = 0  # weights and sample order are pure functions of it
-    local_batch_size: Positive = 16  # samples a rank takes through the model at once
+    local_batch_size: Batch = 16  # samples a rank takes through the model at once
     # samples of an optimiser step, of all ranks; more than local_batch_size x ranks are accumulated; -1: none
-    global_batch_size: int = -1
+    global_batch_size: Rest = -1
     ema_decay: Decay = 0.0  # of averaged weights, which validation and forecasts then use; 0: none
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
@@ -147,22 +160,22 @@ class Training:
 class Parallelism:
     # "zero1" shards optimiser states over replicas; "auto" is DDP for replicas alone, else FSDP2 or HSDP
     data_parallel: Literal["auto", "zero1"] = "auto"
-    data_parallel_replicate_degree: Positive = 1  # copies of the model (DDP, or HSDP with shards inside each)
-    data_parallel_shard_degree: int = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
-    tensor_parallel_degree: Positive = 1  # ranks that each matrix is cut over, by heads and hidden units
+    data_parallel_replicate_degree: Ranks = 1  # copies of the model (DDP, or HSDP with shards inside each)
+    data_parallel_shard_degree: Rest = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
+    tensor_parallel_degree: Ranks = 1  # ranks that each matrix is cut over, by heads and hidden units
     # compiled matrices overlap with the gathers around them, a part at a time (CUDA with symmetric memory)
     enable_async_tensor_parallel: bool = False
-    context_parallel_degree: Positive = 1  # ranks that the tokens of a sample are dealt out to
+    context_parallel_degree: Ranks = 1  # ranks that the tokens of a sample are dealt out to
     # rows x columns of tiles that the grid of a U-Net is cut into, one a rank
-    domain_parallel_tiles: tuple[Positive, Positive] = (1, 1)
+    domain_parallel_tiles: tuple[Ranks, Ranks] = (1, 1)
     # how attention sees all tokens: exchange heads, gather keys, or pass keys round
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
-    pipeline_parallel_degree: Positive = 1  # ranks that the blocks are dealt out over
+    pipeline_parallel_degree: Ranks = 1  # ranks that the blocks are dealt out over
     # order of forward and backward of micro-batches; the last three have two stages a rank
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    pipeline_parallel_microbatch_size: Positive = 1  # samples that pass through the pipeline at once
+    pipeline_parallel_microbatch_size: Batch = 1  # samples that pass through the pipeline at once
     pipeline_parallel_splits: tuple[Positive, ...] = ()  # first block of each later stage; []: by FLOPs
     # free the gathered parameters of a block after its forward: "always" (ZeRO-3), "never" (ZeRO-2),
     # "default": of all blocks but the last
@@ -219,8 +232,8 @@ class Checkpoint:
 class Validation:
     enable: bool = True  # score every date of data.validation_period
     interval: Count = 0  # steps between validations; 0: only after the last step
-    lead_hours: tuple[Positive, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
-    local_batch_size: Positive = 16  # initial dates a rank takes through the model at once
+    lead_hours: tuple[Hours, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
+    local_batch_size: Batch = 16  # initial dates a rank takes through the model at once
     plots: bool = True  # loss curve, error against lead time, and maps into plots/
     # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
     early_stop_patience: Count = 0
@@ -246,8 +259,8 @@ class Comm:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
     # a rank that is not heard of, or does not get on, for so many seconds ends the run: before the end of the
     # first step, in validations, in saves and at the end
-    timeout_seconds: Positive = 600
-    train_timeout_seconds: Positive = 100  # the same in all later steps, when everything is compiled
+    timeout_seconds: Seconds = 600
+    train_timeout_seconds: Seconds = 100  # the same in all later steps, when everything is compiled
 
 
 @dataclass(frozen=True)
@@ -258,11 +271,12 @@ class Forecast:
     averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
     # first and last initial date, both included; empty: data.validation_period
     period: tuple[str, ...] = ()
-    interval_hours: Count = 0  # hours between initial dates, all of which must be in the data; 0: every date
-    num_steps: Positive = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
+    # hours between initial dates, all of which must be in the data; 0: every date
+    interval_hours: Annotated[int, Range(0, 100_000)] = 0
+    num_steps: Steps = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
     include_initial_state: bool = False  # write the lead of 0 h too
-    local_batch_size: Positive = 8  # states (dates x members) a rank takes through the model at once
-    num_members: Positive = 1  # members of an ensemble; the first starts from the analysis itself
+    local_batch_size: Batch = 8  # states (dates x members) a rank takes through the model at once
+    num_members: Layers = 1  # members of an ensemble; the first starts from the analysis itself
     # how far the other members start from the analysis, in standard deviations of a variable's change a step
     perturbation: NonNegative = 0.2
     seed: Annotated[int, Range(0, 10**12)] = 0  # perturbations are a function of (seed, date, member)
@@ -273,8 +287,8 @@ class FaultTolerance:
     # replicas (runs of their own) average gradients and may leave and rejoin (torchft, an extra)
     enable: bool = False
     replica_id: Count = 0  # which replica this run is, from 0; it writes into replica-<id> of job.dump_folder
-    group_size: Positive = 1  # replicas that the global batch is dealt out to when all are there
-    min_replica_size: Positive = 1  # replicas without which no step is taken
+    group_size: Ranks = 1  # replicas that the global batch is dealt out to when all are there
+    min_replica_size: Ranks = 1  # replicas without which no step is taken
     lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
 
 

@@ -2,12 +2,20 @@
 
 import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import date, time
 from typing import Any, NoReturn
 
+LONGEST = 300  # characters of a value in an error
+SECRET_USER = re.compile(r"(\w://)[^/@\s'\"]+@")
+SECRET_VALUE = re.compile(
+    r"([?&;][^=&\s'\"]*(?:key|token|secret|sig|signature|credential|password|passwd|pwd|auth)[^=&\s'\"]*=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -28,7 +36,18 @@ class DataError(UserError):
 
 
 def refuse(key: str, value: Any, reason: str) -> NoReturn:
-    raise ConfigError(f"{key} = {value!r}: {reason}")
+    raise ConfigError(f"{key} = {shown(value)}: {reason}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: as Python writes it, but dates as TOML does, and no more than fits a line."""
+    text = value.isoformat() if isinstance(value, date | time) else repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 40]} ... {text[-30:]}"
+
+
+def without_secrets(text: str) -> str:
+    """A text whose URLs say neither password nor key: user:password@ and ?token=... become ***."""
+    return SECRET_VALUE.sub(r"\1***", SECRET_USER.sub(r"\1***@", text))
 
 
 def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
@@ -67,5 +86,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (UserError, RunFailed) as error:
         if is_first_to_say():
-            print(f"rossby: {' '.join(str(error).splitlines())}", file=sys.stderr)
+            print(f"rossby: {without_secrets(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(BAD_INPUT if isinstance(error, UserError) else FAILED)
+    except BrokenPipeError:  # who read this output has seen enough of it
+        os._exit(0)

@@ -56,6 +56,7 @@ from datasets.normalization import Source, fingerprint_of, load_or_compute
 from datasets.selection import Selection, evenly_spaced, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
+from jobs.start_checks import check_folder
 from parallelisms.mesh import from_first_rank, start_ranks
 from verification.baselines import AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
@@ -254,6 +255,8 @@ def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> 
 def run(config: Config, options: Namespace) -> int:
     """The whole evaluation on every rank; the exit code."""
     folder = config.dump_folder
+    target = Path(options.output or folder / OWN_FOLDER)
+    check_folder("--output", target)
     selection = open_selection(config.data, config.model.patch_size, ())
     truth = open_archive(options.truth) if options.truth else selection.archive
     forecasts = open_forecasts(options.forecast, folder)
@@ -269,7 +272,6 @@ def run(config: Config, options: Namespace) -> int:
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device)
 
     def report() -> int:
-        target = Path(options.output or folder / OWN_FOLDER)
         write(evaluations, against, target)
         return say(evaluations, options.gates, target)
 

@@ -34,7 +34,7 @@ from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.selection import Selection, initial_dates, open_fields
 from datasets.variables import expand_levels, units
-from errors import ConfigError, DataError, one_line_errors
+from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.start_checks import check_machine, check_model
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
@@ -154,7 +154,7 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     ensemble = {"perturbation": settings.perturbation, "seed": settings.seed} if index.num_members > 1 else {}
     return {
         **trained.identity,
-        "data.path": config.data.path,
+        "data.path": without_secrets(config.data.path),
         "variables": list(index.variables),
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
         "leads": list(index.leads),

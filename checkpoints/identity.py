@@ -21,7 +21,7 @@ from datasets.grid import Grid
 from datasets.normalization import Numbers, Statistics
 from datasets.selection import Selection
 from datasets.variables import expand_levels
-from errors import ConfigError
+from errors import ConfigError, without_secrets
 
 # Settings of a model that its weights do not work without; the others of [model] change speed or training.
 MODEL = {
@@ -117,8 +117,8 @@ def shown(grid: Grid) -> str:
 
 
 def plain(config: Config) -> Values:
-    """Lists for tuples, as a file has them."""
-    return json.loads(json.dumps(asdict(config)))
+    """As to_toml writes it: lists for tuples, no passwords."""
+    return json.loads(without_secrets(json.dumps(asdict(config))))
 
 
 def with_defaults(stored: Values) -> Values:

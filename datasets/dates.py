@@ -29,9 +29,9 @@ def parse_period(key: str, period: tuple[str, ...]) -> tuple[datetime, datetime]
 def _parse_date(key: str, text: str) -> datetime:
     try:
         date = datetime.fromisoformat(text)
-    except ValueError:
+        return date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date
+    except (ValueError, OverflowError):
         refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
-    return date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date
 
 
 def is_whole_day(text: str) -> bool:

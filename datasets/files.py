@@ -116,6 +116,8 @@ def file_kind(path: str) -> str:
     """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; DataError for others."""
     if is_url(path) or is_zarr(path):
         return "zarr"
+    if not os.path.isfile(path):  # a pipe or a device: reading it may never end
+        raise DataError(f"cannot read {path!r}: it is no regular file")
     with open(path, "rb") as file:
         start = file.read(8)
     if start.startswith(b"\x89HDF\r\n\x1a\n"):

@@ -6,6 +6,8 @@ python -m jobs.start_checks --job.config_file F --section.key value
 import math
 import os
 import sys
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from command_line import answer_early, start
 
@@ -61,15 +63,25 @@ def check_machine(config: Config) -> None:
     if config.compile.cuda_graphs and not use_cuda:
         refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
     folder = config.dump_folder
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        refuse("job.dump_folder", str(folder), f"{there} is not a folder that can be written to")
+    check_folder("job.dump_folder", folder)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
     if config.model.name == "vit":
         check_backend(config.model.attention_backend, device_type, dtype)
     float8 = config.float8
     if float8.enable:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """ConfigError: it cannot be made, or written to. Changes nothing."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        refuse(key, str(folder), f"{there} is not a folder")
+    try:
+        with TemporaryFile(dir=there):
+            return
+    except OSError as error:
+        refuse(key, str(folder), f"{there} is no folder that can be written to ({error.strerror})")
 
 
 def check_model(config: Config, grid: Grid) -> None:
