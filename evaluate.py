@@ -39,6 +39,7 @@ if __name__ == "__main__":
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,23 +53,22 @@ from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.normalization import load_or_compute
-from datasets.selection import Selection, evenly_spaced, open_selection
+from datasets.selection import Selection, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
-from verification.baselines import AnalysesForecast, fit_baselines, persistence
+from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import Climatology, ClimatologyForecast, compute_climatology, open_climatology
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.matching import ForecastFields
-from verification.report import Gate, table, write_csv
+from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
 from verification.rollout import Forecast
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
 from verification.scores import REGIONS, regions_on
 
 logger = logging.getLogger("rossby")
-FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on
 
 
 def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -108,17 +108,34 @@ def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]
 
 
 def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
-    """The one named, or that of the training period, computed once; "" without a training period."""
-    if asked or not len(selection.train):
+    """The one named, or that of the training period, computed once."""
+    if asked:
         return asked
     target = folder / "climatology.zarr"
     if not target.exists():
         logger.info("computing the climatology of the training period, once, into %s", target)
-        unfinished, hours = target.with_suffix(".incomplete"), int(selection.step / np.timedelta64(1, "h"))
-        dates, step = selection.train, hours if 24 % hours == 0 else 24
-        compute_climatology(selection.archive, selection.variables, dates, str(unfinished), step)
+        unfinished = target.with_suffix(".incomplete")
+        compute_climatology(selection.archive, selection.variables, selection.train, str(unfinished))
         os.replace(unfinished, target)
     return str(target)
+
+
+def find_climatology(
+    options: Namespace, folder: Path, selection: Selection, first: ForecastFields, truth: Archive
+) -> Climatology | None:
+    """The one named or computed. None where nobody asks for one or it lacks hours of the day, said why."""
+    if not options.climatology and "climatology" not in options.baselines:
+        logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
+        return None
+    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
+    climatology = open_climatology(path)
+    valid_times = np.unique(first.times[:, None] + first.leads)
+    if hours := climatology.missing_hours(np.intersect1d(valid_times, truth.times)):
+        has = ", ".join(map(str, climatology.hours))
+        fix = "add those hours to data.train_period's data, or name another with --climatology"
+        logger.info("no climatology and no ACC: %s has the hours %s, not %s; %s", path, has, hours, fix)
+        return None
+    return climatology
 
 
 def build_baselines(
@@ -128,7 +145,7 @@ def build_baselines(
     climatology: Climatology | None,
     statistics_file: Path,
 ) -> dict[str, ForecastFields]:
-    """Baselines from the initial dates and at the leads of a forecast; what has no data is left out, said."""
+    """Baselines from the initial dates and at the leads of a forecast, as far as there is a climatology."""
     step, now = selection.step, np.timedelta64(0, "s")
     leads = first.leads[(first.leads > now) & (first.leads % step == now)]
 
@@ -137,26 +154,22 @@ def build_baselines(
         if name == "climatology":
             return ClimatologyForecast(climatology, first.times, leads) if climatology else None
         if name == "damped_persistence":
-            if not len(selection.train):
-                return None
             forecast = fit_damping(selection, (leads // step).tolist(), statistics_file)
         return AnalysesForecast(selection.archive, forecast, selection.variables, first.times, leads, step)
 
     found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
-    for name in [name for name, baseline in found.items() if baseline is None]:
-        logger.warning("no %s: data.train_period has no dates", name)
     return {name: baseline for name, baseline in found.items() if baseline is not None}
 
 
 def fit_damping(selection: Selection, steps: list[int], statistics_file: Path) -> Forecast:
-    """As in train.py, at other leads. Leads that the training period cannot hold end in a ConfigError."""
+    """As in train.py, on the same dates. Leads that the training period cannot hold end in a ConfigError."""
     archive, variables, train = selection.archive, selection.variables, selection.train
     area = area_weights(archive.grid.latitude)
     statistics = from_first_rank(
         lambda: load_or_compute(statistics_file, archive, variables, train, selection.step, area)
     )
-    samples = selection.samples("train", [0, *steps], statistics.empty_dates)
-    dataset = FieldDataset(archive, variables, evenly_spaced(samples, FITTED_SAMPLES))
+    samples = selection.samples_a_lead("train", steps, statistics.empty_dates, FIT_SAMPLES)
+    dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
     return fitted["damped persistence"]
@@ -195,15 +208,12 @@ def score_all(
 
 
 def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> None:
-    """NetCDF, CSV, scorecard and plots into a folder."""
+    """NetCDF, CSV, scorecard and plots into a folder, their numbers beside them."""
     folder.mkdir(parents=True, exist_ok=True)
-    names, first = list(evaluations), next(iter(evaluations))
-    index = xr.DataArray(names, dims="forecast", name="forecast")
-    for kind in ("scores", "by_date"):
-        parts = [getattr(e, kind).drop_vars("num_dates", errors="ignore") for e in evaluations.values()]
-        whole = xr.concat(parts, dim=index, join="outer", combine_attrs="override")
-        file = folder / ("scores.nc" if kind == "scores" else "scores_by_date.nc")
-        whole.to_netcdf(file, engine="h5netcdf")
+    first = next(iter(evaluations))
+    write_netcdf({name: each.scores for name, each in evaluations.items()}, folder / "scores.nc")
+    write_netcdf({name: each.by_date for name, each in evaluations.items()}, folder / "scores_by_date.nc")
+    write_details(evaluations, folder)
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     write_csv(scores, folder / "scores.csv")
     if against:
@@ -227,14 +237,33 @@ def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -
     return asked or next((name for name in others if name in forecasts), "")
 
 
-def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> int:
+def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
+    """How many initial dates each lead has here, and in train.py's validation.
+
+    There the truth lies in the period too; here it may lie outside, as forecasts from any dates are scored.
+    """
+    leads, inside = shown_leads(scores["lead_time"].values), selection.archive.times[selection.validation]
+    here = scores["num_dates"].sel(lead_time=leads).values
+    said = f"initial dates by lead, truth anywhere in the data: {_counts(leads, here)}"
+    if len(inside):
+        there = [np.isin(inside + lead.astype("timedelta64[s]"), inside).sum() for lead in leads]
+        said += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, there)}"
+    return said
+
+
+def _counts(leads: np.ndarray, counts: Sequence[int] | np.ndarray) -> str:
+    hours = (leads / np.timedelta64(1, "h")).astype(int)
+    return ", ".join(f"{hour} h {count}" for hour, count in zip(hours, counts, strict=True))
+
+
+def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path, selection: Selection) -> int:
     """Tables and gates on the terminal; 1 when a gate is missed."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     first = next(iter(scores.values()))
     print(table(scores, "rmse", describe(evaluations)))
     if "acc" in first["metric"]:
         print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
-    print(f"\nwritten to {target}")
+    print(f"\n{scored_dates(first, selection)}\n\nwritten to {target}")
     judged = [gate.judge(first) for gate in gates]
     for _, line in judged:
         print(line)
@@ -252,8 +281,7 @@ def run(config: Config, options: Namespace) -> int:
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
-    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
-    climatology = open_climatology(path) if path else None
+    climatology = find_climatology(options, folder, selection, first, truth)
     statistics = folder / "statistics.npz"
     forecasts |= build_baselines(options.baselines, first, selection, climatology, statistics)
     against = opponent(options.against, forecasts, len(options.forecast))
@@ -262,7 +290,7 @@ def run(config: Config, options: Namespace) -> int:
     def report() -> int:
         target = Path(options.output or folder / "evaluation")
         write(evaluations, against, target)
-        return say(evaluations, options.gates, target)
+        return say(evaluations, options.gates, target, selection)
 
     code = from_first_rank(report)
     dist.destroy_process_group()

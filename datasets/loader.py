@@ -27,7 +27,7 @@ class MemoryArchive:
     in_memory = True
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        self.times, self.variables = archive.times, list(variables)
+        self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = torch.empty(len(dates), len(variables), *archive.grid.shape)
@@ -54,7 +54,9 @@ def cache_if_small(
 
 
 class FieldDataset(Dataset):
-    """Samples of K dates each, read as whole batches. Negative indices count from the end."""
+    """Samples of K dates each, read as whole batches. Negative indices count from the end; a date of -1 is
+    not there.
+    """
 
     def __init__(
         self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
@@ -67,9 +69,15 @@ class FieldDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """fields (B, K, V, H, W) float32, NaN where missing, and first dates (B,), seconds since 1970."""
         dates = self.samples[list(indices)]
-        batch = np.stack([[self.archive.read(int(i), self.variables) for i in row] for row in dates])
+        batch = np.stack([[self._read(int(i)) for i in row] for row in dates])
         seconds = self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64)
         return torch.from_numpy(batch), torch.from_numpy(seconds)
+
+    def _read(self, date: int) -> np.ndarray:
+        """(V, H, W); NaN for a date that is not there."""
+        if date >= 0:
+            return self.archive.read(date, self.variables)
+        return np.full((len(self.variables), *self.archive.grid.shape), np.nan, np.float32)
 
 
 class TrainSampler(Sampler[list[int]]):

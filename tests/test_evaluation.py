@@ -108,6 +108,7 @@ def test_dates_and_leads_without_truth_are_left_out(folder: Path) -> None:
     truth = open_archive(write(stored.drop_sel(time=gone.astype("M8[ns]")), folder / "gap.zarr"))
     found, whole = evaluate(forecast, truth, means), evaluate(*opened(folder))
     assert found.scores.num_dates.values.tolist() == [7, 6]
+    assert (found.scores["2m_temperature"].sel(metric="num_dates", region="global") == [7, 6]).all()
     for name in ("2m_temperature", "wind_vector"):
         there, before = found.by_date[name].sel(metric="mse"), whole.by_date[name].sel(metric="mse")
         expected = before.copy(deep=True)
@@ -127,7 +128,9 @@ def test_only_what_is_asked_for(folder: Path) -> None:
     found = evaluate(forecast, truth, progress=seen.append, **options)
     assert sum(seen) == 3 and list(found.scores.data_vars) == ["2m_temperature"]
     assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
-    assert found.scores.metric.values.tolist() == ["mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    metrics = ["num_dates", "mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    assert found.scores.metric.values.tolist() == metrics
+    assert found.scores.power.values.tolist() == [0, 2, 1, 1, 1, 1]
     assert found.bias is None and found.spectra is None
 
 
@@ -146,6 +149,7 @@ def test_details(folder: Path) -> None:
     forecast, truth, _ = opened(folder, "ensemble")
     found = evaluate(forecast, truth, detailed_hours=[24])
     assert found.bias is not None and found.spectra is not None and found.ranks is not None
+    assert found.bias.num_dates.values.tolist() == [7]
     stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().astype("f8")
     analysed = xr.open_zarr(folder / "truth.zarr").load().astype("f8")
     error = stored.sel(prediction_timedelta=np.timedelta64(24, "h")).mean("number")

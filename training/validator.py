@@ -44,7 +44,7 @@ class Validator:
         leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
         mesh = self.model.mesh
         self.validation = Validation(
-            samples.dataset("validation", [0, *leads]),
+            samples.dataset_a_lead("validation", leads),
             leads,
             data.step_hours,
             area,
@@ -54,7 +54,7 @@ class Validator:
             counts=self.model.speaks_for_sample,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
-        fitted = samples.dataset("train", [0, *leads], limit=FIT_SAMPLES)
+        fitted = samples.dataset_a_lead("train", leads, limit=FIT_SAMPLES)
         self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
 
     def _averaged(self) -> AbstractContextManager:

@@ -21,6 +21,7 @@ from verification.matching import Pair
 from verification.score_tables import by_variable
 from verification.scores import RegionMeans
 
+MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for plots and tables
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
@@ -73,7 +74,9 @@ class Details:
             dist.all_reduce(total)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
-        """Dims (lead_time[, level], latitude, longitude): forecast - truth, mean over the dates."""
+        """Dims (lead_time[, level], latitude, longitude): forecast - truth, mean over the dates, of which
+        coordinate `num_dates` (lead_time) says how many, here as in the others.
+        """
         coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
         return self._dataset(self.error / self.valid, leads, ["variable", *coords], coords)
 
@@ -99,6 +102,7 @@ class Details:
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
+        coords["num_dates"] = ("lead_time", self.dates.long().cpu().numpy())
         return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords)
 
 

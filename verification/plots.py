@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from datasets.grid import Grid
 from datasets.variables import short_label, units
-from verification.validation import Scores
+from verification.validation import Scores, dates_of_leads
 
 STYLES = {
     "model": {"color": "C3", "marker": "o", "linewidth": 2},
@@ -94,7 +94,8 @@ def plot_loss(metrics_file: Path, target: Path) -> None:
 
 def plot_rmse(scores: Scores, target: Path) -> None:
     """RMSE against lead time, a panel a variable, beside the baselines."""
-    title = f"Root-mean-square error over {scores.num_dates} initial dates of the validation period"
+    dates = dates_of_leads(scores.num_dates, scores.lead_hours)
+    title = f"Root-mean-square error, validation period: {dates}"
     figure, panels = build_panels(len(scores.variables), title)
     for v, (axes, variable) in enumerate(zip(panels, scores.variables, strict=True)):
         for name, table in scores.rmse.items():
