@@ -58,6 +58,8 @@ class Data:
     static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
     static_path: str = ""  # a file that holds the static variables, regridded; empty: they are in data.path
     forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
+    # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
+    select: tuple[str, ...] = ()
     step_hours: Positive = 6  # lead time of one step of the model
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap

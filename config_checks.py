@@ -6,6 +6,7 @@ import math
 
 from config import Config, Data, Model, Validation
 from datasets.dates import parse_period
+from datasets.picks import parse_picks
 from datasets.variables import expand_levels
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
@@ -62,6 +63,7 @@ def _check_data(data: Data) -> None:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
     predicted_variables(data)
+    parse_picks(data.select)
     for key in ("static_variables", "forcings"):
         names = list(getattr(data, key))
         if twice := [name for name in names if names.count(name) > 1]:

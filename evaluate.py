@@ -53,6 +53,7 @@ from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.normalization import load_or_compute
+from datasets.picks import parse_picks
 from datasets.selection import Selection, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
@@ -84,7 +85,7 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return options, rest
 
 
-def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
+def open_forecasts(texts: list[str], folder: Path, picks: dict[str, str]) -> dict[str, ForecastFields]:
     """Name -> forecast. ConfigError where a path is not there or a name stands twice."""
     found: dict[str, ForecastFields] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
@@ -94,7 +95,7 @@ def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
             raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
-        found[name] = open_forecast(path)
+        found[name] = open_forecast(path, picks)
     return found
 
 
@@ -274,8 +275,9 @@ def run(config: Config, options: Namespace) -> int:
     """The whole evaluation on every rank; the exit code."""
     folder = config.dump_folder
     selection = open_selection(config.data, config.model.patch_size, ())
-    truth = open_archive(options.truth) if options.truth else selection.archive
-    forecasts = open_forecasts(options.forecast, folder)
+    picks = parse_picks(config.data.select)
+    truth = open_archive(options.truth, picks) if options.truth else selection.archive
+    forecasts = open_forecasts(options.forecast, folder, picks)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions

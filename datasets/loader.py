@@ -28,6 +28,7 @@ class MemoryArchive:
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
         self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
+        self.shown_units = archive.shown_units
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = torch.empty(len(dates), len(variables), *archive.grid.shape)

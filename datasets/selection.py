@@ -15,6 +15,7 @@ from datasets import simulated
 from datasets.dates import is_whole_day, parse_period
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
+from datasets.picks import check_used, parse_picks
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
 
@@ -121,7 +122,9 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
+    picks = parse_picks(data.select)
+    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path, picks)
+    check_used(picks, archive.extra_dimensions, archive.path)
     try:
         archive.read(0, variables)  # a missing variable or level says so here
     except (OSError, RuntimeError) as error:
@@ -129,7 +132,7 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     path, names = data.static_path, data.static_variables
     static = {
-        name: read_static_field(path, name, archive.grid) if path else archive.read_static(name)
+        name: read_static_field(path, name, archive.grid, picks) if path else archive.read_static(name)
         for name in names
     }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)

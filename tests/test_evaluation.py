@@ -63,6 +63,21 @@ def test_scores_have_weatherbench2s_form(folder: Path) -> None:
     assert found.by_date.region.values.tolist() == ["global"]
 
 
+def test_units_of_a_variable_that_only_the_data_know(folder: Path) -> None:
+    names = {"2m_temperature": "leaf_wetness"}
+    for name in ("truth", "forecast"):
+        stored = xr.open_zarr(folder / f"{name}.zarr", decode_timedelta=True).load().drop_encoding()
+        stored = stored[list(names)].rename(names)
+        stored["leaf_wetness"].attrs["units"] = "mm"
+        write(stored, folder / f"wet_{name}.zarr")
+    forecast = open_forecast(str(folder / "wet_forecast.zarr"))
+    found = evaluate(forecast, open_archive(str(folder / "wet_truth.zarr")), detailed_hours=[24])
+    assert found.bias is not None
+    assert [each["leaf_wetness"].attrs["units"] for each in (found.scores, found.by_date, found.bias)] == [
+        "mm"
+    ] * 3
+
+
 def test_means_over_dates_are_those_of_the_dates(folder: Path) -> None:
     found = evaluate(*opened(folder))
     for name in found.by_date.data_vars:

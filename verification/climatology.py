@@ -18,9 +18,10 @@ import pandas as pd
 import zarr
 
 from datasets.era5 import Archive, find_files
+from datasets.fields_by_name import FieldsByName
 from datasets.files import open_file
 from datasets.grid import Grid
-from datasets.layouts import FieldsByName, StoredField, coordinate_role, stored_fields
+from datasets.layouts import StoredField, coordinate_role, stored_fields
 from datasets.normalization import stream
 from datasets.stores import all_levels, create_store
 from datasets.variables import split_name
@@ -79,7 +80,8 @@ def compute_climatology(
     recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
     period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
     chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
-    create_store(path, variables, archive.grid, axes, chunks, {"period": period, "recipe": recipe})
+    own_units = {name: archive.shown_units(name) for name in variables}
+    create_store(path, variables, archive.grid, axes, chunks, {"period": period, "recipe": recipe}, own_units)
     store, levels = zarr.open_group(path, mode="r+", zarr_format=2), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
         total, count = day_sums(archive, some, dates, some_hours)

@@ -7,7 +7,7 @@ the sum over k is the integral of f^2 along the circle, in units of f^2 times me
 details, V variables, M members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,8 +35,10 @@ class Details:
         grid: Grid,
         num_members: int,
         device: torch.device | str,
+        units: Mapping[str, str] | None = None,
     ) -> None:
-        """leads: positions of the leads that get details."""
+        """leads: positions of the leads that get details; units: those of variables that we do not know."""
+        self.units = units or {}
         self.row, self.variables, self.grid = {lead: i for i, lead in enumerate(leads)}, variables, grid
 
         def zeros(*shape: int) -> Tensor:
@@ -103,7 +105,7 @@ class Details:
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
         coords["num_dates"] = ("lead_time", self.dates.long().cpu().numpy())
-        return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords)
+        return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords, self.units)
 
 
 def rank_frequencies(members: Tensor, truth: Tensor, mean: RegionMeans) -> Tensor:

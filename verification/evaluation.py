@@ -68,6 +68,7 @@ class Request(NamedTuple):
     dates: list[int]
     regions: list[str]
     statistics: tuple[str, ...]
+    units: dict[str, str]  # of each variable
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -101,13 +102,14 @@ def evaluate(
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
     leads = positions(whole_hours(forecast.leads), lead_hours)
     some_dates = positions(forecast.times, dates)
-    asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics)
+    units = {name: truth.shown_units(name) for name in fields}
+    asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
         detailed = positions(whole_hours(forecast.leads), detailed_hours)
-        details = Details(detailed, fields, grid, forecast.num_members, device)
+        details = Details(detailed, fields, grid, forecast.num_members, device, units)
     total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
         for table in date_tables(matcher, asked, scorer):  # in the order of dates, whoever scored them
@@ -214,13 +216,13 @@ def collect(
     coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
     coords["power"] = ("metric", [power_of_units(metric) for metric in final])
     table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
-    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords)
+    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
     coords["power"] = ("metric", [power_of_units(metric) for metric in asked.statistics])
     statistics = np.stack(kept).transpose(0, 2, 1, 3)[:, :, None]
     dims = ("time", "metric", "region", "lead_time", "variable")
-    by_date = by_variable(statistics, dims, names, coords)
+    by_date = by_variable(statistics, dims, names, coords, asked.units)
     if details is None:
         return Evaluation(scores, by_date)
     if dist.is_initialized():

@@ -101,7 +101,7 @@ def plot_rmse(scores: Scores, target: Path) -> None:
         for name, table in scores.rmse.items():
             axes.plot(scores.lead_hours, table[:, v].tolist(), label=name, **STYLES.get(name, {}))
         axes.set(title=variable.replace("_", " "), xlabel="lead time (h)", xticks=scores.lead_hours)
-        axes.set_ylabel(f"RMSE ({units(variable)})")
+        axes.set_ylabel(f"RMSE ({scores.units[v]})")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=8)

@@ -11,12 +11,16 @@ from datasets.variables import group_levels, split_name, units
 
 
 def by_variable(
-    values: np.ndarray, dims: Sequence[str], variables: Sequence[str], coords: Mapping[str, Any]
+    values: np.ndarray,
+    dims: Sequence[str],
+    variables: Sequence[str],
+    coords: Mapping[str, Any],
+    own_units: Mapping[str, str],
 ) -> xr.Dataset:
     """An array with a dimension "variable" -> a Dataset: "geopotential:500" is level 500 of "geopotential".
 
     Variables without a level have no dimension `level`; where variables have different levels the others are
-    NaN. Attribute `units` is the variable's.
+    NaN. Attribute `units` is the variable's, or its own where the project does not know it: own_units.
     """
     array = xr.DataArray(values, dims=list(dims), coords=dict(coords))
     found: list[xr.Dataset] = []
@@ -28,8 +32,10 @@ def by_variable(
             field = field.assign_coords(level=list(rows)).sortby("level")
         found.append(field.rename(name).to_dataset())
     merged = xr.merge(found, join="outer", compat="override", combine_attrs="drop")
+    known = {split_name(name)[0]: text for name, text in own_units.items()}
     for name, field in merged.items():
-        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else units(str(name))
+        own = units(str(name)) or known.get(str(name), "")
+        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else own
     return merged
 
 

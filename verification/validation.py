@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader
-from datasets.variables import units
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
 
@@ -26,6 +25,7 @@ class Scores:
     variables: Sequence[str]
     lead_hours: Sequence[int]
     num_dates: Sequence[int]  # with a truth, a lead
+    units: Sequence[str]
     rmse: dict[str, Tensor]
     loss: float
 
@@ -51,7 +51,7 @@ class Scores:
                 values = [float(self.rmse[name][lead, v]) for name in names]
                 cells = [f"{x:>19.4g}{'*' if x == min(values) else ' '}" for x in values]
                 row = f"{variable:<{width}}{hours:>4} h{self.num_dates[lead]:>7}"
-                lines.append(f"{row}{''.join(cells)}   {units(variable)}")
+                lines.append(f"{row}{''.join(cells)}   {self.units[v]}".rstrip())
         return "\n".join(lines)
 
 
@@ -139,6 +139,7 @@ class Validation:
             self.variables,
             lead_hours,
             counts.tolist(),
+            [self.dataset.archive.shown_units(name) for name in self.variables],
             {"model": tables["model"], **self.known},
             (losses.sum() / counts[0]).item(),
         )
