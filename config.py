@@ -224,6 +224,8 @@ class Validation:
     lead_hours: tuple[Positive, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
     local_batch_size: Positive = 16  # initial dates a rank takes through the model at once
     plots: bool = True  # loss curve, error against lead time, and maps into plots/
+    # what maps and plots of evaluate.py show, "geopotential:500", "wind_vector"; empty: a customary choice
+    plot_variables: tuple[str, ...] = ()
     # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
     early_stop_patience: Count = 0
 

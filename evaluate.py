@@ -62,6 +62,7 @@ from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines,
 from verification.climatology import Climatology, ClimatologyForecast, compute_climatology, open_climatology
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
+from verification.maps import Land
 from verification.matching import ForecastFields
 from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
 from verification.rollout import Forecast
@@ -208,8 +209,10 @@ def score_all(
     return found
 
 
-def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> None:
-    """NetCDF, CSV, scorecard and plots into a folder, their numbers beside them."""
+def write(
+    evaluations: dict[str, Evaluation], against: str, chosen: Sequence[str], land: Land | None, folder: Path
+) -> None:
+    """NetCDF, CSV, scorecard and plots into a folder, their numbers beside them. chosen: what plots show."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(evaluations))
     write_netcdf({name: each.scores for name, each in evaluations.items()}, folder / "scores.nc")
@@ -221,12 +224,12 @@ def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> Non
         card = build_scorecard(first, against, evaluations)
         plot_scorecard(card, folder / "scorecard.png")
         write_scorecard(card, folder / "scorecard.csv")
-    plot_by_lead(evaluations, "rmse", folder / "rmse.png", with_published=True)
+    plot_by_lead(evaluations, "rmse", folder / "rmse.png", chosen, with_published=True)
     if "acc" in scores[first]["metric"]:
-        plot_by_lead(evaluations, "acc", folder / "acc.png")
-    plot_spectra(evaluations, folder / "spectra.png")
-    plot_bias(first, evaluations[first], folder / "bias.png")
-    plot_reliability(first, evaluations[first], folder / "reliability.png")
+        plot_by_lead(evaluations, "acc", folder / "acc.png", chosen)
+    plot_spectra(evaluations, folder / "spectra.png", chosen)
+    plot_bias(first, evaluations[first], folder / "bias.png", chosen, land)
+    plot_reliability(first, evaluations[first], folder / "reliability.png", chosen)
 
 
 def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -> str:
@@ -291,7 +294,9 @@ def run(config: Config, options: Namespace) -> int:
 
     def report() -> int:
         target = Path(options.output or folder / "evaluation")
-        write(evaluations, against, target)
+        own = selection.land()
+        land = None if own is None else Land(selection.archive.grid, own)
+        write(evaluations, against, config.validation.plot_variables, land, target)
         return say(evaluations, options.gates, target, selection)
 
     code = from_first_rank(report)

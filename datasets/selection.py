@@ -89,6 +89,14 @@ class Selection:
             f"{len(dates) - left_out - len(samples)} without the dates that follow"
         )
 
+    def land(self) -> np.ndarray | None:
+        """The data's own land-sea mask (H, W), where they have one: they may be of another planet."""
+        name = "land_sea_mask"
+        if name in self.static:
+            return self.static[name]
+        there = name in (*self.archive.static_variables, *self.archive.variables)
+        return self.archive.read_static(name) if there else None
+
     def _dates(self, period: str) -> np.ndarray:
         return {"train": self.train, "validation": self.validation}[period]
 

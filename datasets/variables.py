@@ -150,6 +150,11 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     return expanded
 
 
+def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Those of `names` that are chosen, in that order: by their whole names, or all levels of one."""
+    return [name for wanted in chosen for name in names if wanted in (name, name.partition(":")[0])]
+
+
 def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """The candidate to suggest for a name that is missing, as the end of an error: "; nearest: 'x'" or "".
 

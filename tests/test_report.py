@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from verification.report import Gate, shown_leads, table, write_csv, write_netcdf
-from verification.score_plots import published
+from verification.score_plots import headline, published
 from verification.score_tables import power_of_units, select, squared, variable_names
 
 
@@ -141,6 +141,17 @@ def test_a_broken_forecast_passes_no_gate():
 def test_gates_that_cannot_be_judged_say_why(text, reason):
     with pytest.raises(ValueError, match=reason):
         Gate.parse(text).judge(scores())
+
+
+def test_plots_show_what_was_chosen():
+    names = [f"temperature:{level}" for level in range(100, 1000, 100)] + ["geopotential:500"]
+    assert headline(names)[0] == "geopotential:500" and len(headline(names)) == 8
+    assert headline(names, 4, ["temperature:900", "temperature:800"]) == [
+        "temperature:900",
+        "temperature:800",
+    ]
+    assert headline(names, chosen=["temperature"]) == names[:-1]
+    assert headline(names, 2, ["snow"]) == headline(names, 2)
 
 
 def test_published_scores_say_grid_and_year():

@@ -8,6 +8,7 @@ from datasets.variables import (
     expand_levels,
     full_name,
     join_name,
+    named_by,
     nearest_name,
     short_label,
     split_name,
@@ -81,6 +82,12 @@ def test_expand_levels():
         expand_levels(["geopotential"], [500, 850, 500])
     with pytest.raises(ValueError, match="'z:low' is not a name"):
         expand_levels(["z:low"], [500])
+
+
+def test_named_by():
+    names = ["geopotential:500", "2m_temperature", "geopotential:850"]
+    assert named_by(["2m_temperature", "geopotential"], names) == [names[1], names[0], names[2]]
+    assert named_by(["geopotential:850", "snow"], names) == [names[2]] and named_by([], names) == []
 
 
 def test_nearest_name():

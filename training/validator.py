@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from checkpoints.run_state import RunState
 from config import Config
+from datasets.variables import named_by
 from traces.profiler import span
 from training.assembly import Assembly
 from training.metrics import Metrics
@@ -38,7 +39,7 @@ class Validator:
         self.forecast = model_forecast(
             self.model.predict, assembly.normalizer, assembly.conditions, data.step_hours * 3600
         )
-        self.validation, self.baselines = None, {}
+        self.validation, self.baselines, self.plotted = None, {}, settings.plot_variables
         if not settings.enable or not len(samples.selection.validation):
             return
         leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
@@ -82,4 +83,5 @@ class Validator:
             from verification.plots import plot_run  # here, because it takes half a second of every start
 
             selection = samples.selection
-            plot_run(folder, scores, example, selection.archive.grid, selection.static.get("land_sea_mask"))
+            chosen = named_by(self.plotted, scores.variables)
+            plot_run(folder, scores, example, selection.archive.grid, selection.land(), chosen)

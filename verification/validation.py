@@ -57,9 +57,11 @@ class Scores:
 
 def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
     """ "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where not every lead has all of them."""
-    first, last = int(num_dates[0]), int(num_dates[-1])
-    whole = f"{first} initial dates"
-    return whole if first == last else f"{whole} at {lead_hours[0]} h, {last} at {lead_hours[-1]} h"
+    first, last, fewest, most = num_dates[0], num_dates[-1], min(num_dates), max(num_dates)
+    if fewest == most:
+        return f"{first} initial dates"
+    between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
+    return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
 
 
 class Validation:
