@@ -9,11 +9,12 @@
                         (default: the one that forecast.py wrote into the run's folder)
 --truth PATH            analyses (default: data.path)
 --climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
---baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none)
+--baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none); the
+                        climatology, which the ACC needs too, is computed only where it stands here
 --regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
 --against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
 --gate SCORE            ends with 1 when the first forecast misses it; as often as you like
---output FOLDER         scores.nc, scores.csv, scorecard, plots (default: evaluation/ in the run's folder)
+--output FOLDER         scores, maps, spectra as files; plots (default: evaluation/ in the run's folder)
 
 Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate is missed, 2 bad input.
 """

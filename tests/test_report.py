@@ -145,7 +145,7 @@ def test_gates_that_cannot_be_judged_say_why(text, reason):
 
 def test_plots_show_what_was_chosen():
     names = [f"temperature:{level}" for level in range(100, 1000, 100)] + ["geopotential:500"]
-    assert headline(names)[0] == "geopotential:500" and len(headline(names)) == 8
+    assert headline(names)[0] == "geopotential:500" and len(headline(names)) == 7
     assert headline(names, 4, ["temperature:900", "temperature:800"]) == [
         "temperature:900",
         "temperature:800",

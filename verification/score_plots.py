@@ -31,7 +31,7 @@ HEADLINE = (
     "wind_vector:850",
     "specific_humidity:700",
 )
-MAX_PANELS = 8
+MAX_PANELS = 7  # and one of the number of dates
 TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
 COLOURS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")
 PUBLISHED = Path(__file__).with_name("published.csv")
