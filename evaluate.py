@@ -203,11 +203,18 @@ def score_all(
                 lead_hours=hours,
                 dates=dates,
                 regions=regions,
-                detailed_hours=hours[-1:],
+                detailed_hours=longest_with_truth(hours, dates, truth),
                 device=device,
                 progress=bar.update,
             )
     return found
+
+
+def longest_with_truth(hours: list[int], dates: np.ndarray, truth: Archive) -> list[int]:
+    """The longest lead at which any of the initial dates (n,) has a truth: the one to map."""
+    leads = np.array(hours, "timedelta64[h]").astype("timedelta64[s]")
+    there = [bool(np.isin(dates + lead, truth.times).any()) for lead in leads]
+    return [hour for hour, scored in zip(hours, there, strict=True) if scored][-1:]
 
 
 def write(

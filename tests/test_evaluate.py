@@ -129,6 +129,22 @@ def test_persistence_needs_no_climatology(run):
     assert rows(out, "persistence") and not rows(out, "model", "acc")
 
 
+def test_leads_beyond_the_truth_have_no_dates(run):
+    """A lead of 100 days: a spectrum of nothing could not be drawn on logarithmic axes."""
+    ours = xr.open_zarr(run.folder / "ours.zarr", decode_timedelta=True).load().drop_encoding()
+    late = ours.isel(prediction_timedelta=[-1])
+    late = late.assign_coords(prediction_timedelta=late.prediction_timedelta + np.timedelta64(2400, "h"))
+    write(xr.concat([ours, late], "prediction_timedelta"), run.folder / "late.zarr")
+    late_one = f"--forecast=model={run.folder / 'late.zarr'}"
+    code, said, out = run(late_one, "--baselines", "persistence", output="late")
+    assert code == 0, said
+    assert "10 initial dates at 6 h, 0 at 2424 h" in said
+    with xr.open_dataset(out / "scores.nc") as scores:
+        assert scores["num_dates"].sel(forecast="model").values.tolist() == [10, 10, 10, 0]
+    with xr.open_dataset(out / "bias_model.nc") as bias:
+        assert np.isfinite(bias["2m_temperature"]).all() and bias["num_dates"].values.tolist() == [10]
+
+
 def test_hours_that_the_climatology_has_not_are_said(run, truth):
     """Training data at 0 and 12 h only: no climatology of 6 h, and the other scores all the same."""
     noons = truth.isel(time=truth.time.dt.hour.isin([0, 12]))

@@ -50,6 +50,15 @@ def test_a_forecast_without_a_lead_leaves_its_cell_empty():
     assert "nan" in [line for line in text.splitlines() if "2m_temperature" in line and "12 h" in line][0]
 
 
+def test_leads_without_a_date_have_no_row():
+    """With 24 h of truth after the last initial date."""
+    late = scores()
+    late["2m_temperature"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    late["geopotential"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    lines = table({"model": late}, "rmse", "").splitlines()
+    assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
+
+
 def test_csv_has_every_number_once(tmp_path):
     write_csv({"model": scores(), "persistence": scores(2)}, tmp_path / "scores.csv")
     with (tmp_path / "scores.csv").open() as file:

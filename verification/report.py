@@ -37,10 +37,12 @@ HIGHER_IS_BETTER = ("acc", "acc_ratio_of_means")
 
 def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     """A row a variable and lead with the number of dates, a column a forecast; the best of each row has a
-    star. Geopotential also in geopotential metres.
+    star. Geopotential also in geopotential metres. Leads without any date are left out.
     """
     first = next(iter(scores.values()))
-    leads = shown_leads(first["lead_time"].values)
+    counts = first.sel(metric="num_dates").to_array()
+    scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
+    leads = shown_leads(first["lead_time"].values[scored.values])
     names = [name for name in variable_names(first) if np.isfinite(select(first, metric, name)).any()]
     width = max([len(name) for name in names] + [8]) + 2
     head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>7}"
