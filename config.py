@@ -71,6 +71,8 @@ class Data:
     static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
     static_path: str = ""  # a file that holds the static variables, regridded; empty: they are in data.path
     forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
+    # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
+    select: tuple[str, ...] = ()
     step_hours: Hours = 6  # lead time of one step of the model
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
@@ -235,6 +237,8 @@ class Validation:
     lead_hours: tuple[Hours, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
     local_batch_size: Batch = 16  # initial dates a rank takes through the model at once
     plots: bool = True  # loss curve, error against lead time, and maps into plots/
+    # what maps and plots of evaluate.py show, "geopotential:500", "wind_vector"; empty: a customary choice
+    plot_variables: tuple[str, ...] = ()
     # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
     early_stop_patience: Count = 0
 

@@ -6,7 +6,8 @@ import math
 
 from config import Config, Data, Model, Validation
 from datasets.dates import parse_period
-from datasets.variables import expand_levels
+from datasets.picks import parse_picks
+from datasets.variables import expand_levels, named_by, nearest_name
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
 
@@ -22,6 +23,7 @@ def check(config: Config) -> None:
     _check_optimizer(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
+    _check_plots(config)
     _check_best(config)
     _check_forecast(config)
 
@@ -62,6 +64,7 @@ def _check_data(data: Data) -> None:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
     predicted_variables(data)
+    parse_picks(data.select)
     for key in ("static_variables", "forcings"):
         names = list(getattr(data, key))
         if twice := [name for name in names if names.count(name) > 1]:
@@ -78,6 +81,15 @@ def predicted_variables(data: Data) -> list[str]:
         return expand_levels(data.variables, data.levels)
     except ValueError as error:
         refuse("data.variables", list(data.variables), str(error))
+
+
+def _check_plots(config: Config) -> None:
+    """Wind vectors are no variables, but there are scores of them."""
+    there = predicted_variables(config.data)
+    for name in config.validation.plot_variables:
+        if not name.partition(":")[0].endswith("wind_vector") and not named_by([name], there):
+            reason = f"not among data.variables{nearest_name(name, there)}; name one of them"
+            refuse("validation.plot_variables", name, reason)
 
 
 def _check_periods(data: Data) -> None:

@@ -57,6 +57,14 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
+WHY_LOST = "for one by the kernel when memory runs out: then data.num_workers has to be smaller"
+
+
+def is_lost_loader(error: BaseException) -> bool:
+    """Whether a loader process was killed: torch raises this wherever the main thread happens to be."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+
 def is_first_to_say() -> bool:
     """Whether this rank is the one of its host that says what others may have found too, or it alone."""
     spoken = os.environ.get("ROSSBY_SPOKEN")  # a file that the launcher looks for, and that is not there yet
@@ -88,5 +96,11 @@ def one_line_errors() -> Iterator[None]:
         if is_first_to_say():
             print(f"rossby: {without_secrets(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(BAD_INPUT if isinstance(error, UserError) else FAILED)
+    except RuntimeError as error:
+        if not is_lost_loader(error):
+            raise
+        if is_first_to_say():
+            print(f"rossby: {' '.join(str(error).split())} ({WHY_LOST})", file=sys.stderr)
+        sys.exit(FAILED)
     except BrokenPipeError:  # who read this output has seen enough of it
         os._exit(0)

@@ -9,11 +9,12 @@
                         (default: the one that forecast.py wrote into the run's folder)
 --truth PATH            analyses (default: data.path)
 --climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
---baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none)
+--baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none); the
+                        climatology, which the ACC needs too, is computed only where it stands here
 --regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
 --against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
 --gate SCORE            ends with 1 when the first forecast misses it; as often as you like
---output FOLDER         scores.nc, scores.csv, scorecard, plots (default: evaluation/ in the run's folder)
+--output FOLDER         scores, maps, spectra as files; plots (default: evaluation/ in the run's folder)
 
 Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate is missed, 2 bad input.
 """
@@ -40,6 +41,7 @@ import logging
 import os
 import shutil
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +55,13 @@ from datasets.era5 import Archive, open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.normalization import Source, fingerprint_of, load_or_compute
+from datasets.picks import parse_picks
 from datasets.selection import Selection, evenly_spaced, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from jobs.start_checks import check_folder
 from parallelisms.mesh import from_first_rank, start_ranks
-from verification.baselines import AnalysesForecast, fit_baselines, persistence
+from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
     Climatology,
     ClimatologyForecast,
@@ -68,8 +71,9 @@ from verification.climatology import (
 )
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
+from verification.maps import Land
 from verification.matching import ForecastFields
-from verification.report import Gate, table, write_csv
+from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
 from verification.rollout import Forecast
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
@@ -77,7 +81,6 @@ from verification.scores import REGIONS, regions_on
 
 logger = logging.getLogger("rossby")
 OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
-FITTED_SAMPLES = 200  # of the training period, that damped persistence is fitted on
 
 
 def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -93,7 +96,7 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return options, rest
 
 
-def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
+def open_forecasts(texts: list[str], folder: Path, picks: dict[str, str]) -> dict[str, ForecastFields]:
     """Name -> forecast. ConfigError where a path is not there or a name stands twice."""
     found: dict[str, ForecastFields] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
@@ -103,7 +106,7 @@ def open_forecasts(texts: list[str], folder: Path) -> dict[str, ForecastFields]:
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
             raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
-        found[name] = open_forecast(path)
+        found[name] = open_forecast(path, picks)
     return found
 
 
@@ -117,19 +120,36 @@ def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]
 
 
 def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
-    """The one named, or that of the training period, computed once; "" without a training period."""
-    if asked or not len(selection.train):
+    """The one named, or that of the training period, computed once."""
+    if asked:
         return asked
     archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
     of = fingerprint_of(archive, selection.variables, selection.train, selection.step)
     if stored_fingerprint(target) != of:
         logger.info("computing the climatology of the training period, once, into %s", target)
-        unfinished, hours = target.with_suffix(".incomplete"), int(selection.step / np.timedelta64(1, "h"))
-        dates, step = selection.train, hours if 24 % hours == 0 else 24
-        compute_climatology(archive, selection.variables, dates, str(unfinished), step, of)
+        unfinished = target.with_suffix(".incomplete")
+        compute_climatology(archive, selection.variables, selection.train, str(unfinished), of)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
     return str(target)
+
+
+def find_climatology(
+    options: Namespace, folder: Path, selection: Selection, first: ForecastFields, truth: Archive
+) -> Climatology | None:
+    """The one named or computed. None where nobody asks for one or it lacks hours of the day, said why."""
+    if not options.climatology and "climatology" not in options.baselines:
+        logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
+        return None
+    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
+    climatology = open_climatology(path)
+    valid_times = np.unique(first.times[:, None] + first.leads)
+    if hours := climatology.missing_hours(np.intersect1d(valid_times, truth.times)):
+        has = ", ".join(map(str, climatology.hours))
+        fix = "add those hours to data.train_period's data, or name another with --climatology"
+        logger.info("no climatology and no ACC: %s has the hours %s, not %s; %s", path, has, hours, fix)
+        return None
+    return climatology
 
 
 def build_baselines(
@@ -137,9 +157,9 @@ def build_baselines(
     first: ForecastFields,
     selection: Selection,
     climatology: Climatology | None,
-    folder: Path,
+    config: Config,
 ) -> dict[str, ForecastFields]:
-    """Baselines from the initial dates and at the leads of a forecast; what has no data is left out, said."""
+    """Baselines from the initial dates and at the leads of a forecast, as far as there is a climatology."""
     step, now = selection.step, np.timedelta64(0, "s")
     leads = first.leads[(first.leads > now) & (first.leads % step == now)]
 
@@ -148,26 +168,23 @@ def build_baselines(
         if name == "climatology":
             return ClimatologyForecast(climatology, first.times, leads) if climatology else None
         if name == "damped_persistence":
-            if not len(selection.train):
-                return None
-            forecast = fit_damping(selection, (leads // step).tolist(), folder)
+            forecast = fit_damping(selection, (leads // step).tolist(), config)
         return AnalysesForecast(selection.archive, forecast, selection.variables, first.times, leads, step)
 
     found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
-    for name in [name for name, baseline in found.items() if baseline is None]:
-        logger.warning("no %s: data.train_period has no dates", name)
     return {name: baseline for name, baseline in found.items() if baseline is not None}
 
 
-def fit_damping(selection: Selection, steps: list[int], folder: Path) -> Forecast:
-    """As in train.py, at other leads. Leads that the training period cannot hold end in a ConfigError."""
-    archive, variables, train = selection.archive, selection.variables, selection.train
+def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forecast:
+    """As in train.py, on the same dates. Leads that the training period cannot hold end in a ConfigError."""
+    archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
-    source = Source(archive, variables, train, selection.step, area)
+    counted = evenly_spaced(selection.train, config.data.statistics_dates)
+    source = Source(archive, variables, counted, selection.step, area)
     caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
     statistics = from_first_rank(lambda: load_or_compute(caches, source))
-    samples = selection.samples("train", [0, *steps], statistics.empty_in(archive.times))
-    dataset = FieldDataset(archive, variables, evenly_spaced(samples, FITTED_SAMPLES))
+    samples = selection.samples_a_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
+    dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
     return fitted["damped persistence"]
@@ -198,35 +215,41 @@ def score_all(
                 lead_hours=hours,
                 dates=dates,
                 regions=regions,
-                detailed_hours=hours[-1:],
+                detailed_hours=longest_with_truth(hours, dates, truth),
                 device=device,
                 progress=bar.update,
             )
     return found
 
 
-def write(evaluations: dict[str, Evaluation], against: str, folder: Path) -> None:
-    """NetCDF, CSV, scorecard and plots into a folder."""
+def longest_with_truth(hours: list[int], dates: np.ndarray, truth: Archive) -> list[int]:
+    """The longest lead at which any of the initial dates (n,) has a truth: the one to map."""
+    leads = np.array(hours, "timedelta64[h]").astype("timedelta64[s]")
+    there = [bool(np.isin(dates + lead, truth.times).any()) for lead in leads]
+    return [hour for hour, scored in zip(hours, there, strict=True) if scored][-1:]
+
+
+def write(
+    evaluations: dict[str, Evaluation], against: str, chosen: Sequence[str], land: Land | None, folder: Path
+) -> None:
+    """NetCDF, CSV, scorecard and plots into a folder, their numbers beside them. chosen: what plots show."""
     folder.mkdir(parents=True, exist_ok=True)
-    names, first = list(evaluations), next(iter(evaluations))
-    index = xr.DataArray(names, dims="forecast", name="forecast")
-    for kind in ("scores", "by_date"):
-        parts = [getattr(e, kind).drop_vars("num_dates", errors="ignore") for e in evaluations.values()]
-        whole = xr.concat(parts, dim=index, join="outer", combine_attrs="override")
-        file = folder / ("scores.nc" if kind == "scores" else "scores_by_date.nc")
-        whole.to_netcdf(file, engine="h5netcdf")
+    first = next(iter(evaluations))
+    write_netcdf({name: each.scores for name, each in evaluations.items()}, folder / "scores.nc")
+    write_netcdf({name: each.by_date for name, each in evaluations.items()}, folder / "scores_by_date.nc")
+    write_details(evaluations, folder)
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     write_csv(scores, folder / "scores.csv")
     if against:
         card = build_scorecard(first, against, evaluations)
         plot_scorecard(card, folder / "scorecard.png")
         write_scorecard(card, folder / "scorecard.csv")
-    plot_by_lead(evaluations, "rmse", folder / "rmse.png", with_published=True)
+    plot_by_lead(evaluations, "rmse", folder / "rmse.png", chosen, with_published=True)
     if "acc" in scores[first]["metric"]:
-        plot_by_lead(evaluations, "acc", folder / "acc.png")
-    plot_spectra(evaluations, folder / "spectra.png")
-    plot_bias(first, evaluations[first], folder / "bias.png")
-    plot_reliability(first, evaluations[first], folder / "reliability.png")
+        plot_by_lead(evaluations, "acc", folder / "acc.png", chosen)
+    plot_spectra(evaluations, folder / "spectra.png", chosen)
+    plot_bias(first, evaluations[first], folder / "bias.png", chosen, land)
+    plot_reliability(first, evaluations[first], folder / "reliability.png", chosen)
 
 
 def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -> str:
@@ -238,14 +261,33 @@ def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -
     return asked or next((name for name in others if name in forecasts), "")
 
 
-def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path) -> int:
+def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
+    """How many initial dates each lead has here, and in train.py's validation.
+
+    There the truth lies in the period too; here it may lie outside, as forecasts from any dates are scored.
+    """
+    leads, inside = shown_leads(scores["lead_time"].values), selection.archive.times[selection.validation]
+    here = scores["num_dates"].sel(lead_time=leads).values
+    said = f"initial dates by lead, truth anywhere in the data: {_counts(leads, here)}"
+    if len(inside):
+        there = [np.isin(inside + lead.astype("timedelta64[s]"), inside).sum() for lead in leads]
+        said += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, there)}"
+    return said
+
+
+def _counts(leads: np.ndarray, counts: Sequence[int] | np.ndarray) -> str:
+    hours = (leads / np.timedelta64(1, "h")).astype(int)
+    return ", ".join(f"{hour} h {count}" for hour, count in zip(hours, counts, strict=True))
+
+
+def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path, selection: Selection) -> int:
     """Tables and gates on the terminal; 1 when a gate is missed."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     first = next(iter(scores.values()))
     print(table(scores, "rmse", describe(evaluations)))
     if "acc" in first["metric"]:
         print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
-    print(f"\nwritten to {target}")
+    print(f"\n{scored_dates(first, selection)}\n\nwritten to {target}")
     judged = [gate.judge(first) for gate in gates]
     for _, line in judged:
         print(line)
@@ -258,22 +300,24 @@ def run(config: Config, options: Namespace) -> int:
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
     selection = open_selection(config.data, config.model.patch_size, ())
-    truth = open_archive(options.truth) if options.truth else selection.archive
-    forecasts = open_forecasts(options.forecast, folder)
+    picks = parse_picks(config.data.select)
+    truth = open_archive(options.truth, picks) if options.truth else selection.archive
+    forecasts = open_forecasts(options.forecast, folder, picks)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
-    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
-    climatology = open_climatology(path) if path else None
-    forecasts |= build_baselines(options.baselines, first, selection, climatology, folder)
+    climatology = find_climatology(options, folder, selection, first, truth)
+    forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = opponent(options.against, forecasts, len(options.forecast))
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device)
 
     def report() -> int:
-        write(evaluations, against, target)
-        return say(evaluations, options.gates, target)
+        own = selection.land()
+        land = None if own is None else Land(selection.archive.grid, own)
+        write(evaluations, against, config.validation.plot_variables, land, target)
+        return say(evaluations, options.gates, target, selection)
 
     code = from_first_rank(report)
     dist.destroy_process_group()

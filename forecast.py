@@ -33,7 +33,7 @@ from tqdm import tqdm
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.selection import Selection, initial_dates, open_fields
-from datasets.variables import expand_levels, units
+from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.start_checks import check_machine, check_model
@@ -78,6 +78,7 @@ def forecast(config: Config) -> int:
         selection.archive.times[chosen],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
+        {name: selection.archive.shown_units(name) for name in selection.variables},
     )
     store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), index)
     from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
@@ -284,7 +285,7 @@ def export(config: Config, target: Path) -> None:
     model, grid, variables = forecaster.meta_model, selection.archive.grid, selection.variables
     description = Description(
         variables,
-        [units(name) for name in variables],
+        [selection.archive.shown_units(name) for name in variables],
         grid.latitude.tolist(),
         grid.longitude.tolist(),
         config.data.step_hours,

@@ -9,7 +9,7 @@ import difflib
 import glob
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from datasets.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
 from datasets.grid import Grid
 from datasets.layouts import StoredField, stored_fields
 from datasets.regrid import Regridder
-from datasets.variables import nearest_name, units
+from datasets.variables import full_name, nearest_name, units
 from errors import DataError
 
 # Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.
@@ -71,12 +71,18 @@ class Archive:
     """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
 
     Where files cover different dates `times` is their union; a variable is NaN where it is absent, and `has`
-    says where. Of repeated dates the first in the order of the files counts. Can be pickled; each process
-    opens the files itself.
+    says where. Of repeated dates the first in the order of the files counts. `picks` says which element of
+    other dimensions is read. Can be pickled; each process opens the files itself.
     """
 
-    def __init__(self, path: str, fields: Sequence[StoredField], unreadable: dict[str, str] | None = None):
-        self.path = path
+    def __init__(
+        self,
+        path: str,
+        fields: Sequence[StoredField],
+        unreadable: dict[str, str] | None = None,
+        picks: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path, self.picks = path, dict(picks or {})
         self.unreadable = dict(unreadable or {})
         self.grid = _common_grid(path, fields, self.unreadable)
         self._axes: list[np.ndarray] = []
@@ -92,6 +98,7 @@ class Archive:
                 f"cannot read {path!r}: nothing in it has a time axis with dates, only {self._content()}"
             )
         self._groups: dict[tuple[str, ...], list[Group]] = {}
+        self.extra_dimensions = _extra_dimensions(fields)
 
     def _add(self, field: StoredField) -> None:
         if field.times is not None and not any(field.times is axis for axis in self._axes):
@@ -129,12 +136,17 @@ class Archive:
         """
         found = {(field.file.path, field.array) for name in variables for _, field, _ in self._find(name)}
         states = [stored_state(path, array) for path, array in sorted(found)]
-        return hashlib.sha256(b"".join(states)).digest() if all(states) else b""
+        picks = repr(sorted(self.picks.items())).encode()  # another member of the same files
+        return hashlib.sha256(b"".join([*states, picks])).digest() if all(states) else b""
 
     def units(self, name: str) -> str:
         """As the data say, else as they are known for the variable; "" for neither."""
         _, field, _ = self._find(name)[0]
         return str(field.file.arrays[field.array].attrs.get("units", "")) or units(name)
+
+    def shown_units(self, name: str) -> str:
+        """For people: ours of a variable that we know ("m2 s-2", not "m**2 s**-2"), else as the data say."""
+        return units(name) or self.units(name)
 
     def time_chunk(self, variables: Sequence[str]) -> int:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
@@ -186,7 +198,7 @@ class Archive:
             return self._locations[name]
         if name in self._static:
             raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
-        why = self.unreadable.get(name.partition(":")[0])
+        why = self.unreadable.get(full_name(name).partition(":")[0])
         hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
         raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
 
@@ -269,32 +281,44 @@ def _common_grid(path: str, fields: Sequence[StoredField], unreadable: dict[str,
     return first.orientation.grid
 
 
-def _all_fields(path: str) -> tuple[list[StoredField], dict[str, str]]:
+def _extra_dimensions(fields: Sequence[StoredField]) -> dict[str, int]:
+    """Name -> size of those that are no axis of analyses."""
+    arrays = [(field.file.arrays[field.array], field.roles) for field in fields]
+    extra = [(array, i) for array, roles in arrays for i, role in enumerate(roles) if not role]
+    return {array.dims[i]: array.shape[i] for array, i in extra}
+
+
+def _all_fields(
+    path: str, picks: Mapping[str, str] | None = None
+) -> tuple[list[StoredField], dict[str, str]]:
     """The fields of all files that a path stands for, and the arrays that cannot be read, with the reason."""
     fields, unreadable = [], {}
     for name in find_files(path):
-        found, reasons = stored_fields(open_file(name))
+        found, reasons = stored_fields(open_file(name), picks=picks)
         fields += found
         unreadable |= reasons
     return fields, unreadable
 
 
-def open_archive(path: str) -> Archive:
+def open_archive(path: str, picks: Mapping[str, str] | None = None) -> Archive:
     """Open analyses: a Zarr store (folder or fsspec URL), a NetCDF or HDF5 file, a folder or a glob of them.
 
-    DataError, one line naming path and reason, for anything that cannot be read as analyses on one grid.
+    picks: name of a dimension that is no axis of analyses -> the label of what is read of it. DataError, one
+    line naming path and reason, for anything that cannot be read as analyses on one grid.
     """
-    return Archive(path, *_all_fields(path))
+    return Archive(path, *_all_fields(path, picks), picks)
 
 
-def read_static_field(path: str, name: str, target: Grid) -> np.ndarray:
+def read_static_field(
+    path: str, name: str, target: Grid, picks: Mapping[str, str] | None = None
+) -> np.ndarray:
     """A field (H, W) float32 of some file, conservatively regridded if it does not lie on the target grid.
 
     The file need not have times; of a variable with times the first date counts. NCAR's LSMASK is read as
     "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. DataError where the name is not
     in the file, or the file's grid lies wholly outside the target.
     """
-    fields, unreadable = _all_fields(path)
+    fields, unreadable = _all_fields(path, picks)
     names = [each for field in fields for each in field.names]
     location = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
     if location is None:

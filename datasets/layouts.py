@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -20,7 +20,8 @@ import pandas as pd
 
 from datasets.files import StoredArray, StoredFile
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
-from datasets.variables import OFTEN_ZERO, ON_LEVELS, SHORT_NAMES, join_name, nearest_name
+from datasets.picks import position_of
+from datasets.variables import OFTEN_ZERO, ON_LEVELS, SHORT_NAMES, full_name, join_name
 from errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,9 @@ def orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
 class StoredField:
     """One array of a file: a variable, or several along its level (or channel) axis.
 
-    `names` has one name a position on that axis; `roles` names the array's dimensions, "" one to be dropped;
-    `times` is the file's time coordinate (datetime64[s], in the file's order) or None for a static field.
+    `names` has one name a position on that axis; `roles` names the array's dimensions, "" one to be dropped,
+    whose element at `picked` is read; `times` is the file's time coordinate (datetime64[s], in the file's
+    order) or None for a static field.
     """
 
     file: StoredFile
@@ -146,6 +148,7 @@ class StoredField:
     times: np.ndarray | None
     orientation: Orientation
     packing: Packing
+    picked: Mapping[int, int] = field(default_factory=dict)  # number of a dimension -> position, otherwise 0
 
     def chunk(self, role: str) -> int:
         """How many elements of an axis are stored, and therefore decoded, together."""
@@ -162,7 +165,10 @@ class StoredField:
         """The `axes` in this order, latitude and longitude last, of size 1 where the array lacks one: the
         slices wanted of it, all of the other axes.
         """
-        selection = tuple(0 if not role else wanted.get(role, slice(None)) for role in self.roles)
+        selection = tuple(
+            wanted.get(role, slice(None)) if role else self.picked.get(i, 0)
+            for i, role in enumerate(self.roles)
+        )
         stored = self._fetch(selection)
         values = self.packing.decode(stored)
         for hole in self._holes(selection, stored):
@@ -223,47 +229,6 @@ class StoredField:
         return f", the first at {self.times[row]},"
 
 
-class FieldsByName:
-    """Fields of one file with other axes than analyses have: `variables` on a `grid`, north to south.
-
-    Can be pickled; each process opens the file itself.
-    """
-
-    def __init__(
-        self, path: str, fields: Sequence[StoredField], unreadable: Mapping[str, str] | None = None
-    ) -> None:
-        """unreadable: name of an array -> why it is none of the fields."""
-        self.path, self.unreadable, self.grid = path, dict(unreadable or {}), fields[0].orientation.grid
-        self._fields = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
-        self.variables = list(self._fields)
-
-    def read_fields(
-        self, variables: Sequence[str], axes: Sequence[str], wanted: Mapping[str, slice]
-    ) -> np.ndarray:
-        """(*axes, V, H, W) float32, NaN where missing: each array is read once for all its levels.
-
-        wanted: slices of axes, all of them otherwise. DataError for a variable that is not there.
-        """
-        rows: dict[StoredField, list[tuple[int, int]]] = {}
-        for row, name in enumerate(variables):
-            if name not in self._fields:
-                why = self.unreadable.get(name.partition(":")[0])
-                hint = f": {why}" if why else nearest_name(name, self.variables)
-                raise DataError(f"{self.path!r} has no {name!r}{hint}")
-            field, position = self._fields[name]
-            rows.setdefault(field, []).append((row, position))
-        out = np.empty(0, np.float32)
-        for field, pairs in rows.items():
-            first, last = (pick(position for _, position in pairs) for pick in (min, max))
-            levels = {"level": slice(first, last + 1)}
-            block = field.block((*axes, "level", "latitude", "longitude"), {**wanted, **levels})
-            if not out.size:
-                out = np.empty((*block.shape[:-3], len(variables), *self.grid.shape), np.float32)
-            for row, position in pairs:
-                out[..., row, :, :] = block[..., position - first, :, :]
-        return out
-
-
 def _first_valid(block: np.ndarray) -> np.ndarray:
     """(n, k, E, H, W) -> (n, k, H, W). The CDS appends preliminary ERA5T as a second `expver`: one of both is
     NaN.
@@ -304,19 +269,20 @@ def durations(values: np.ndarray, unit: str) -> np.ndarray:
 
 
 def stored_fields(
-    file: StoredFile, more_roles: Mapping[str, str] | None = None
+    file: StoredFile, more_roles: Mapping[str, str] | None = None, picks: Mapping[str, str] | None = None
 ) -> tuple[list[StoredField], dict[str, str]]:
     """All fields of a file, and for each array that has latitudes but cannot be read, the reason.
 
     more_roles: lower-case name of a dimension -> its role, where a file has other axes than analyses have.
+    picks: name of a dimension without a role -> the label of what is read of it.
     DataError where the file has no latitude or longitude, or a coordinate that makes no sense.
     """
     try:
         if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
             return _tutorial_fields(file), {}
         if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
-            return _anemoi_fields(file), {}
-        return _named_fields(file, more_roles or {})
+            return _anemoi_fields(file, picks or {}), {}
+        return _named_fields(file, more_roles or {}, picks or {})
     except (ValueError, OSError, KeyError, RuntimeError) as error:  # the last three: coordinates cut short
         raise DataError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
 
@@ -344,7 +310,7 @@ def _coordinate(file: StoredFile, role: str) -> str:
 
 
 def _named_fields(
-    file: StoredFile, more_roles: Mapping[str, str]
+    file: StoredFile, more_roles: Mapping[str, str], picks: Mapping[str, str]
 ) -> tuple[list[StoredField], dict[str, str]]:
     """The general case: arrays whose dimensions have names (Zarr, NetCDF)."""
     north, east = _coordinate(file, "latitude"), _coordinate(file, "longitude")
@@ -354,16 +320,44 @@ def _named_fields(
         roles = tuple(coordinate_role(file, dim, more_roles) for dim in array.dims)
         if not {"latitude", "longitude"} <= set(roles) or array.dtype.kind not in "fiub":
             continue
-        odd = [i for i, size in enumerate(array.shape) if not roles[i] and size > 1]
+        extra = [i for i, role in enumerate(roles) if not role]
+        picked = {i: _picked(file, array, i, picks) for i in extra if array.dims[i] in picks}
+        odd = [i for i in extra if array.shape[i] > 1 and i not in picked]
         if odd:
-            unreadable[name] = f"it has a dimension {array.dims[odd[0]]} of size {array.shape[odd[0]]}"
+            unreadable[full_name(name).partition(":")[0]] = _in_the_way(file, array, odd[0])
             continue
         clock = array.dims[roles.index("time")] if "time" in roles else None
         if clock and clock not in times:
             times[clock] = coordinate_times(file, clock)
         names = _names(file, name, array.dims[roles.index("level")] if "level" in roles else None)
-        fields.append(StoredField(file, name, names, roles, times.get(clock), turned, _packing(name, array)))
+        own = (times.get(clock), turned, _packing(name, array), picked)
+        fields.append(StoredField(file, name, names, roles, *own))
     return fields, unreadable
+
+
+def _picked(file: StoredFile, array: StoredArray, dim: int, picks: Mapping[str, str]) -> int:
+    name = array.dims[dim]
+    return position_of(name, picks[name], _labels(file, name), array.shape[dim])
+
+
+def _in_the_way(file: StoredFile, array: StoredArray, dim: int) -> str:
+    """Why an array cannot be read, and the option that helps."""
+    name, size = array.dims[dim], array.shape[dim]
+    first = (_labels(file, name) or ["0"])[0]
+    return f"it has a dimension {name} of size {size}; choose one with data.select = ['{name}={first}']"
+
+
+def _labels(file: StoredFile, dim: str) -> list[str] | None:
+    """The labels along a dimension, dates as 2020-01-01T00:00:00; None where it has no coordinate: NetCDF 4
+    then stores zeros.
+    """
+    if dim not in file.arrays or len(file.arrays[dim].shape) != 1:
+        return None
+    if " since " in str(file.arrays[dim].attrs.get("units", "")):
+        return coordinate_times(file, dim).astype(str).tolist()
+    values = file.fetch(dim).tolist()
+    labels = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
+    return labels if len(set(labels)) == len(labels) else None
 
 
 def coordinate_times(file: StoredFile, name: str) -> np.ndarray:
@@ -390,7 +384,7 @@ def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...
         return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)
     if name == "LSMASK":
         return ("land_sea_mask",)
-    full = SHORT_NAMES.get(name, name)
+    full = SHORT_NAMES.get(name, name) if level_dim else full_name(name)
     if level_dim or (scalar and full in ON_LEVELS):
         return tuple(join_name(full, level) for level in _levels(file, level_dim or str(scalar)))
     # z without a level is the surface's: CDS single levels, and most files of static fields.
@@ -411,11 +405,7 @@ def _levels(file: StoredFile, name: str) -> list[int]:
 
 
 def _channel_name(text: str) -> str:
-    """ "z500", "z_500" -> "geopotential:500"; "u10" -> "10m_u_component_of_wind"; unknown names stay."""
-    match = re.fullmatch(r"([a-z]\w*?)_?(\d+)", text)
-    if text not in SHORT_NAMES and match and SHORT_NAMES.get(match[1]) in ON_LEVELS:
-        return join_name(SHORT_NAMES[match[1]], int(match[2]))
-    return "geopotential_at_surface" if text == "z" else SHORT_NAMES.get(text, text)
+    return "geopotential_at_surface" if text == "z" else full_name(text)
 
 
 def _tutorial_fields(file: StoredFile) -> list[StoredField]:
@@ -437,15 +427,18 @@ def _tutorial_fields(file: StoredFile) -> list[StoredField]:
     return [StoredField(file, "fields", names, roles, times, turned, Packing())]
 
 
-def _anemoi_fields(file: StoredFile) -> list[StoredField]:
+def _anemoi_fields(file: StoredFile, picks: Mapping[str, str]) -> list[StoredField]:
     """anemoi-datasets: data(time, variable, ensemble, cell), its cells a regular grid row by row."""
     shape = tuple(file.attrs.get("field_shape", ()))
     array = file.arrays["data"]
-    if len(shape) != 2 or array.shape[2] != 1:
-        members = array.shape[2]
-        raise DataError(f"its data have field_shape {shape} and {members} members: not one field on a grid")
+    if len(shape) != 2:
+        raise DataError(f"its data have field_shape {shape}: not rows and columns of a grid")
+    picked = {2: _picked(file, array, 2, picks)} if array.dims[2] in picks else {}
+    if array.shape[2] > 1 and not picked:
+        raise DataError(_in_the_way(file, array, 2))
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
     turned = orientation(latitude[:, 0], longitude[0])
     names = tuple(_channel_name(name) for name in file.attrs["variables"])
     times = decode_times(file.fetch("dates"), file.arrays["dates"].attrs)
-    return [StoredField(file, "data", names, ("time", "level", "", "cell"), times, turned, Packing())]
+    roles = ("time", "level", "", "cell")
+    return [StoredField(file, "data", names, roles, times, turned, Packing(), picked)]

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasets.era5 import Archive
 from datasets.normalization import stream
-from errors import RunFailed, UserError
+from errors import UserError
 
 NEVER = 2**62
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
@@ -59,7 +59,8 @@ class MemoryArchive:
     in_memory = True
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        self.times, self.variables, self.files_state = archive.times, list(variables), archive.files_state
+        self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
+        self.shown_units, self.files_state = archive.shown_units, archive.files_state
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = SharedFields(len(dates), len(variables), *archive.grid.shape)
@@ -85,7 +86,9 @@ def cache_if_small(
 
 
 class FieldDataset(Dataset):
-    """Samples of K dates each, read as whole batches. Negative indices count from the end."""
+    """Samples of K dates each, read as whole batches. Negative indices count from the end; a date of -1 is
+    not there.
+    """
 
     def __init__(
         self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
@@ -98,9 +101,15 @@ class FieldDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """fields (B, K, V, H, W) float32, NaN where missing, and first dates (B,), seconds since 1970."""
         dates = self.samples[list(indices)]
-        batch = np.stack([[self.archive.read(int(i), self.variables) for i in row] for row in dates])
+        batch = np.stack([[self._read(int(i)) for i in row] for row in dates])
         seconds = self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64)
         return torch.from_numpy(batch), torch.from_numpy(seconds)
+
+    def _read(self, date: int) -> np.ndarray:
+        """(V, H, W); NaN for a date that is not there."""
+        if date >= 0:
+            return self.archive.read(date, self.variables)
+        return np.full((len(self.variables), *self.archive.grid.shape), np.nan, np.float32)
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -208,7 +217,7 @@ def build_loader(
 
 def in_one_line(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches as tensors. DataError: what a loader process could not read, without torch's traceback around
-    it. RunFailed: a loader process was killed.
+    it.
     """
     try:
         for fields, times in batches:
@@ -218,11 +227,6 @@ def in_one_line(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, Te
         if not lines[0].startswith("Caught"):
             raise
         raise type(error)(lines[-1].partition(": ")[2]) from None
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        reason = "for one by the kernel when memory runs out; fewer data.num_workers need less"
-        raise RunFailed(f"{' '.join(str(error).split())} ({reason})") from None
 
 
 def ignore_interrupts(worker: int) -> None:

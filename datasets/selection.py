@@ -6,6 +6,7 @@ there raises a ConfigError of one line. Shapes: S static variables, H latitudes,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from datasets import simulated
 from datasets.dates import is_whole_day, parse_period
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
+from datasets.picks import check_used, parse_picks
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
 
@@ -37,20 +39,45 @@ class Selection:
         All dates of a sample lie in the period, so that none reaches into another; gaps and `empty` dates
         (without any value of a variable) make no samples. ConfigError where there are none at all.
         """
+        rows = self._later(period, offsets, empty)
+        whole = (rows >= 0).all(axis=1)
+        if not whole.any():
+            self._refuse(period, offsets[-1])
+        return rows[whole]
+
+    def samples_a_lead(
+        self, period: str, leads: Sequence[int], empty: np.ndarray, limit: int = 0
+    ) -> np.ndarray:
+        """(n, 1 + L) indices of t and t + lead x step, -1 for a lead that t has not: a long lead takes no
+        dates from short ones.
+
+        Every t with any of the leads, or those among `limit` dates of the period, evenly spaced: so the
+        dates of a lead do not depend on which others are asked for. ConfigError for a lead that no date has.
+        """
+        rows = self._later(period, [0, *leads], empty)
+        rows = rows[rows[:, 0] >= 0]
+        for lead, later in zip(leads, rows[:, 1:].T, strict=True):
+            if not (later >= 0).any():
+                self._refuse(period, lead)
+        rows = evenly_spaced(rows, limit)
+        return rows[(rows[:, 1:] >= 0).any(axis=1)]
+
+    def _later(self, period: str, offsets: Sequence[int], empty: np.ndarray) -> np.ndarray:
+        """(n, len(offsets)) indices of t + offset x step for every date t of a period, -1 where it is not
+        there or empty.
+        """
         dates = self._dates(period)
         times, full = self.archive.times[dates], ~np.isin(dates, empty)
-        columns, present = [], full.copy()
+        columns = []
         for offset in offsets:
             wanted = times + offset * self.step
             rows = np.searchsorted(times, wanted).clip(max=len(dates) - 1)
-            present &= (times[rows] == wanted) & full[rows]
-            columns.append(dates[rows])
-        if not present.any():
-            hours = (offsets[-1] * self.step).astype("timedelta64[h]")
-            raise ConfigError(
-                f"data.{period}_period: none of its {len(dates)} dates has another {hours} later"
-            )
-        return np.stack(columns, axis=1)[present]
+            columns.append(np.where((times[rows] == wanted) & full[rows], dates[rows], -1))
+        return np.stack(columns, axis=1)
+
+    def _refuse(self, period: str, offset: int) -> NoReturn:
+        hours, count = (offset * self.step).astype("timedelta64[h]"), len(self._dates(period))
+        raise ConfigError(f"data.{period}_period: none of its {count} dates has another {hours} later")
 
     def describe(self, period: str, samples: np.ndarray, empty: np.ndarray) -> str:
         """One line: how many samples a period has, and what was left out of it."""
@@ -61,6 +88,14 @@ class Selection:
             f"{_missing(times)} dates missing in between, {left_out} left out for fields without a value, "
             f"{len(dates) - left_out - len(samples)} without the dates that follow"
         )
+
+    def land(self) -> np.ndarray | None:
+        """The data's own land-sea mask (H, W), where they have one: they may be of another planet."""
+        name = "land_sea_mask"
+        if name in self.static:
+            return self.static[name]
+        there = name in (*self.archive.static_variables, *self.archive.variables)
+        return self.archive.read_static(name) if there else None
 
     def _dates(self, period: str) -> np.ndarray:
         return {"train": self.train, "validation": self.validation}[period]
@@ -83,7 +118,8 @@ def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence
     nothing = np.zeros(0, int)
     selection.samples("train", [0, 1], nothing)
     if len(selection.validation) and lead_hours:
-        selection.samples("validation", [0, max(lead_hours) // data.step_hours], nothing)
+        leads = [hours // data.step_hours for hours in lead_hours]
+        selection.samples_a_lead("validation", leads, nothing)
     return selection
 
 
@@ -94,7 +130,9 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
+    picks = parse_picks(data.select)
+    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path, picks)
+    check_used(picks, archive.extra_dimensions, archive.path)
     try:
         archive.read(0, variables)  # a missing variable or level says so here
     except (OSError, RuntimeError) as error:
@@ -102,7 +140,7 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     path, names = data.static_path, data.static_variables
     static = {
-        name: read_static_field(path, name, archive.grid) if path else archive.read_static(name)
+        name: read_static_field(path, name, archive.grid, picks) if path else archive.read_static(name)
         for name in names
     }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)

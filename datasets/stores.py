@@ -9,7 +9,7 @@ import zarr
 from numcodecs import Blosc
 
 from datasets.grid import Grid
-from datasets.variables import group_levels, units
+from datasets.variables import group_levels, split_name, units
 
 COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
 
@@ -27,10 +27,12 @@ def create_store(
     axes: Mapping[str, np.ndarray],
     chunks: Mapping[str, int],
     attributes: Mapping[str, str],
+    own_units: Mapping[str, str] | None = None,
 ) -> None:
     """Zarr 2 with consolidated metadata: float32 arrays (*axes[, level], latitude, longitude).
 
-    axes: name -> coordinate; chunks: name of an axis -> how many of it lie in a chunk, whole ones otherwise.
+    axes: name -> coordinate; chunks: name of an axis -> how many of it lie in a chunk, whole ones otherwise;
+    own_units: of variables that the project does not know.
     """
     levels = all_levels(variables)
     coords = {
@@ -39,6 +41,7 @@ def create_store(
         "latitude": ("latitude", grid.latitude, {"units": "degrees_north"}),
         "longitude": ("longitude", grid.longitude, {"units": "degrees_east"}),
     }
+    given = {split_name(name)[0]: text for name, text in (own_units or {}).items()}
     empty = xr.Dataset(coords=coords, attrs=dict(attributes))
     empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
     for name, own in group_levels(variables).items():
@@ -52,6 +55,6 @@ def create_store(
             compressors=COMPRESSOR,
             fill_value=np.nan,
             zarr_format=2,
-            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name)},
+            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, "")},
         )
     zarr.consolidate_metadata(str(path), zarr_format=2)

@@ -7,6 +7,7 @@ data guide; of the short names: ECMWF's parameter database and the CDS NetCDF fi
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 from errors import ConfigError
@@ -85,7 +86,24 @@ OFTEN_ZERO = {
     "standard_deviation_of_orography",
     "slope_of_sub_gridscale_orography",
 }
+LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
 SHORT_NAMES = {short: name for name, (_, shorts) in VARIABLES.items() for short in shorts.split()}
+
+
+def full_name(text: str) -> str:
+    """The name in this project of an array or a channel of a file, its level in the name: "z500", "z_500",
+    "Z500hPa" and "geopotential_500" -> "geopotential:500"; "u10" -> "10m_u_component_of_wind". Others stay.
+
+    Levels below 20 hPa need the "_" or the unit: t2 and q2 are 2 m above the ground in many models.
+    """
+    name = text if text in SHORT_NAMES or text in VARIABLES else text.lower()
+    if name in SHORT_NAMES or name in VARIABLES:
+        return SHORT_NAMES.get(name, name)
+    match = re.fullmatch(r"([a-z]\w*?)(_?)(\d+)_?(hpa|mb|mbar)?", name)
+    base = SHORT_NAMES.get(match[1], match[1]) if match else ""
+    if match and base in ON_LEVELS and int(match[3]) >= (1 if match[2] or match[4] else LOWEST_BARE_LEVEL):
+        return join_name(base, int(match[3]))
+    return text
 
 
 def split_name(text: str) -> tuple[str, int | None]:
@@ -153,12 +171,19 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     return expanded
 
 
+def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Those of `names` that are chosen, in that order: by their whole names, or all levels of one."""
+    return [name for wanted in chosen for name in names if wanted in (name, name.partition(":")[0])]
+
+
 def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """The candidate to suggest for a name that is missing, as the end of an error: "; nearest: 'x'" or "".
 
     Short names count too ("z500" suggests "geopotential:500"); for a missing level it is the nearest level.
     """
-    known = list(candidates)
+    known, name = list(candidates), full_name(name)
+    if name in known:
+        return f"; nearest: {name!r}"
     base, colon, level = name.partition(":")
     same = [text for text in known if text.partition(":")[0] == base and ":" in text]
     if colon and level.isdecimal() and same:

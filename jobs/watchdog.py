@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
-from errors import RunFailed, UserError
+from errors import RunFailed, UserError, is_lost_loader
 from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
 from jobs.heartbeat import activity
 
@@ -273,7 +273,7 @@ class Watchdog:
         """
         if self.world == 1 or not self.threads[0].is_alive():
             return
-        if isinstance(error, RunFailed | UserError):
+        if isinstance(error, RunFailed | UserError) or is_lost_loader(error):
             return  # the guard of the program says it, once a host, and the launcher tells the others
         if is_lost_connection(error):
             self.lost = True

@@ -12,6 +12,7 @@ from verification import climatology as module
 from verification.climatology import (
     ClimatologyForecast,
     compute_climatology,
+    covers_a_year,
     days_of,
     open_climatology,
     smoothing,
@@ -59,9 +60,7 @@ def test_the_recipe(years, sums_bytes: int, tmp_path: Path, monkeypatch: pytest.
     """Also where no two variables nor hours fit into memory together."""
     monkeypatch.setattr(module, "SUMS_BYTES", sums_bytes)
     ds, archive = years
-    compute_climatology(
-        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
-    )
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
     stored = xr.open_zarr(tmp_path / "c.zarr")
     assert dict(stored.sizes) == {"hour": 2, "dayofyear": 366, "level": 1, "latitude": 2, "longitude": 3}
     assert stored.hour.values.tolist() == [0, 12] and stored.longitude.values[0] == 0
@@ -73,9 +72,7 @@ def test_the_recipe(years, sums_bytes: int, tmp_path: Path, monkeypatch: pytest.
 
 def test_reading_it_back(years, tmp_path: Path) -> None:
     _, archive = years
-    compute_climatology(
-        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
-    )
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
     opened, stored = open_climatology(str(tmp_path / "c.zarr")), xr.open_zarr(tmp_path / "c.zarr")
     assert sorted(opened.variables) == sorted(NAMES)
     for text, day in (("2021-12-31T12", 365), ("2024-12-31T00", 366), ("2023-01-01T00", 1)):
@@ -93,9 +90,7 @@ def test_reading_it_back(years, tmp_path: Path) -> None:
 def test_weatherbench2_stores_with_other_orders(years, tmp_path: Path) -> None:
     """dayofyear before hour, longitude before latitude, latitude ascending."""
     _, archive = years
-    compute_climatology(
-        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
-    )
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
     stored = xr.open_zarr(tmp_path / "c.zarr").load().isel(latitude=slice(None, None, -1))
     turned = stored.transpose("dayofyear", "longitude", "latitude", "level", "hour").drop_encoding()
     again = open_climatology(write(turned, tmp_path / "turned.zarr"))
@@ -116,17 +111,44 @@ def test_less_than_a_year_gives_means_by_hour_of_day(tmp_path: Path) -> None:
     opened = open_climatology(str(tmp_path / "c.zarr"))
     field = opened.field(np.datetime64("1999-07-07T18", "s"), ["2m_temperature"])
     np.testing.assert_array_equal(field[0], stored["2m_temperature"].sel(hour=18).values)
-    with pytest.raises(ValueError, match="none of 20 dates is at 3 h"):
-        compute_climatology(
-            archive, ["2m_temperature"], np.arange(20), str(tmp_path / "d.zarr"), step_hours=3
-        )
+
+
+@pytest.mark.parametrize(("first", "step", "hours"), [(0, 3, list(range(0, 24, 3))), (6, 12, [6, 18])])
+def test_it_has_the_hours_that_the_analyses_have(
+    first: int, step: int, hours: list[int], tmp_path: Path
+) -> None:
+    """3-hourly analyses, and such as have a part of the day only."""
+    truth = analyses(grid(4, 6, poles=False), 40)
+    times = np.datetime64("2020-01-01", "ns") + (first + step * np.arange(40)) * np.timedelta64(1, "h")
+    archive = open_archive(write(truth.assign_coords(time=times), tmp_path / "truth.zarr"))
+    compute_climatology(archive, ["2m_temperature"], np.arange(40), str(tmp_path / "c.zarr"))
+    stored = xr.open_zarr(tmp_path / "c.zarr")
+    assert stored.hour.values.tolist() == hours
+    expected = truth["2m_temperature"][:: len(hours)].astype("f8").mean("time")[::-1]
+    np.testing.assert_allclose(stored["2m_temperature"].sel(hour=first), expected, rtol=1e-7)
+
+
+def test_an_hour_of_few_days_has_no_annual_cycle() -> None:
+    """Its days without a date would be NaN."""
+    noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[s]")
+    assert covers_a_year(noons)
+    assert not covers_a_year(np.append(noons, noons[:30] + np.timedelta64(6, "h")))
+
+
+def test_hours_that_it_has_not_are_named_and_nan(years, tmp_path: Path) -> None:
+    _, archive = years
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
+    opened, hour = open_climatology(str(tmp_path / "c.zarr")), np.timedelta64(3600, "s")
+    times = np.array(["2021-02-28T00"], "datetime64[s]")
+    leads = hour * np.array([6, 12])
+    assert opened.missing_hours(times + leads) == [6]
+    block = ClimatologyForecast(opened, times, leads).read_block(slice(0, 1), slice(0, 2), NAMES)
+    assert np.isnan(block[0, 0]).all() and np.isfinite(block[0, 1]).all()
 
 
 def test_as_a_forecast_it_is_the_mean_of_the_valid_time(years, tmp_path: Path) -> None:
     _, archive = years
-    compute_climatology(
-        archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"), step_hours=12
-    )
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
     opened = open_climatology(str(tmp_path / "c.zarr"))
     times = np.array(["2021-02-28T00", "2021-12-31T12"], "datetime64[s]")
     leads = np.array([12, 24], "timedelta64[h]").astype("timedelta64[s]")

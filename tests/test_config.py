@@ -252,6 +252,12 @@ COMMAND_LINES = [
         "--model.attention_backend cudnn --comm.backend gloo",
         'attention_backend = "cudnn": needs a CUDA device',
     ),
+    ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
+    ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' stands twice; keep one"),
+    (
+        "--validation.plot_variables \"['snow']\"",
+        "validation.plot_variables = 'snow': not among data.variables",
+    ),
 ]
 
 

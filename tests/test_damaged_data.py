@@ -1,5 +1,7 @@
 """Damaged bytes and missing chunks: one line with path, variable and date, whoever reads them."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from numcodecs import LZ4, Blosc, Zlib, Zstd
 
 from datasets.era5 import open_archive
 from datasets.loader import FieldDataset, MemoryArchive, TrainLoader, TrainSampler
-from errors import DataError, RunFailed
+from errors import DataError
+from tests.started_jobs import write_config
 
 DATE = "2020-01-01T12:00:00"  # the third
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
@@ -120,18 +123,16 @@ def test_a_loader_process_says_it_in_one_line_too(tmp_path, workers):
     assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
 
 
-def test_a_loader_process_that_is_killed_is_named(tmp_path):
-    store(tmp_path / "data.zarr", "raw")
-    samples = FieldDataset(
-        open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5)[:, None]
-    )
-    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, 2, pin=False)
-    batches = loader.iterate(0)
-    next(batches)
-    next(iter(loader.loader._iterator._workers)).kill()  # type: ignore[union-attr]
-    with pytest.raises(RunFailed, match=r"DataLoader worker \(pid.* memory runs out"):
-        for _ in range(10):
-            next(batches)
+def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
+    job = start_job(write_config(tmp_path), tmp_path / "run", "--data.num_workers", "1")
+    job.wait_for_step(3)
+    listed = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    loaders = [pid for pid in listed if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(loaders[0]), signal.SIGKILL)
+    assert job.end() == 1, job.output
+    last = job.output.splitlines()[-1]
+    assert f"rossby: DataLoader worker (pid {loaders[0]}) is killed by signal: Killed." in last
+    assert "Traceback" not in job.output
 
 
 @pytest.mark.parametrize("codec", ["zlib", "zarr3"])

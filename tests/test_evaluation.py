@@ -63,6 +63,21 @@ def test_scores_have_weatherbench2s_form(folder: Path) -> None:
     assert found.by_date.region.values.tolist() == ["global"]
 
 
+def test_units_of_a_variable_that_only_the_data_know(folder: Path) -> None:
+    names = {"2m_temperature": "leaf_wetness"}
+    for name in ("truth", "forecast"):
+        stored = xr.open_zarr(folder / f"{name}.zarr", decode_timedelta=True).load().drop_encoding()
+        stored = stored[list(names)].rename(names)
+        stored["leaf_wetness"].attrs["units"] = "mm"
+        write(stored, folder / f"wet_{name}.zarr")
+    forecast = open_forecast(str(folder / "wet_forecast.zarr"))
+    found = evaluate(forecast, open_archive(str(folder / "wet_truth.zarr")), detailed_hours=[24])
+    assert found.bias is not None
+    assert [each["leaf_wetness"].attrs["units"] for each in (found.scores, found.by_date, found.bias)] == [
+        "mm"
+    ] * 3
+
+
 def test_means_over_dates_are_those_of_the_dates(folder: Path) -> None:
     found = evaluate(*opened(folder))
     for name in found.by_date.data_vars:
@@ -108,6 +123,7 @@ def test_dates_and_leads_without_truth_are_left_out(folder: Path) -> None:
     truth = open_archive(write(stored.drop_sel(time=gone.astype("M8[ns]")), folder / "gap.zarr"))
     found, whole = evaluate(forecast, truth, means), evaluate(*opened(folder))
     assert found.scores.num_dates.values.tolist() == [7, 6]
+    assert (found.scores["2m_temperature"].sel(metric="num_dates", region="global") == [7, 6]).all()
     for name in ("2m_temperature", "wind_vector"):
         there, before = found.by_date[name].sel(metric="mse"), whole.by_date[name].sel(metric="mse")
         expected = before.copy(deep=True)
@@ -127,7 +143,9 @@ def test_only_what_is_asked_for(folder: Path) -> None:
     found = evaluate(forecast, truth, progress=seen.append, **options)
     assert sum(seen) == 3 and list(found.scores.data_vars) == ["2m_temperature"]
     assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
-    assert found.scores.metric.values.tolist() == ["mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    metrics = ["num_dates", "mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    assert found.scores.metric.values.tolist() == metrics
+    assert found.scores.power.values.tolist() == [0, 2, 1, 1, 1, 1]
     assert found.bias is None and found.spectra is None
 
 
@@ -146,6 +164,7 @@ def test_details(folder: Path) -> None:
     forecast, truth, _ = opened(folder, "ensemble")
     found = evaluate(forecast, truth, detailed_hours=[24])
     assert found.bias is not None and found.spectra is not None and found.ranks is not None
+    assert found.bias.num_dates.values.tolist() == [7]
     stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().astype("f8")
     analysed = xr.open_zarr(folder / "truth.zarr").load().astype("f8")
     error = stored.sel(prediction_timedelta=np.timedelta64(24, "h")).mean("number")

@@ -72,8 +72,84 @@ def test_dimensions_that_are_not_an_analysis(tmp_path: Path, truth: xr.Dataset):
     np.testing.assert_array_equal(one[:, 0], truth["2m_temperature"].values)
     ds = xr.concat([ds, ds.assign_coords(number=[1])], "number").assign(q=truth.temperature.rename(CDS))
     ds.to_netcdf(tmp_path / "ten.nc", engine="h5netcdf")
-    with pytest.raises(ValueError, match="no variable '2m_temperature': it has a dimension number of size 2"):
+    with pytest.raises(
+        ValueError, match="no variable '2m_temperature': it has a dimension number of size 2;"
+    ):
         open_archive(str(tmp_path / "ten.nc")).read(0, ["2m_temperature"])
+
+
+def channels(truth: xr.Dataset) -> xr.Dataset:
+    """An array a level, as many people store them."""
+    named = {f"t{level}": truth.temperature.sel(level=level, drop=True) for level in (500, 850)}
+    named |= {"Z_500": truth.geopotential.sel(level=500, drop=True), "t2m": truth["2m_temperature"]}
+    return xr.Dataset(named | {"geopotential_850hPa": truth.geopotential.sel(level=850, drop=True)})
+
+
+@pytest.mark.parametrize("kind", ["nc", "zarr", "folder"])
+def test_channel_names_are_understood_and_suggested(kind: str, tmp_path: Path, truth: xr.Dataset):
+    """u850, z500, t2m in NetCDF, Zarr and a file a variable; not only in the tutorial's and anemoi's."""
+    ds, path = channels(truth), tmp_path / f"channels.{kind}"
+    if kind == "zarr":
+        ds.to_zarr(path, zarr_format=2)
+    elif kind == "nc":
+        ds.to_netcdf(path, engine="h5netcdf")
+    else:
+        path.mkdir()
+        for name in ds.data_vars:
+            ds[[name]].to_netcdf(path / f"{name}.nc", engine="h5netcdf")
+    archive = open_archive(str(path))
+    names = ["temperature:500", "temperature:850", "geopotential:500", "geopotential:850", "2m_temperature"]
+    assert sorted(archive.variables) == sorted(names)
+    block = archive.read(1, ["geopotential:500", "temperature:850"])
+    np.testing.assert_array_equal(block[0], truth.geopotential.sel(level=500).values[1])
+    np.testing.assert_array_equal(block[1], truth.temperature.sel(level=850).values[1])
+    for asked, meant in {
+        "z500": "geopotential:500",
+        "t2m": "2m_temperature",
+        "t700": "temperature:850",
+    }.items():
+        with pytest.raises(ValueError, match=f"no variable '{asked}'; nearest: '{meant}'"):
+            archive.read(0, [asked])
+
+
+def test_units_of_a_variable_that_nobody_knows_are_kept(tmp_path: Path, truth: xr.Dataset):
+    ds = truth[["2m_temperature"]].rename({"2m_temperature": "leaf_wetness"})
+    ds["leaf_wetness"].attrs["units"] = "mm"
+    ds = ds.assign(z=truth.geopotential.assign_attrs(units="m**2 s**-2"))
+    ds.to_netcdf(tmp_path / "wet.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "wet.nc"))
+    assert archive.shown_units("leaf_wetness") == "mm"
+    assert archive.units("geopotential:500") == "m**2 s**-2"
+    assert archive.shown_units("geopotential:500") == "m2 s-2"
+
+
+def runs(truth: xr.Dataset) -> xr.Dataset:
+    """Two members, 10 and 11, of two runs; the second is 1 K and 10 K warmer."""
+    ds, days = truth[["2m_temperature"]], np.array(["2019-12-30", "2019-12-31"], "datetime64[ns]")
+    ds = xr.concat([ds, ds + 1], xr.DataArray([10, 11], dims="member", name="member"))
+    ds = xr.concat([ds, ds + 10], xr.DataArray(days, dims="run", name="run"))
+    return ds.transpose("time", "run", "member", ...).assign(msl=truth["2m_temperature"])
+
+
+def test_dimensions_in_the_way_are_named_and_picked(tmp_path: Path, truth: xr.Dataset):
+    """By label, by date, by position where there is no label."""
+    ds, t2m = runs(truth), truth["2m_temperature"].values
+    ds.to_netcdf(tmp_path / "runs.nc", engine="h5netcdf")
+    path = str(tmp_path / "runs.nc")
+    way_out = r"dimension run of size 2; choose one with data.select = \['run=2019-12-30T00:00:00'\]"
+    with pytest.raises(ValueError, match=f"no variable '2m_temperature': it has a {way_out}"):
+        open_archive(path).read(0, ["2m_temperature"])
+    picks = {"run": "2019-12-31", "member": "11"}
+    np.testing.assert_array_equal(
+        open_archive(path, picks).read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 11
+    )
+    with pytest.raises(ValueError, match="dimension member of size 2; choose one .*'member=10'"):
+        open_archive(path, {"run": "2019-12-30"}).read(0, ["2m_temperature"])
+    with pytest.raises(ValueError, match=r"data.select = \['member=12'\]: member has 10, 11; take one"):
+        open_archive(path, {"run": "2019-12-30", "member": "12"})
+    ds.drop_vars(["run", "member"]).to_netcdf(tmp_path / "bare.nc", engine="h5netcdf")
+    bare = open_archive(str(tmp_path / "bare.nc"), {"run": "0", "member": "1"})
+    np.testing.assert_array_equal(bare.read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 1)
 
 
 def test_scalar_level_and_surface_geopotential(tmp_path: Path, truth: xr.Dataset):
@@ -152,6 +228,12 @@ def test_anemoi_zarr(tmp_path: Path, truth: xr.Dataset):
         group.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = dims.get(name, ["cell"])
     archive = open_archive(str(tmp_path / "anemoi.zarr"))
     assert archive.variables == ["temperature:500", "2m_temperature", "land_sea_mask"]
+    two = np.concatenate([data, data + 1], axis=2)
+    group.create_array("data", data=two, overwrite=True).attrs["_ARRAY_DIMENSIONS"] = dims["data"]
+    with pytest.raises(ValueError, match="dimension ensemble of size 2; choose one .*'ensemble=0'"):
+        open_archive(str(tmp_path / "anemoi.zarr"))
+    member = open_archive(str(tmp_path / "anemoi.zarr"), {"ensemble": "1"}).read(3, ["temperature:500"])
+    np.testing.assert_array_equal(member[0], t[3] + 1)
     np.testing.assert_array_equal(archive.read_block(0, 5, ["2m_temperature"])[:, 0], t2m)
     np.testing.assert_array_equal(archive.read(3, ["temperature:500"])[0], t[3])
     np.testing.assert_array_equal(archive.read_static("land_sea_mask"), truth.land_sea_mask.values)

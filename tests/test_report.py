@@ -6,25 +6,31 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from verification.report import Gate, table, write_csv
-from verification.score_plots import published
-from verification.score_tables import select, variable_names
+from verification.report import Gate, shown_leads, table, write_csv, write_netcdf
+from verification.score_plots import headline, published
+from verification.score_tables import power_of_units, select, squared, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
     """RMSE and ACC at 6, 12 and 120 h: z500 100, 200, 3000 x factor; t2m 1, 2, 3 x factor."""
     leads = np.array([6, 12, 120], "timedelta64[h]").astype("timedelta64[ns]")
     dims = ("metric", "region", "lead_time")
-    z = np.full((2, 1, 3, 2), np.nan)
+    z = np.full((4, 1, 3, 2), np.nan)
     z[0, 0, :, 0] = factor * np.array([100, 200, 3000])
-    z[1, 0, :, 0] = [0.9, 0.8, 0.7]
-    t = np.array([[[1, 2, 3]], [[0.9, 0.8, 0.7]]]) * [[[factor]], [[1]]]
+    z[1:, 0, :, 0] = [0.9, 0.8, 0.7], [47, 47, 7], factor**2 * np.array([1e4, 4e4, 9e6])
+    t = np.array([[[1, 2, 3]], [[0.9, 0.8, 0.7]], [[47, 46, 7]], [[1, 4, 9]]])
+    t = t * np.array([factor, 1, 1, factor**2])[:, None, None]
     return xr.Dataset(
         {
             "geopotential": ((*dims, "level"), z, {"units": "m2 s-2"}),
             "2m_temperature": (dims, t, {"units": "K"}),
         },
-        {"metric": ["rmse", "acc"], "region": ["global"], "lead_time": leads, "level": [500, 850]},
+        {
+            "metric": ["rmse", "acc", "num_dates", "mse"],
+            "region": ["global"],
+            "lead_time": leads,
+            "level": [500, 850],
+        },
     )
 
 
@@ -32,8 +38,9 @@ def test_table_marks_the_best_and_gives_geopotential_metres():
     lines = table({"model": scores(), "persistence": scores(2)}, "rmse", "10 dates").splitlines()
     assert lines[0] == "10 dates"
     rows = [line.split() for line in lines[3:]]
-    assert ["geopotential:500", "6", "h", "100*", "200", "m2", "s-2"] in rows
-    assert ["geopotential:500", "120", "h", "305.9*", "611.8", "gpm"] in rows  # 3000 / 9.80665
+    assert ["geopotential:500", "6", "h", "47", "100*", "200", "m2", "s-2"] in rows
+    assert ["geopotential:500", "120", "h", "7", "305.9*", "611.8", "gpm"] in rows  # 3000 / 9.80665
+    assert ["2m_temperature", "12", "h", "46", "2*", "4", "K"] in rows
     assert not any("geopotential:850" in line for line in lines)
     assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
 
@@ -43,17 +50,74 @@ def test_a_forecast_without_a_lead_leaves_its_cell_empty():
     assert "nan" in [line for line in text.splitlines() if "2m_temperature" in line and "12 h" in line][0]
 
 
+def test_leads_without_a_date_have_no_row():
+    """With 24 h of truth after the last initial date."""
+    late = scores()
+    late["2m_temperature"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    late["geopotential"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    lines = table({"model": late}, "rmse", "").splitlines()
+    assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
+
+
 def test_csv_has_every_number_once(tmp_path):
     write_csv({"model": scores(), "persistence": scores(2)}, tmp_path / "scores.csv")
     with (tmp_path / "scores.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 2 * 3
+    assert len(rows) == 2 * 3 * 2 * 3
+    found = {(r["variable"], r["metric"]): r["units"] for r in rows}
+    assert found == {
+        ("geopotential", "rmse"): "m2 s-2",
+        ("geopotential", "acc"): "",
+        ("geopotential", "mse"): "m4 s-4",
+        ("2m_temperature", "rmse"): "K",
+        ("2m_temperature", "acc"): "",
+        ("2m_temperature", "mse"): "K2",
+    }
+    of_t2m = [
+        r for r in rows if (r["forecast"], r["variable"], r["metric"]) == ("model", "2m_temperature", "acc")
+    ]
+    assert [r["num_dates"] for r in of_t2m] == ["47", "46", "7"]
     found = [r for r in rows if r["forecast"] == "persistence" and r["variable"] == "geopotential"]
     assert {(r["level"], r["lead_hours"], float(r["value"])) for r in found if r["metric"] == "rmse"} == {
         ("500", "6", 200.0),
         ("500", "12", 400.0),
         ("500", "120", 6000.0),
     }
+
+
+def test_the_first_lead_every_whole_day_and_the_last_are_shown():
+    """40 leads of 6 h: linspace picked 6, 54, 96 ... and never 24 h."""
+    leads = np.arange(1, 42) * np.timedelta64(6, "h").astype("timedelta64[ns]")
+    shown = (shown_leads(leads) / np.timedelta64(1, "h")).astype(int).tolist()
+    assert shown == [6, *range(24, 241, 24), 246]
+    assert len(shown_leads(leads[:6])) == 6
+    odd = np.arange(40) * np.timedelta64(7, "h").astype("timedelta64[ns]") + np.timedelta64(1, "m")
+    assert len(shown_leads(odd)) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("m s-1", "m2 s-2"), ("K", "K2"), ("m2 s-2", "m4 s-4"), ("kg kg-1", "kg2 kg-2"), ("1", "1"), ("", "")],
+)
+def test_units_squared(text, wanted):
+    assert squared(text) == wanted
+
+
+def test_netcdf_has_the_dates_of_every_forecast(tmp_path):
+    """One of them lacks a lead, another the ACC."""
+    ours, theirs = scores(), scores(2).isel(lead_time=[0, 2]).drop_sel(metric="acc")
+    parts = {}
+    for name, each in {"model": ours, "other": theirs}.items():
+        counts = each["geopotential"].sel(metric="num_dates", level=500, region="global").values
+        powers = [power_of_units(metric) for metric in each.metric.values]
+        parts[name] = each.assign_coords(num_dates=("lead_time", counts), power=("metric", powers))
+    write_netcdf(parts, tmp_path / "scores.nc")
+    with xr.open_dataset(tmp_path / "scores.nc") as found:
+        assert found["num_dates"].dims == ("forecast", "lead_time")
+        assert found["num_dates"].values.tolist() == [[47, 47, 7], [47, 0, 7]]
+        power = dict(zip(found["metric"].values.tolist(), found["power"].values.tolist(), strict=True))
+        assert power == {"rmse": 1, "acc": 0, "num_dates": 0, "mse": 2}
+        assert found["2m_temperature"].attrs["units"] == "K"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +142,7 @@ def test_a_broken_forecast_passes_no_gate():
     [
         ("rmse<3", "write for example"),
         ("rmse/2m_temperature@6h<1e", "write for example"),
-        ("mse/2m_temperature@6h<1", "no metric 'mse'; there are rmse, acc"),
+        ("mae/2m_temperature@6h<1", "no metric 'mae'; there are rmse, acc"),
         ("rmse/geopotential:700@6h<1", "no variable 'geopotential:700'; there are geopotential:500"),
         ("rmse/2m_temperature@7h<1", r"no lead of 7 h; there are \[6, 12, 120\]"),
     ],
@@ -86,6 +150,17 @@ def test_a_broken_forecast_passes_no_gate():
 def test_gates_that_cannot_be_judged_say_why(text, reason):
     with pytest.raises(ValueError, match=reason):
         Gate.parse(text).judge(scores())
+
+
+def test_plots_show_what_was_chosen():
+    names = [f"temperature:{level}" for level in range(100, 1000, 100)] + ["geopotential:500"]
+    assert headline(names)[0] == "geopotential:500" and len(headline(names)) == 7
+    assert headline(names, 4, ["temperature:900", "temperature:800"]) == [
+        "temperature:900",
+        "temperature:800",
+    ]
+    assert headline(names, chosen=["temperature"]) == names[:-1]
+    assert headline(names, 2, ["snow"]) == headline(names, 2)
 
 
 def test_published_scores_say_grid_and_year():

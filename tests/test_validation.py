@@ -7,6 +7,8 @@ import torch
 from datasets.era5 import open_archive
 from datasets.grid import area_weights
 from datasets.loader import FieldDataset
+from datasets.selection import Selection
+from errors import ConfigError
 from tests.archives import NAMES, analyses, values, weatherbench
 from verification.baselines import climatology, fit_baselines, persistence
 from verification.scores import mean_squared_error, rmse
@@ -83,6 +85,52 @@ def test_damped_persistence_is_the_least_squares_fit(one_rank, dataset, area):
             ones = mean_field[None] + 1.0
             got = forecasts["damped persistence"](ones, torch.zeros(1), [1, 2])[0, row, v] - mean_field[v]
             np.testing.assert_allclose(got.nan_to_num(a).numpy(), a, rtol=2e-4, atol=1e-6)
+
+
+def test_a_long_lead_takes_no_dates_from_short_ones(one_rank, tmp_path, area):
+    """Five dates: four have 6 h, two have 18 h; scores at 6 h are those of a run that asks for it alone."""
+    archive = open_archive(weatherbench(tmp_path / "all", analyses()))
+    dates = np.arange(5)
+    step = np.timedelta64(6 * 3600, "s")
+    selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
+    scores = {}
+    for leads in ([1], [1, 3]):
+        samples = selection.samples_a_lead("validation", leads, np.zeros(0, int))
+        validation = Validation(FieldDataset(archive, NAMES, samples), leads, 6, area, batch_size=2)
+        scores[len(leads)] = validation.run(
+            persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean()
+        )
+    assert scores[1].num_dates == [4] and scores[2].num_dates == [4, 2]
+    assert torch.equal(scores[1].rmse["model"][0], scores[2].rmse["model"][0])
+    assert scores[1].loss == scores[2].loss
+    fields = values(analyses()).astype(np.float64)
+    np.testing.assert_allclose(
+        scores[2].rmse["model"][1, 0],
+        np.sqrt((((fields[3:, 0] - fields[:2, 0]) ** 2) * area.double().numpy()[:, None]).mean()),
+        rtol=1e-6,
+    )
+    said = scores[2].table()
+    assert "validation over 4 initial dates at 6 h, 2 at 18 h" in said
+    assert [line.split()[1:4] for line in said.splitlines() if NAMES[0] in line] == [
+        ["6", "h", "4"],
+        ["18", "h", "2"],
+    ]
+
+
+def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
+    """train.py and evaluate.py ask for different leads, and must draw the same damped persistence."""
+    archive = open_archive(weatherbench(tmp_path / "all", analyses()))
+    dates, mean = np.arange(5), torch.zeros(len(NAMES), 6, 8)
+    step = np.timedelta64(6 * 3600, "s")
+    selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
+    factors = []
+    for leads in ([1], [1, 2, 4]):
+        samples = selection.samples_a_lead("train", leads, np.zeros(0, int), limit=4)
+        fitted = fit_baselines(FieldDataset(archive, NAMES, samples), mean, area, leads, batch_size=2)
+        factors.append(fitted["damped persistence"](mean[None] + 1, torch.zeros(1), [1])[0, 0])
+    assert torch.equal(*factors) and factors[0].abs().max() > 0
+    with pytest.raises(ConfigError, match="data.train_period: none of its 5 dates has another 30 hours"):
+        selection.samples_a_lead("train", [1, 5], np.zeros(0, int))
 
 
 def test_climatology_is_the_same_for_every_date():

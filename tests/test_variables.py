@@ -6,7 +6,9 @@ from datasets.variables import (
     ON_LEVELS,
     ON_ONE_SURFACE,
     expand_levels,
+    full_name,
     join_name,
+    named_by,
     nearest_name,
     short_label,
     split_name,
@@ -24,6 +26,25 @@ def test_split_and_join():
 def test_malformed_names(text: str):
     with pytest.raises(ValueError, match=f"variable {text!r} is not a name or name:level in hPa"):
         split_name(text)
+
+
+def test_full_names():
+    wanted = {
+        "z500": "geopotential:500",
+        "Z500": "geopotential:500",
+        "t_850": "temperature:850",
+        "u850hPa": "u_component_of_wind:850",
+        "u10hPa": "u_component_of_wind:10",
+        "geopotential_500": "geopotential:500",
+        "u10": "10m_u_component_of_wind",
+        "2t": "2m_temperature",
+        "T2M": "2m_temperature",
+        "z50": "geopotential:50",
+        "2m_temperature": "2m_temperature",
+    }
+    assert {name: full_name(name) for name in wanted} == wanted
+    kept = ["t2", "q2", "Snowman", "snowman500", "channel_3", "geopotential:500", "total_precipitation_6hr"]
+    assert [full_name(name) for name in kept] == kept
 
 
 def test_units():
@@ -61,6 +82,12 @@ def test_expand_levels():
         expand_levels(["geopotential"], [500, 850, 500])
     with pytest.raises(ValueError, match="'z:low' is not a name"):
         expand_levels(["z:low"], [500])
+
+
+def test_named_by():
+    names = ["geopotential:500", "2m_temperature", "geopotential:850"]
+    assert named_by(["2m_temperature", "geopotential"], names) == [names[1], names[0], names[2]]
+    assert named_by(["geopotential:850", "snow"], names) == [names[2]] and named_by([], names) == []
 
 
 def test_nearest_name():

@@ -46,9 +46,15 @@ class Samples:
             ),
         }
 
-    def dataset(self, period: str, offsets: Sequence[int], limit: int = 0) -> FieldDataset:
-        """Samples of the dates t + offset x step in a period, at most `limit` of them, evenly spaced."""
+    def dataset(self, period: str, offsets: Sequence[int]) -> FieldDataset:
+        """Samples of the dates t + offset x step in a period."""
         chosen = self.selection.samples(period, offsets, self.empty[period])
+        logger.info(self.selection.describe(period, chosen, self.empty[period]))
+        return FieldDataset(self.archive, self.selection.variables, chosen)
+
+    def dataset_a_lead(self, period: str, leads: Sequence[int], limit: int = 0) -> FieldDataset:
+        """Samples of a date and what follows after each lead, NaN where that is not there."""
+        chosen = self.selection.samples_a_lead(period, leads, self.empty[period], limit)
         if not limit:
             logger.info(self.selection.describe(period, chosen, self.empty[period]))
-        return FieldDataset(self.archive, self.selection.variables, evenly_spaced(chosen, limit))
+        return FieldDataset(self.archive, self.selection.variables, chosen)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from checkpoints.run_state import RunState
 from config import Config
+from datasets.variables import named_by
 from traces.profiler import span
 from training.assembly import Assembly
 from training.metrics import Metrics
@@ -38,13 +39,13 @@ class Validator:
         self.forecast = model_forecast(
             self.model.predict, assembly.normalizer, assembly.conditions, data.step_hours * 3600
         )
-        self.validation, self.baselines = None, {}
+        self.validation, self.baselines, self.plotted = None, {}, settings.plot_variables
         if not settings.enable or not len(samples.selection.validation):
             return
         leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
         mesh = self.model.mesh
         self.validation = Validation(
-            samples.dataset("validation", [0, *leads]),
+            samples.dataset_a_lead("validation", leads),
             leads,
             data.step_hours,
             area,
@@ -54,7 +55,7 @@ class Validator:
             counts=self.model.speaks_for_sample,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
-        fitted = samples.dataset("train", [0, *leads], limit=FIT_SAMPLES)
+        fitted = samples.dataset_a_lead("train", leads, limit=FIT_SAMPLES)
         self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
 
     def _averaged(self) -> AbstractContextManager:
@@ -82,4 +83,5 @@ class Validator:
             from verification.plots import plot_run  # here, because it takes half a second of every start
 
             selection = samples.selection
-            plot_run(folder, scores, example, selection.archive.grid, selection.static.get("land_sea_mask"))
+            chosen = named_by(self.plotted, scores.variables)
+            plot_run(folder, scores, example, selection.archive.grid, selection.land(), chosen)

@@ -14,7 +14,7 @@ from datasets.era5 import Archive
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader
 from verification.rollout import Forecast
 
-FIT_SAMPLES = 400  # of the training period, evenly spaced, that damped persistence is fitted on
+FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
 
 def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
@@ -45,7 +45,8 @@ def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Foreca
 def fit_baselines(
     training: FieldDataset, mean_field: Tensor, area: Tensor, leads: Sequence[int], batch_size: int
 ) -> dict[str, Forecast]:
-    """The baselines of a run, fitted on training samples of the state and its truth at each lead.
+    """The baselines of a run, fitted on training samples of the state and its truth at each lead, NaN where
+    there is none.
 
     The factor of damped persistence is the least-squares one, sum x y / sum x x of the anomalies now and
     later, summed over the dates of all ranks in float64. mean_field (V, H, W) and area (H,) on the device

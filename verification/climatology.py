@@ -3,8 +3,9 @@
 The mean of a day of year and hour of day over all years, smoothed over days by a triangular window of 61 days
 (weights 0, 1/30 .. 1 .. 1/30, 0) that goes round the year; years of 365 days lend their last day to day 366.
 Computed a group of variables at a time, so that memory depends neither on the number of years nor on that of
-variables. Where the analyses cover less than a year of days there is no annual cycle to be had: then it is
-the mean by hour of day, without `dayofyear`. Shapes: V variables, H latitudes, W longitudes.
+variables. Hours of the day are those that the analyses have. Where one of them covers less than a year of
+days there is no annual cycle to be had: then it is the mean by hour of day, without `dayofyear`. Shapes: V
+variables, H latitudes, W longitudes.
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
@@ -19,9 +20,10 @@ import pandas as pd
 import zarr
 
 from datasets.era5 import Archive, find_files
+from datasets.fields_by_name import FieldsByName
 from datasets.files import open_file
 from datasets.grid import Grid
-from datasets.layouts import FieldsByName, StoredField, coordinate_role, stored_fields
+from datasets.layouts import StoredField, coordinate_role, stored_fields
 from datasets.normalization import stream
 from datasets.stores import all_levels, create_store
 from datasets.variables import split_name
@@ -50,9 +52,16 @@ def days_of(time: np.datetime64) -> list[int]:
 
 
 def covers_a_year(times: np.ndarray) -> bool:
-    """Whether every day of the year has dates within half a window around it."""
-    there = np.isin(np.arange(1, DAYS + 1), pd.DatetimeIndex(times).day_of_year)
-    return bool((smoothing() @ there > 0).all())
+    """Whether every day of the year has dates within half a window around it, at each hour of the day."""
+    index, weights = pd.DatetimeIndex(times), smoothing()
+    days, hours = np.asarray(index.day_of_year), np.asarray(index.hour)
+    there = [np.isin(np.arange(1, DAYS + 1), days[hours == hour]) for hour in np.unique(hours)]
+    return all((weights @ each > 0).all() for each in there)
+
+
+def hours_of(times: np.ndarray) -> list[int]:
+    """The hours of the day of some dates, ascending."""
+    return np.unique(pd.DatetimeIndex(np.atleast_1d(times)).hour).tolist()
 
 
 def compute_climatology(
@@ -60,20 +69,14 @@ def compute_climatology(
     variables: Sequence[str],
     dates: np.ndarray,
     path: str,
-    step_hours: int = 6,
     fingerprint: str = "",
 ) -> None:
     """Computes the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
-    hour 0, step_hours, ... 18; missing values count in no mean. fingerprint: of what it is computed from.
-    DataError where an hour has no date at all.
+    `hour` are those of the dates: 0, 6, 12, 18, or 3-hourly, or a part of a day. Missing values count in no
+    mean. fingerprint: of what it is computed from.
     """
-    times, hours = archive.times[dates], list(range(0, 24, step_hours))
-    empty = next((hour for hour in hours if hour not in pd.DatetimeIndex(times).hour), None)
-    if empty is not None:
-        raise DataError(
-            f"climatology: none of {len(times)} dates is at {empty} h; take another step than {step_hours} h"
-        )
+    times, hours = archive.times[dates], hours_of(archive.times[dates])
     by_day = covers_a_year(times)
     smooth = smoothing() if by_day else np.ones((1, DAYS))
     axes = {"hour": np.asarray(hours), **({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})}
@@ -82,7 +85,8 @@ def compute_climatology(
     period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
     chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
     attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-    create_store(path, variables, archive.grid, axes, chunks, attributes)
+    own_units = {name: archive.shown_units(name) for name in variables}
+    create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
     store, levels = zarr.open_group(path, mode="r+", zarr_format=2), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
         total, count = day_sums(archive, some, dates, some_hours)
@@ -141,6 +145,10 @@ class Climatology(FieldsByName):
         super().__init__(path, fields)
         self.hours = hours
 
+    def missing_hours(self, times: np.ndarray) -> list[int]:
+        """The hours of the day of these dates that it has not."""
+        return [hour for hour in hours_of(times) if hour not in self.hours]
+
     def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray:
         """The mean (V, H, W) float32 for the hour and day of year of a date; DataError for an hour or a
         variable that it has not.
@@ -176,7 +184,11 @@ class ClimatologyForecast:
         self.grid, self.variables = climatology.grid, climatology.variables
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W) float32."""
+        """(n, k, V, H, W) float32; NaN at hours of the day that the climatology has not."""
         valid_times = self.times[dates, None] + self.leads[leads]  # (n, k)
-        fields = [self.climatology.field(time, variables) for time in valid_times.ravel()]
-        return np.stack(fields).reshape(*valid_times.shape, *fields[0].shape)
+        shape = (*valid_times.shape, len(variables), *self.grid.shape)
+        fields = np.full((valid_times.size, *shape[2:]), np.nan, np.float32)
+        for row, time in enumerate(valid_times.ravel()):
+            if not self.climatology.missing_hours(time):
+                fields[row] = self.climatology.field(time, variables)
+        return fields.reshape(shape)

@@ -7,7 +7,7 @@ the sum over k is the integral of f^2 along the circle, in units of f^2 times me
 details, V variables, M members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from verification.matching import Pair
 from verification.score_tables import by_variable
 from verification.scores import RegionMeans
 
+MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for plots and tables
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
@@ -34,8 +35,10 @@ class Details:
         grid: Grid,
         num_members: int,
         device: torch.device | str,
+        units: Mapping[str, str] | None = None,
     ) -> None:
-        """leads: positions of the leads that get details."""
+        """leads: positions of the leads that get details; units: those of variables that we do not know."""
+        self.units = units or {}
         self.row, self.variables, self.grid = {lead: i for i, lead in enumerate(leads)}, variables, grid
 
         def zeros(*shape: int) -> Tensor:
@@ -73,7 +76,9 @@ class Details:
             dist.all_reduce(total)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
-        """Dims (lead_time[, level], latitude, longitude): forecast - truth, mean over the dates."""
+        """Dims (lead_time[, level], latitude, longitude): forecast - truth, mean over the dates, of which
+        coordinate `num_dates` (lead_time) says how many, here as in the others.
+        """
         coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
         return self._dataset(self.error / self.valid, leads, ["variable", *coords], coords)
 
@@ -99,7 +104,8 @@ class Details:
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
-        return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords)
+        coords["num_dates"] = ("lead_time", self.dates.long().cpu().numpy())
+        return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords, self.units)
 
 
 def rank_frequencies(members: Tensor, truth: Tensor, mean: RegionMeans) -> Tensor:

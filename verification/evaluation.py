@@ -8,8 +8,10 @@
   bias; with a climatology acc (WeatherBench2's), acc_ratio_of_means (WeatherBench-X's), forecast_activity,
   truth_activity; for ensembles, whose mean the former score, crps, spread, spread_skill_ratio,
   unbiased_spread_skill_ratio. NaN where a score is not defined (a wind vector has mse and rmse only), where a
-  region has no cell on the grid, and where a forecast is not finite though the truth is. Coordinate
-  `num_dates` (lead_time): how many initial dates had a truth. Attribute `units` of a variable is its own.
+  region has no cell on the grid, and where a forecast is not finite though the truth is. Metric `num_dates`:
+  how many initial dates had a truth, and so are in the other scores; coordinate `num_dates` (lead_time): the
+  most that a variable had. Attribute `units` of a variable is its own, coordinate `power` (metric) that
+  to which a metric has them: 2 of mse, 0 of acc.
 - `by_date`: the same dims with `time` (the initial date, datetime64[ns]) first: the statistics of each date
   that confidence intervals need (mse, mae, bias, rmse_sqrt_before_time_avg, acc, ..., crps, variance), for
   the first of the regions. NaN where there is no truth.
@@ -34,7 +36,7 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable
+from verification.score_tables import by_variable, power_of_units
 from verification.scores import (
     RegionMeans,
     append_wind,
@@ -66,6 +68,7 @@ class Request(NamedTuple):
     dates: list[int]
     regions: list[str]
     statistics: tuple[str, ...]
+    units: dict[str, str]  # of each variable
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -99,26 +102,25 @@ def evaluate(
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
     leads = positions(whole_hours(forecast.leads), lead_hours)
     some_dates = positions(forecast.times, dates)
-    asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics)
+    units = {name: truth.shown_units(name) for name in fields}
+    asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
         detailed = positions(whole_hours(forecast.leads), detailed_hours)
-        details = Details(detailed, fields, grid, forecast.num_members, device)
+        details = Details(detailed, fields, grid, forecast.num_members, device, units)
     total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
-    num_dates = torch.zeros(len(asked.leads), dtype=torch.int64, device=device)
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
         for table in date_tables(matcher, asked, scorer):  # in the order of dates, whoever scored them
             present = table[:, -1:] > 0
             total += torch.where(present, table, 0.0)
-            num_dates += present.flatten(1).any(1)
             kept.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
             progress(1)
-    if not num_dates.any():
+    if not total[:, -1].any():
         first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
-    return collect(forecast, asked, total, num_dates, kept, details)
+    return collect(forecast, asked, total, kept, details)
 
 
 def whole_hours(leads: np.ndarray) -> np.ndarray:
@@ -202,23 +204,25 @@ def collect(
     forecast: ForecastFields,
     asked: Request,
     total: Tensor,
-    num_dates: Tensor,
     kept: Sequence[np.ndarray],
     details: Details | None,
 ) -> Evaluation:
     """Tensors to Datasets; `kept` are the statistics of each date in the first region, (L, S, V) each."""
     means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
-    final = final_scores(means, forecast.num_members)  # (L, V, R) each
+    num_dates = total[:, -1]
+    final = {"num_dates": num_dates, **final_scores(means, forecast.num_members)}  # (L, V, R) each
     leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
     coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
-    coords["num_dates"] = ("lead_time", num_dates.cpu().numpy())
+    coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
+    coords["power"] = ("metric", [power_of_units(metric) for metric in final])
     table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
-    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords)
+    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
+    coords["power"] = ("metric", [power_of_units(metric) for metric in asked.statistics])
     statistics = np.stack(kept).transpose(0, 2, 1, 3)[:, :, None]
     dims = ("time", "metric", "region", "lead_time", "variable")
-    by_date = by_variable(statistics, dims, names, coords)
+    by_date = by_variable(statistics, dims, names, coords, asked.units)
     if details is None:
         return Evaluation(scores, by_date)
     if dist.is_initialized():

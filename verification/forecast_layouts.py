@@ -6,14 +6,14 @@ is a lead of 0 h. All of it is found out from the content, by the code that read
 (datasets/layouts.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from datasets.era5 import find_files
+from datasets.fields_by_name import FieldsByName
 from datasets.files import StoredFile, open_file
 from datasets.layouts import (
-    FieldsByName,
     StoredField,
     coordinate_role,
     coordinate_times,
@@ -64,10 +64,11 @@ class StoredForecast(FieldsByName):
         return fields if self.num_members else fields[:, :, 0]
 
 
-def open_forecast(path: str) -> StoredForecast:
+def open_forecast(path: str, picks: Mapping[str, str] | None = None) -> StoredForecast:
     """Open forecasts in a Zarr store (folder or fsspec URL) or a NetCDF file.
 
-    DataError, one line naming path and reason, where there is none.
+    picks: name of a dimension that is no axis of forecasts -> the label of what is read of it. DataError, one
+    line naming path and reason, where there is none.
     """
     files = find_files(path)
     if len(files) > 1:
@@ -75,7 +76,7 @@ def open_forecast(path: str) -> StoredForecast:
             f"{path!r} holds {len(files)} files: name one store of forecasts, such as {files[0]!r}"
         )
     file = open_file(files[0])
-    found, unreadable = stored_fields(file, FORECAST_ROLES)
+    found, unreadable = stored_fields(file, FORECAST_ROLES, picks)
     fields = [field for field in found if "lead" in field.roles]
     if not fields:
         reason = "; ".join(f"{name}: {why}" for name, why in list(unreadable.items())[:3])

@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ class StoreIndex:
     dates: np.ndarray  # (n,) datetime64[s], initial dates, ascending
     leads: Sequence[int]
     num_members: int = 1
+    units: Mapping[str, str] = field(default_factory=dict)  # of each variable
 
 
 class ForecastStore:
@@ -68,7 +69,7 @@ class ForecastStore:
         axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
         axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
-        create_store(unfinished, index.variables, index.grid, axes, chunks, content)
+        create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 

@@ -1,7 +1,7 @@
 """The plots of a run: loss, error against lead time, maps of one date; and what all plots have in common."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from datasets.grid import Grid
-from datasets.variables import short_label, units
+from datasets.variables import short_label
 from training.journal import read_records
-from verification.validation import Scores
+from verification.maps import Land, draw_map, error_colours, field_colours
+from verification.validation import Scores, dates_of_leads
 
 STYLES = {
     "model": {"color": "C3", "marker": "o", "linewidth": 2},
@@ -36,26 +37,13 @@ def build_panels(
     figure, panels = plt.subplots(rows, columns, figsize=whole, squeeze=False, layout="constrained")
     for axes in panels.flat[count:]:
         axes.set_visible(False)
-    figure.suptitle(title)
+    figure.suptitle(title, wrap=True)
     return figure, list(panels.flat[:count])
 
 
-def draw_map(
-    axes: Axes, longitude: np.ndarray, latitude: np.ndarray, field: np.ndarray, title: str, **colours: Any
-) -> None:
-    """A field (H, W) on its grid, in degrees, with a colour bar."""
-    mesh = axes.pcolormesh(longitude, latitude, field, shading="nearest", rasterized=True, **colours)
-    axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=7)
-    axes.xaxis.set_major_formatter("{x:g}°E")
-    axes.yaxis.set_major_formatter("{x:g}°N")
-    axes.figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01).ax.tick_params(labelsize=7)
-
-
-def error_colours(error: np.ndarray) -> dict[str, Any]:
-    """0 in the middle, and an end that a few outliers do not move."""
-    bound = float(np.nanpercentile(np.abs(error), 99.5)) or 1.0
-    return {"vmin": -bound, "vmax": bound, "cmap": "PuOr_r"}
+def label_with(variable: str, units: str) -> str:
+    """ "t2m (K)"; without brackets where nobody knows the units."""
+    return f"{short_label(variable)} ({units})" if units else short_label(variable)
 
 
 def save(figure: Figure, target: Path) -> None:
@@ -70,11 +58,17 @@ def plot_run(
     example: tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]],
     grid: Grid,
     land: np.ndarray | None,
+    chosen: Sequence[str] = (),
 ) -> None:
-    """The three plots, in `folder`/plots; `example` is what is mapped: see `plot_maps`."""
+    """The three plots, in `folder`/plots; `example` is what is mapped: see `plot_maps`. chosen: which of its
+    variables, the first ones where none is named.
+    """
     plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
     plot_rmse(scores, folder / "plots/rmse.png")
-    plot_maps(*example, scores.lead_hours[0], grid, land, folder / "plots/maps.png")
+    date, fields = example
+    names = chosen or list(fields)[:MAX_MAPS]
+    mapped = {name: fields[name] for name in names}
+    plot_maps(date, mapped, scores, grid, land, folder / "plots/maps.png")
 
 
 def plot_loss(metrics_file: Path, target: Path) -> None:
@@ -94,13 +88,14 @@ def plot_loss(metrics_file: Path, target: Path) -> None:
 
 def plot_rmse(scores: Scores, target: Path) -> None:
     """RMSE against lead time, a panel a variable, beside the baselines."""
-    title = f"Root-mean-square error over {scores.num_dates} initial dates of the validation period"
+    dates = dates_of_leads(scores.num_dates, scores.lead_hours)
+    title = f"Root-mean-square error, validation period: {dates}"
     figure, panels = build_panels(len(scores.variables), title)
     for v, (axes, variable) in enumerate(zip(panels, scores.variables, strict=True)):
         for name, table in scores.rmse.items():
             axes.plot(scores.lead_hours, table[:, v].tolist(), label=name, **STYLES.get(name, {}))
         axes.set(title=variable.replace("_", " "), xlabel="lead time (h)", xticks=scores.lead_hours)
-        axes.set_ylabel(f"RMSE ({units(variable)})")
+        axes.set_ylabel(f"RMSE ({scores.units[v]})" if scores.units[v] else "RMSE")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
@@ -110,25 +105,24 @@ def plot_rmse(scores: Scores, target: Path) -> None:
 def plot_maps(
     date: np.datetime64,
     fields: dict[str, tuple[np.ndarray, np.ndarray]],
-    lead_hours: int,
+    scores: Scores,
     grid: Grid,
     land: np.ndarray | None,
     target: Path,
 ) -> None:
     """Truth, forecast and error from one initial date; fields: variable -> (truth, forecast), each (H, W)."""
-    chosen = list(fields.items())[:MAX_MAPS]
+    lead_hours, own_land = scores.lead_hours[0], None if land is None else Land(grid, land)
     valid = str(date + np.timedelta64(lead_hours, "h"))[:16]
     title = f"{lead_hours} h forecast for {valid} UTC, from the analysis of {str(date)[:16]} UTC"
-    figure, panels = build_panels(3 * len(chosen), title, columns=3, size=(4.5, 2.4))
-    for row, (variable, (truth, forecast)) in enumerate(chosen):
-        low, high, error = np.nanmin(truth), np.nanmax(truth), forecast - truth
-        colours = {"vmin": low, "vmax": high, "cmap": "viridis"}
-        if low < 0 < high:  # winds: 0 in the middle
-            colours = {"vmin": -max(-low, high), "vmax": max(-low, high), "cmap": "RdBu_r"}
+    figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
+    units = dict(zip(scores.variables, scores.units, strict=True))
+    for row, (variable, (truth, forecast)) in enumerate(fields.items()):
+        error, colours = forecast - truth, field_colours(truth, forecast)
+        label = label_with(variable, units[variable])
         rms = float(np.sqrt(np.nanmean(error**2)))
-        for axes, field, label, span in (
-            (panels[3 * row], truth, f"truth: {short_label(variable)} ({units(variable)})", colours),
-            (panels[3 * row + 1], forecast, "forecast", colours),
+        for axes, field, what, span in (
+            (panels[3 * row], truth, f"truth: {label}", colours),
+            (panels[3 * row + 1], forecast, f"forecast: {label}", colours),
             (
                 panels[3 * row + 2],
                 error,
@@ -136,7 +130,5 @@ def plot_maps(
                 error_colours(error),
             ),
         ):
-            draw_map(axes, grid.longitude, grid.latitude, field, label, **span)
-            if land is not None:
-                axes.contour(grid.longitude, grid.latitude, land, levels=[0.5], colors="k", linewidths=0.6)
+            draw_map(axes, grid, field, what, own_land, **span)
     save(figure, target)

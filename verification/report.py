@@ -15,35 +15,59 @@ import xarray as xr
 
 from datasets.variables import split_name
 from errors import ConfigError
-from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
+from verification.details import MIDLATITUDES, mean_over_latitudes
+from verification.evaluation import Evaluation
+from verification.score_tables import (
+    date_counts,
+    lead_hours,
+    one_variable,
+    power_of_units,
+    select,
+    squared,
+    units_of,
+    variable_names,
+)
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
-LEADS_SHOWN = 6  # of a table; CSV and NetCDF have all
+LEADS_SHOWN = 6  # of a table, where no lead is a whole day; CSV and NetCDF have all
+DAY = np.timedelta64(24, "h")
 GATE = re.compile(r"(\w+)/([\w:]+)@(\d+)h([<>])([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 HIGHER_IS_BETTER = ("acc", "acc_ratio_of_means")
 
 
 def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
-    """A row a variable and lead, a column a forecast; the best of each row has a star. Geopotential also in
-    geopotential metres.
+    """A row a variable and lead with the number of dates, a column a forecast; the best of each row has a
+    star. Geopotential also in geopotential metres. Leads without any date are left out.
     """
     first = next(iter(scores.values()))
-    leads = first["lead_time"].values
-    leads = leads[np.unique(np.linspace(0, len(leads) - 1, min(LEADS_SHOWN, len(leads))).round().astype(int))]
+    counts = first.sel(metric="num_dates").to_array()
+    scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
+    leads = shown_leads(first["lead_time"].values[scored.values])
     names = [name for name in variable_names(first) if np.isfinite(select(first, metric, name)).any()]
     width = max([len(name) for name in names] + [8]) + 2
-    head = f"{metric.upper():<{width}}{'lead':>6}" + "".join(f"{name:>20}" for name in scores) + "   units"
+    head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>7}"
+    head += "".join(f"{name:>20}" for name in scores) + "   units"
     lines = [title, head, "-" * len(head)]
     for name in names:
         values = np.stack([_values(each, metric, name, leads) for each in scores.values()], axis=1)
-        units = units_of(first, name) if metric not in HIGHER_IS_BETTER else ""
-        rows = [(lead, row, units) for lead, row in zip(leads, values, strict=True)]
+        units, dates = units_of(first, name, metric), date_counts(first, name).sel(lead_time=leads).values
+        rows = [(*row, units) for row in zip(leads, dates, values, strict=True)]
         if units == "m2 s-2":
-            rows.append((leads[-1], values[-1] / GRAVITY, "gpm"))
-        for lead, row, unit in rows:
+            rows.append((leads[-1], dates[-1], values[-1] / GRAVITY, "gpm"))
+        for lead, count, row, unit in rows:
             hours = int(lead / np.timedelta64(1, "h"))
-            lines.append(f"{name:<{width}}{hours:>4} h{_cells(row, metric)}   {unit}")
+            lines.append(f"{name:<{width}}{hours:>4} h{count:>7}{_cells(row, metric)}   {unit}".rstrip())
     return "\n".join(lines)
+
+
+def shown_leads(leads: np.ndarray) -> np.ndarray:
+    """All of a few leads; of many the first, every whole day, and the last."""
+    if len(leads) <= LEADS_SHOWN:
+        return leads
+    days = leads[leads % DAY == np.timedelta64(0, "h")]
+    if not len(days):
+        days = leads[np.linspace(0, len(leads) - 1, LEADS_SHOWN).round().astype(int)]
+    return np.unique(np.concatenate([leads[:1], days, leads[-1:]]))
 
 
 def _values(scores: xr.Dataset, metric: str, variable: str, leads: np.ndarray) -> np.ndarray:
@@ -60,22 +84,77 @@ def _cells(values: Sequence[float], metric: str) -> str:
     return "".join(f"{value:>19.4g}{'*' if value == best else ' '}" for value in values)
 
 
+def write_netcdf(parts: Mapping[str, xr.Dataset], target: Path) -> None:
+    """Scores, or those by date, by forecast: a dimension `forecast` first, NaN (no dates) where one has less.
+
+    Coordinates of scores: `num_dates` (forecast, lead_time), and `power` (metric) of the variable's units.
+    """
+    counted = [part.drop_vars("power").reset_coords("num_dates") for part in parts.values()]
+    index = xr.DataArray(list(parts), dims="forecast", name="forecast")
+    whole = xr.concat(counted, dim=index, data_vars="all", join="outer", combine_attrs="override")
+    whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
+    power = [power_of_units(metric) for metric in whole["metric"].values]
+    whole = whole.set_coords("num_dates").assign_coords(power=("metric", power))
+    whole.to_netcdf(target, engine="h5netcdf")
+
+
+def write_details(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """What plots of bias, spectra and ranks show, as numbers: a NetCDF a forecast, as grids may differ, and
+    spectra.csv with the means over latitude.
+    """
+    for name, evaluation in evaluations.items():
+        plain = re.sub(r"[^\w.+-]", "_", name)
+        for kind in ("bias", "spectra", "ranks"):
+            found = getattr(evaluation, kind)
+            if found is not None:
+                found.to_netcdf(folder / f"{kind}_{plain}.nc", engine="h5netcdf")
+    rows = [mean_spectra(name, e.spectra) for name, e in evaluations.items() if e.spectra is not None]
+    if rows:
+        pd.concat(rows).to_csv(folder / "spectra.csv", index=False, lineterminator="\r\n")
+
+
+def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
+    """The lines of the plot of spectra: forecast, source, variable, level, lead_hours, wavelength_km, energy,
+    units. Wavenumber 0, the mean, has no wavelength and is left out.
+    """
+    parts = []
+    for variable in variable_names(spectra):
+        name, level = split_name(variable)
+        mean = mean_over_latitudes(one_variable(spectra, variable), MIDLATITUDES).isel(
+            frequency=slice(1, None)
+        )
+        rows = mean.drop_vars("level", errors="ignore").rename("energy").to_dataframe().reset_index()
+        rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
+        rows["wavelength_km"] = rows["wavelength"] / 1000
+        own = {"forecast": forecast, "variable": name, "level": "" if level is None else level}
+        parts.append(rows.assign(**own, units=energy_units(spectra, variable)))
+    columns = ["forecast", "source", "variable", "level", "lead_hours", "wavelength_km", "energy", "units"]
+    return pd.concat(parts).reindex(columns=columns)
+
+
+def energy_units(spectra: xr.Dataset, variable: str) -> str:
+    """Of zonal energy: the variable's squared, times the length of a circle of latitude."""
+    return f"{squared(units_of(spectra, variable))} m".strip()
+
+
 def write_csv(scores: Mapping[str, xr.Dataset], target: Path) -> None:
-    """One row a number: forecast, metric, region, variable, level, lead_hours, value, units."""
+    """One row a number: forecast, metric, region, variable, level, lead_hours, value, units, num_dates."""
     parts = []
     for forecast, dataset in scores.items():
         for variable in variable_names(dataset):
             name, level = split_name(variable)
             values = one_variable(dataset, variable).transpose("metric", "region", "lead_time")
-            values = values.drop_vars(("level", "num_dates"), errors="ignore").rename("value")
-            rows = values.to_dataframe().reset_index()
+            values = values.drop_vars(("level", "num_dates", "power"), errors="ignore")
+            counts = values.sel(metric="num_dates", drop=True).astype(int).rename("num_dates")
+            both = xr.merge([values.drop_sel(metric="num_dates").rename("value"), counts])
+            rows = both.to_dataframe(["metric", "region", "lead_time"]).reset_index()
             rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
+            rows["units"] = [units_of(dataset, variable, metric) for metric in rows["metric"]]
             level = "" if level is None else level
-            parts.append(
-                rows.assign(forecast=forecast, variable=name, level=level, units=units_of(dataset, variable))
-            )
+            parts.append(rows.assign(forecast=forecast, variable=name, level=level))
     whole = pd.concat(parts)
     columns = ["forecast", "metric", "region", "variable", "level", "lead_hours", "value", "units"]
+    columns.append("num_dates")
     whole[np.isfinite(whole["value"])].to_csv(target, columns=columns, index=False, lineterminator="\r\n")
 
 

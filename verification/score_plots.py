@@ -8,13 +8,17 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-from datasets.variables import short_label
-from verification.details import mean_over_latitudes
+from datasets.grid import Grid
+from datasets.variables import named_by
+from verification.details import MIDLATITUDES, mean_over_latitudes
 from verification.evaluation import Evaluation
-from verification.plots import STYLES, build_panels, draw_map, error_colours, save
-from verification.report import GRAVITY
+from verification.maps import Land, draw_map, error_colours
+from verification.plots import STYLES, build_panels, label_with, save
+from verification.report import GRAVITY, energy_units
 from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
+from verification.validation import dates_of_leads
 
 # Drawn where they are there, in this order; others follow.
 HEADLINE = (
@@ -27,14 +31,16 @@ HEADLINE = (
     "wind_vector:850",
     "specific_humidity:700",
 )
-MAX_PANELS = 8
-MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))
+MAX_PANELS = 7  # and one of the number of dates
+TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
 COLOURS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")
 PUBLISHED = Path(__file__).with_name("published.csv")
 
 
-def headline(names: Sequence[str], most: int = MAX_PANELS) -> list[str]:
-    """At most so many variables, the customary ones first."""
+def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str] = ()) -> list[str]:
+    """Those that were chosen, else at most so many variables, the customary ones first."""
+    if wanted := named_by(chosen, names):
+        return wanted
     first = [name for name in HEADLINE if name in names]
     return (first + [name for name in names if name not in first])[:most]
 
@@ -42,15 +48,27 @@ def headline(names: Sequence[str], most: int = MAX_PANELS) -> list[str]:
 def style(name: str, number: int) -> dict[str, Any]:
     """Of a baseline its own, as in the plots of a run; of a forecast the next colour."""
     if name != "model" and name in STYLES:
-        return STYLES[name]
+        return {**STYLES[name], "markersize": 3}
     return {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 3}
 
 
 def describe(evaluations: Mapping[str, Evaluation]) -> str:
-    """Whose dates, how many: for titles."""
-    times = next(iter(evaluations.values())).by_date["time"].values
-    days = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
-    return f"{len(times)} initial dates, {days}"
+    """Whose dates, how many at which lead: for titles. Other forecasts' where they have others."""
+    name, first = next(iter(evaluations.items()))
+    times = first.by_date["time"].values
+    said = {name: counts_of(evaluation) for name, evaluation in evaluations.items()}
+    others = [f"; {other}: {counts}" for other, counts in said.items() if counts != said[name]]
+    return f"{said[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(others)}"
+
+
+def counts_of(evaluation: Evaluation) -> str:
+    scores = evaluation.scores
+    return dates_of_leads(scores["num_dates"].values.tolist(), lead_hours(scores))
+
+
+def counts_at(evaluation: Evaluation, hours: int) -> str:
+    """For what shows one lead."""
+    return f"{int(evaluation.scores['num_dates'].sel(lead_time=np.timedelta64(hours, 'h')))} initial dates"
 
 
 def published(variable: str, metric: str) -> dict[str, pd.DataFrame]:
@@ -66,13 +84,21 @@ def published(variable: str, metric: str) -> dict[str, pd.DataFrame]:
 
 
 def plot_by_lead(
-    evaluations: Mapping[str, Evaluation], metric: str, target: Path, with_published: bool = False
+    evaluations: Mapping[str, Evaluation],
+    metric: str,
+    target: Path,
+    chosen: Sequence[str] = (),
+    with_published: bool = False,
 ) -> None:
-    """A panel a variable: the metric against the lead time, published scores in grey."""
+    """A panel a variable: the metric against the lead time, published scores in grey; the last one shows how
+    many dates each lead has.
+    """
     first = next(iter(evaluations.values())).scores
-    names = [n for n in headline(variable_names(first)) if np.isfinite(select(first, metric, n)).any()]
-    figure, panels = build_panels(len(names), f"{metric.upper().replace('_', ' ')}, {describe(evaluations)}")
-    for axes, name in zip(panels, names, strict=True):
+    scored = [name for name in variable_names(first) if np.isfinite(select(first, metric, name)).any()]
+    names = headline(scored, chosen=chosen)
+    figure, panels = build_panels(len(names) + 1, f"{TITLES.get(metric, metric)}, {describe(evaluations)}")
+    draw_dates(panels[-1], evaluations)
+    for axes, name in zip(panels, names, strict=False):
         for number, (label, evaluation) in enumerate(evaluations.items()):
             if name in variable_names(evaluation.scores) and metric in evaluation.scores["metric"]:
                 days = np.array(lead_hours(evaluation.scores)) / 24
@@ -88,6 +114,15 @@ def plot_by_lead(
     save(figure, target)
 
 
+def draw_dates(axes: Axes, evaluations: Mapping[str, Evaluation]) -> None:
+    for number, (label, evaluation) in enumerate(evaluations.items()):
+        days = np.array(lead_hours(evaluation.scores)) / 24
+        axes.plot(days, evaluation.scores["num_dates"], label=label, **style(label, number))
+    axes.set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+
+
 def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
     """Geopotential gets a second axis in geopotential metres."""
     plain = metric.startswith("acc") or "ratio" in metric
@@ -98,7 +133,7 @@ def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
         axes.secondary_yaxis("right", functions=scale).set_ylabel("gpm", fontsize=8)
 
 
-def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path) -> None:
+def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path, chosen: Sequence[str] = ()) -> None:
     """Zonal energy at the longest detailed lead, mean over 30 to 60 degrees of both hemispheres, against the
     truth's. Nothing where no grid goes round the globe.
     """
@@ -106,16 +141,17 @@ def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path) -> None:
     if not found:
         return
     first = next(iter(found.values()))
-    names = headline(variable_names(first), 6)
+    names = headline(variable_names(first), 6, chosen)
     hours = int(first["lead_time"] / np.timedelta64(1, "h"))
-    figure, panels = build_panels(len(names), f"ZONAL ENERGY AT {hours} H, {describe(evaluations)}")
+    dates = counts_at(next(iter(evaluations.values())), hours)
+    figure, panels = build_panels(len(names), f"Zonal energy at {hours} h, {dates}")
     for axes, name in zip(panels, names, strict=True):
         for number, (label, spectra) in enumerate(found.items()):
             if name in variable_names(spectra):
                 draw_spectrum(axes, spectra, "forecast", name, {**style(label, number), "label": label})
         draw_spectrum(axes, first, "truth", name, {"label": "truth", "color": "k", "linewidth": 1})
         axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
-        axes.set_ylabel(f"({units_of(first, name)})^2 m", fontsize=8)
+        axes.set_ylabel(energy_units(first, name), fontsize=8)
         axes.invert_xaxis()
         axes.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
@@ -127,23 +163,29 @@ def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look:
     axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
 
 
-def plot_bias(name: str, evaluation: Evaluation, target: Path) -> None:
+def plot_bias(
+    name: str,
+    evaluation: Evaluation,
+    target: Path,
+    chosen: Sequence[str] = (),
+    land: Land | None = None,
+) -> None:
     """Maps of forecast - truth, mean over the dates, at the longest detailed lead."""
     assert evaluation.bias is not None
     bias = evaluation.bias.isel(lead_time=-1)
     hours = int(bias["lead_time"] / np.timedelta64(1, "h"))
-    names = headline(variable_names(bias), 6)
-    title = f"Bias of {name} (forecast - truth) at {hours} h, {describe({name: evaluation})}"
+    names = headline(variable_names(bias), 6, chosen)
+    grid = Grid(bias["latitude"].values, bias["longitude"].values)
+    title = f"Bias of {name} (forecast - truth) at {hours} h, {counts_at(evaluation, hours)}"
     figure, panels = build_panels(len(names), title, columns=2, size=(7, 3))
     for axes, variable in zip(panels, names, strict=True):
         field = one_variable(bias, variable)
-        label = f"{short_label(variable)} ({units_of(bias, variable)})"
-        east, north = field["longitude"].values, field["latitude"].values
-        draw_map(axes, east, north, field.values, label, **error_colours(field.values))
+        label = label_with(variable, units_of(bias, variable))
+        draw_map(axes, grid, field.values, label, land, **error_colours(field.values))
     save(figure, target)
 
 
-def plot_reliability(name: str, evaluation: Evaluation, target: Path) -> None:
+def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str] = ()) -> None:
     """Spread against RMSE of the ensemble mean over lead time, and the ranks of the truth among the members.
     Nothing for what is no ensemble.
     """
@@ -151,7 +193,7 @@ def plot_reliability(name: str, evaluation: Evaluation, target: Path) -> None:
         return
     scores, ranks = evaluation.scores, evaluation.ranks.isel(lead_time=-1)
     hours = int(ranks["lead_time"] / np.timedelta64(1, "h"))
-    names = headline(variable_names(ranks), 4)
+    names = headline(variable_names(ranks), 4, chosen)
     title = f"Ensemble {name}: spread and error, ranks at {hours} h, {describe({name: evaluation})}"
     figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
     days = np.array(lead_hours(scores)) / 24

@@ -1,5 +1,6 @@
 """Scores as xarray Datasets in WeatherBench2's form: a data variable a variable, levels as a dimension."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,16 @@ from datasets.variables import group_levels, split_name, units
 
 
 def by_variable(
-    values: np.ndarray, dims: Sequence[str], variables: Sequence[str], coords: Mapping[str, Any]
+    values: np.ndarray,
+    dims: Sequence[str],
+    variables: Sequence[str],
+    coords: Mapping[str, Any],
+    own_units: Mapping[str, str],
 ) -> xr.Dataset:
     """An array with a dimension "variable" -> a Dataset: "geopotential:500" is level 500 of "geopotential".
 
     Variables without a level have no dimension `level`; where variables have different levels the others are
-    NaN. Attribute `units` is the variable's.
+    NaN. Attribute `units` is the variable's, or its own where the project does not know it: own_units.
     """
     array = xr.DataArray(values, dims=list(dims), coords=dict(coords))
     found: list[xr.Dataset] = []
@@ -27,9 +32,21 @@ def by_variable(
             field = field.assign_coords(level=list(rows)).sortby("level")
         found.append(field.rename(name).to_dataset())
     merged = xr.merge(found, join="outer", compat="override", combine_attrs="drop")
+    known = {split_name(name)[0]: text for name, text in own_units.items()}
     for name, field in merged.items():
-        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else units(str(name))
+        own = units(str(name)) or known.get(str(name), "")
+        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else own
     return merged
+
+
+# Metrics without units, and those in the square of their variable's.
+PURE = ("acc", "acc_ratio_of_means", "spread_skill_ratio", "unbiased_spread_skill_ratio", "num_dates")
+SQUARES = ("mse", "variance", "anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
+
+
+def power_of_units(metric: str) -> int:
+    """To which power a metric has the units of its variable: "rmse" 1, "mse" 2, "acc" 0."""
+    return 0 if metric in PURE else 2 if metric in SQUARES else 1
 
 
 def lead_hours(scores: xr.Dataset) -> list[int]:
@@ -55,8 +72,16 @@ def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
     return scores[name] if level is None else scores[name].sel(level=level)
 
 
-def units_of(scores: xr.Dataset, variable: str) -> str:
-    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
+def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
+    """Of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
+    own, power = str(scores[split_name(variable)[0]].attrs.get("units", "")), power_of_units(metric)
+    return own if power == 1 else squared(own) if power == 2 else ""
+
+
+def squared(units: str) -> str:
+    """ "m s-1" -> "m2 s-2", "K" -> "K2"; pure numbers stay ("1")."""
+    words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in units.split()]
+    return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
 
 
 def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
@@ -67,3 +92,8 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     regions = scores["region"].values
     region = "global" if "global" in regions else regions[0]
     return one_variable(scores, variable).sel(metric=metric, region=region)
+
+
+def date_counts(scores: xr.Dataset, variable: str) -> xr.DataArray:
+    """How many initial dates had a truth, by `lead_time` (int), in the region of `select`."""
+    return select(scores, "num_dates", variable).fillna(0).astype(int)

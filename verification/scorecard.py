@@ -13,14 +13,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import xarray as xr
+from matplotlib.axes import Axes
 
 from datasets.variables import short_label
 from errors import DataError
 from verification.evaluation import Evaluation
 from verification.plots import save
+from verification.report import shown_leads
 from verification.score_tables import lead_hours, one_variable, variable_names
 
 BOUND = 50.0  # per cent, where colours end
+MOST_NUMBERS = 16  # columns that all have numbers
+FULL_CELL, NARROW_CELL = 0.55, 0.25  # inches
 BLOCK_DAYS = 5  # weather remembers about so long
 RESAMPLES, CONFIDENCE = 1000, 0.95
 RESAMPLES_AT_ONCE = 2**24  # elements of the means of resamples held at once
@@ -30,19 +34,20 @@ def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation])
     """`first` relative to `second`, over what both have: a row a variable and lead.
 
     Columns first, second, variable, lead_hours, percent (below 0 the first has the smaller error),
-    significant (1 or 0). DataError where both have nothing in common.
+    significant (1 or 0), num_dates that both have. DataError where both have nothing in common.
     """
     ours, theirs = evaluations[first].by_date, evaluations[second].by_date
     found = compare(theirs, ours, block_length(ours)).isel(region=0)
+    both = xr.align(*(each.sel(metric="mse").isel(region=0) for each in (ours, theirs)), join="inner")
+    dates = (both[0].notnull() & both[1].notnull()).sum("time")
     parts = []
     for name in variable_names(found):
         difference, lower, upper = one_variable(found, name).transpose("quantity", "lead_time").values
         columns = {"variable": name, "lead_hours": lead_hours(found), "percent": 100 * difference}
         columns["significant"] = ((lower > 0) | (upper < 0)).astype(int)
+        columns["num_dates"] = one_variable(dates, name).values
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
-    card = pd.concat(parts, ignore_index=True)
-    card.attrs["num_dates"] = len(np.intersect1d(ours["time"], theirs["time"]))
-    return card
+    return pd.concat(parts, ignore_index=True)
 
 
 def block_length(by_date: xr.Dataset) -> int:
@@ -113,26 +118,42 @@ def compare(first: xr.Dataset, second: xr.Dataset, block_length: int) -> xr.Data
 
 
 def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
-    """Rows are variables, columns leads, numbers per cent."""
+    """Rows are variables, columns leads with their number of dates, colours and numbers per cent. Of many
+    leads every cell has its colour, but only the columns that are labelled have numbers.
+    """
     table = card.replace(np.inf, np.nan).pivot(index="variable", columns="lead_hours")
     table = table.loc[card["variable"].unique()]
-    percent, significant = table["percent"], table["significant"].to_numpy()
-    size = (max(6.0, 0.55 * percent.shape[1] + 2.6), 0.36 * percent.shape[0] + 1.8)
+    percent = table["percent"]
+    leads = np.array(percent.columns)
+    labelled = np.isin(leads, leads if len(leads) <= MOST_NUMBERS else shown_hours(leads))
+    width = FULL_CELL if labelled.all() else NARROW_CELL
+    size = (max(6.0, width * len(leads) + 2.6), 0.36 * percent.shape[0] + 2.0)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     mesh = axes.imshow(percent, cmap="RdBu_r", vmin=-BOUND, vmax=BOUND, aspect="auto")
+    write_cells(axes, percent.to_numpy(), table["significant"].to_numpy(), labelled)
+    ticks, dates = np.flatnonzero(labelled), table["num_dates"].max()
+    axes.set_xticks(ticks, [f"{leads[i]}\n{int(dates.iloc[i])}" for i in ticks], fontsize=7)
+    axes.set_yticks(range(percent.shape[0]), [short_label(name) for name in percent.index], fontsize=8)
+    axes.set_xlabel("lead time (h), and below it the number of initial dates")
+    first, second = card["first"][0], card["second"][0]
+    title = f"RMSE of {first} relative to {second} (%)"
+    axes.set_title(f"{title}\nbelow 0: {first} is better; • 95 % of resamples agree", fontsize=9)
+    figure.colorbar(mesh, ax=axes, shrink=0.8, label="%", extend="both")
+    save(figure, target)
+
+
+def shown_hours(leads: np.ndarray) -> np.ndarray:
+    """Those that tables show too."""
+    return shown_leads(leads.astype("timedelta64[h]")).astype(int)
+
+
+def write_cells(axes: Axes, percent: np.ndarray, significant: np.ndarray, labelled: np.ndarray) -> None:
+    """The number of a cell in labelled columns (L,), and a dot where it is significant."""
     for (row, column), value in np.ndenumerate(percent):
         if np.isfinite(value):
-            dot = "•" if significant[row, column] else ""
+            text = f"{value:.0f}" * bool(labelled[column]) + "•" * bool(significant[row, column])
             colour = "w" if abs(value) > 0.7 * BOUND else "k"
-            axes.text(column, row, f"{value:.0f}{dot}", ha="center", va="center", fontsize=7, color=colour)
-    axes.set_xticks(range(percent.shape[1]), [f"{hours}" for hours in percent.columns], fontsize=7)
-    axes.set_yticks(range(percent.shape[0]), [short_label(name) for name in percent.index], fontsize=8)
-    axes.set_xlabel("lead time (h)")
-    first, second = card["first"][0], card["second"][0]
-    title = f"RMSE of {first} relative to {second} (%), {card.attrs['num_dates']} initial dates"
-    axes.set_title(f"{title}\nbelow 0: {first} is better; • 95 % of resamples agree", fontsize=9)
-    figure.colorbar(mesh, ax=axes, shrink=0.8, label="%")
-    save(figure, target)
+            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
 
 
 def write_scorecard(card: pd.DataFrame, target: Path) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader, in_one_line
-from datasets.variables import units
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
 
@@ -25,7 +24,8 @@ class Scores:
 
     variables: Sequence[str]
     lead_hours: Sequence[int]
-    num_dates: int
+    num_dates: Sequence[int]  # with a truth, a lead
+    units: Sequence[str]
     rmse: dict[str, Tensor]
     loss: float
 
@@ -43,14 +43,25 @@ class Scores:
         """RMSE a variable and lead, the best of each row marked with a star."""
         names = list(self.rmse)
         width = max(len(v) for v in self.variables) + 2
-        head = f"{'RMSE':<{width}}{'lead':>6}" + "".join(f"{name:>20}" for name in names) + "   units"
-        lines = [f"validation over {self.num_dates} initial dates", head, "-" * len(head)]
+        head = f"{'RMSE':<{width}}{'lead':>6}{'dates':>7}"
+        head += "".join(f"{name:>20}" for name in names) + "   units"
+        lines = [f"validation over {dates_of_leads(self.num_dates, self.lead_hours)}", head, "-" * len(head)]
         for v, variable in enumerate(self.variables):
             for lead, hours in enumerate(self.lead_hours):
                 values = [float(self.rmse[name][lead, v]) for name in names]
                 cells = [f"{x:>19.4g}{'*' if x == min(values) else ' '}" for x in values]
-                lines.append(f"{variable:<{width}}{hours:>4} h" + "".join(cells) + f"   {units(variable)}")
+                row = f"{variable:<{width}}{hours:>4} h{self.num_dates[lead]:>7}"
+                lines.append(f"{row}{''.join(cells)}   {self.units[v]}".rstrip())
         return "\n".join(lines)
+
+
+def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
+    """ "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where not every lead has all of them."""
+    first, last, fewest, most = num_dates[0], num_dates[-1], min(num_dates), max(num_dates)
+    if fewest == most:
+        return f"{first} initial dates"
+    between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
+    return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
 
 
 class Validation:
@@ -69,9 +80,9 @@ class Validation:
     ) -> None:
         """part: which part of the dates is this rank's, of how many; counts: on one rank of each part."""
         self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
-        self.dataset, self.variables, self.num_dates = dataset, dataset.variables, len(dataset)
+        self.dataset, self.variables, self.num_samples = dataset, dataset.variables, len(dataset)
         self.counts = counts
-        self.sampler = EvaluationSampler(self.num_dates, batch_size, *part)
+        self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         self.loader = build_loader(dataset, self.sampler, num_workers, pin=area.device.type == "cuda")
         self.known: dict[str, Tensor] = {}
 
@@ -79,7 +90,7 @@ class Validation:
     def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
         """Scores of the model beside the baselines; these are computed the first time only."""
         forecasts = {"model": model, **({} if self.known else baselines)}
-        shape = (self.num_dates, len(self.lead_steps), len(self.variables))
+        shape = (self.num_samples, len(self.lead_steps), len(self.variables))
         errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in forecasts}
         losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
         for indices, (fields, times) in zip(
@@ -96,15 +107,20 @@ class Validation:
                 squares = mean_squared_error(predicted, truth, self.area)  # (B, L, V)
                 errors[name][dates] = squares[mine]
                 if name == "model":
+                    there = torch.isfinite(truth[:, 0]).flatten(1).any(-1)  # (B,)
                     for row in mine:
-                        losses[indices[row]] = loss(predicted[row, :1], truth[row, :1])
+                        of_date = loss(predicted[row, :1], truth[row, :1])
+                        losses[indices[row]] = torch.where(there[row], of_date, 0.0)
             present[dates] = torch.isfinite(truth).any(-1).any(-1)[mine].double()
         return self._scores(errors, losses, present)
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]:
-        """The last initial date, and variable -> (truth, forecast) (H, W) at the first lead."""
-        fields, times = self.dataset.__getitems__([-1])
+        """The last initial date that has a truth at the first lead, and variable -> (truth, forecast) (H, W)
+        there.
+        """
+        last = int(np.flatnonzero(self.dataset.samples[:, 1] >= 0)[-1])
+        fields, times = self.dataset.__getitems__([last])
         predicted = forecast(fields[:, 0].to(self.device), times.to(self.device), self.lead_steps)[0, 0].cpu()
         pairs = zip(fields[0, 1].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
@@ -120,12 +136,14 @@ class Validation:
                 table.zero_()  # another rank says the same
             dist.all_reduce(table)
         tables = {name: rmse(table, present) for name, table in errors.items()}
+        counts = (present > 0).any(-1).sum(dim=0)  # (L,)
         self.known |= {name: table for name, table in tables.items() if name != "model"}
         lead_hours = [steps * self.step_hours for steps in self.lead_steps]
         return Scores(
             self.variables,
             lead_hours,
-            self.num_dates,
+            counts.tolist(),
+            [self.dataset.archive.shown_units(name) for name in self.variables],
             {"model": tables["model"], **self.known},
-            losses.mean().item(),
+            (losses.sum() / counts[0]).item(),
         )

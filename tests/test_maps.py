@@ -1,0 +1,94 @@
+"""Maps: labels of degrees, coastlines against places everybody knows, ranges of colours."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from datasets.grid import Grid, global_grid
+from verification.maps import (
+    Land,
+    coastlines,
+    degrees_east,
+    degrees_north,
+    draw_map,
+    error_colours,
+    field_colours,
+)
+
+EUROPE = Grid(np.arange(60.0, 29, -1), np.arange(-10.0, 21))
+
+
+def test_degrees_say_which_side() -> None:
+    assert [degrees_north(x) for x in (-20, 0, 45)] == ["20°S", "0°", "45°N"]
+    found = [degrees_east(x) for x in (-60, 0, 90, 180, 300, 360)]
+    assert found == ["60°W", "0°", "90°E", "180°", "60°W", "0°"]
+
+
+@pytest.mark.parametrize(
+    ("name", "east", "north"),
+    [
+        ("Cape of Good Hope", 18.4, -34.3),
+        ("Land's End", -5.7, 50.1),
+        ("Cape Horn", -67.3, -55.9),
+        ("Cape Comorin", 77.6, 8.1),
+        ("Cape York", 142.5, -10.7),
+    ],
+)
+def test_coastlines_pass_capes_whose_places_are_known(name: str, east: float, north: float) -> None:
+    """Within a degree, at 1:110 million."""
+    distance = np.hypot(*(coastlines() - (east, north)).T)
+    assert np.nanmin(distance) < 1.0, name
+
+
+def test_coastlines_know_land_and_sea() -> None:
+    """No point of them lies in the middle of an ocean or a continent; nor do seams of the map."""
+    points = coastlines()[np.isfinite(coastlines()[:, 0])]
+    for east, north in [(-30, 30), (-130, 0), (80, -40), (100, 60), (20, 20), (-100, 40), (130, -25)]:
+        assert np.hypot(*(points - (east, north)).T).min() > 4
+    assert np.abs(points[:, 0]).max() <= 180 and points[:, 1].min() > -89
+
+
+def lines_inside(axes) -> int:
+    """Vertices of lines within the limits of a map."""
+    (west, east), (south, north) = axes.get_xlim(), axes.get_ylim()
+    points = np.concatenate([line.get_xydata() for line in axes.lines])
+    inside = (points[:, 0] > west) & (points[:, 0] < east) & (points[:, 1] > south) & (points[:, 1] < north)
+    return int(inside.sum())
+
+
+@pytest.mark.parametrize("grid", [EUROPE, global_grid((12, 24))], ids=["region", "globe"])
+def test_every_map_has_coastlines_and_keeps_its_limits(grid: Grid) -> None:
+    figure, axes = plt.subplots()
+    draw_map(axes, grid, np.zeros(grid.shape), "")
+    assert lines_inside(axes) > 100
+    half = (grid.longitude[1] - grid.longitude[0]) / 2
+    assert axes.get_xlim() == pytest.approx((grid.longitude[0] - half, grid.longitude[-1] + half))
+    figure.canvas.draw()
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert all(label.endswith(("°N", "°S", "0°")) for label in labels) and not any("-" in t for t in labels)
+    plt.close(figure)
+
+
+def test_the_datas_own_land_takes_the_place_of_coastlines() -> None:
+    """An imaginary planet has none of ours."""
+    grid = global_grid((12, 24))
+    mask = np.zeros(grid.shape)
+    mask[4:8, 4:8] = 1
+    figure, axes = plt.subplots()
+    draw_map(axes, grid, np.zeros(grid.shape), "", Land(grid, mask))
+    assert not axes.lines and len(axes.collections) == 2  # the field and the contour
+    plt.close(figure)
+
+
+def test_one_range_of_colours_for_truth_and_forecast() -> None:
+    truth, forecast = np.linspace(270, 280, 1001), np.linspace(275, 300, 1001)
+    found = field_colours(truth, forecast)
+    assert found["vmin"] == pytest.approx(270, abs=0.1) and found["vmax"] == pytest.approx(300, abs=0.1)
+    winds = field_colours(np.array([-5.0, 3.0, np.nan]), np.array([12.0, np.inf]))
+    assert winds["vmin"] == -winds["vmax"] and winds["vmax"] == pytest.approx(12, abs=0.1)
+    assert field_colours(np.full(3, np.nan)) == {"cmap": "viridis"}
+    assert error_colours(np.full(3, np.nan))["vmax"] == 1

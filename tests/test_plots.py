@@ -1,0 +1,58 @@
+"""The plots of a run: which variables are mapped, with which units and dates."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from datasets.grid import global_grid
+from verification import plots
+from verification.plots import plot_run
+from verification.validation import Scores
+
+NAMES = ["geopotential:500", "2m_temperature", "a", "b", "leaf_wetness"]
+GRID = global_grid((6, 12))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    monkeypatch.setattr(plots, "save", lambda figure, target: figures.update({target.name: figure}))
+    return figures
+
+
+def run(folder: Path, chosen: list[str]) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    units = ["m2 s-2", "K", "", "", "mm"]
+    table = torch.ones(2, len(NAMES))
+    scores = Scores(NAMES, [6, 240], [47, 7], units, {"model": table}, 0.5)
+    fields = {name: (np.zeros(GRID.shape), np.full(GRID.shape, 3.0)) for name in NAMES}
+    plot_run(folder, scores, (np.datetime64("2020-01-01T00", "s"), fields), GRID, None, chosen)
+
+
+def test_the_first_four_are_mapped_or_those_chosen(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    run(tmp_path, [])
+    titles = [axes.get_title() for axes in drawn["maps.png"].axes if axes.get_title().startswith("truth")]
+    assert titles == ["truth: z500 (m2 s-2)", "truth: t2m (K)", "truth: a", "truth: b"]
+    run(tmp_path, ["leaf_wetness"])
+    titles = [axes.get_title() for axes in drawn["maps.png"].axes]
+    assert "truth: leaf_wetness (mm)" in titles and not any("z500" in title for title in titles)
+    plt.close("all")
+
+
+def test_truth_and_forecast_share_their_colours(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """A truth of 0 and a forecast of 3: the range was the truth's alone."""
+    run(tmp_path, ["leaf_wetness"])
+    shown = [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]]
+    assert shown == [(0, 3), (0, 3)]
+    plt.close("all")
+
+
+def test_the_plot_of_rmse_says_the_dates_of_the_leads(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    run(tmp_path, [])
+    title = drawn["rmse.png"].get_suptitle()
+    assert "47 initial dates at 6 h, 7 at 240 h" in title
+    plt.close("all")
