@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, FaultTolerance, Float8
+from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
 from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
@@ -189,6 +190,8 @@ class InitialStates:
     def __call__(self, batch: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """States (B, V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
         analyses = {date: self.archive.read(int(self.chosen[date]), self.variables) for date, _ in batch}
+        for date, fields in analyses.items():
+            refuse_fills(fields, self.variables, self.archive.times[self.chosen[date]])
         states = [analyses[date] + self._perturbation(date, member) for date, member in batch]
         times = self.archive.times[self.chosen[[date for date, _ in batch]]].astype(np.int64)
         return torch.from_numpy(np.stack(states)), torch.from_numpy(times)

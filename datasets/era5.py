@@ -17,8 +17,9 @@ import torch
 
 from datasets.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
 from datasets.grid import Grid
-from datasets.layouts import StoredField, stored_fields
+from datasets.layouts import stored_fields
 from datasets.regrid import Regridder
+from datasets.stored_field import StoredField
 from datasets.variables import full_name, nearest_name, units
 from errors import DataError
 

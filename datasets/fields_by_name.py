@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from datasets.layouts import StoredField
+from datasets.stored_field import StoredField
 from datasets.variables import full_name, nearest_name
 from errors import DataError
 

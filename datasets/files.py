@@ -4,14 +4,16 @@ Arrays are read as slices, straight from zarr, h5py or scipy: a training sample 
 and there xarray's milliseconds an access count. What the arrays mean is datasets/layouts.py's affair.
 """
 
+import math
 import os
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from datasets.missing_chunks import missing_chunks
 from errors import DataError
 
 DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
@@ -220,3 +222,45 @@ def _describe_netcdf3(root: Any) -> tuple[dict, dict]:
 
 
 _DESCRIBERS = {"zarr": _describe_zarr, "hdf5": _describe_hdf5, "netcdf3": _describe_netcdf3}
+
+
+# -- chunks that a Zarr store does not have, and that read as its fill value: as zeros, most often. Where that
+# is NaN they are what they look like; else the store is asked about chunks that begin with the fill value.
+
+Index = tuple[int | slice, ...]
+
+
+def missing_chunks(array: Any, selection: Sequence[int | slice], stored: np.ndarray) -> Iterator[Index]:
+    """Parts of `stored`, which is array[selection], that lie in chunks which are not there."""
+    fill = array.fill_value
+    if fill is None or (isinstance(fill, float | np.floating) and math.isnan(fill)) or array.shards:
+        return
+    spans = [_span(*each) for each in zip(selection, array.shape, strict=True)]
+    parts = [list(_parts(span, chunk)) for span, chunk in zip(spans, array.chunks, strict=True)]
+    kept = [i for i, each in enumerate(selection) if isinstance(each, slice)]  # dims that `stored` has
+    for chosen in product(*parts):
+        inside = tuple(chosen[i][1] for i in kept)
+        if stored[tuple(part.start for part in inside)] == fill and not _is_there(
+            array, [c for c, _ in chosen]
+        ):
+            yield inside
+
+
+def _span(selected: int | slice, size: int) -> tuple[int, int]:
+    if isinstance(selected, slice):
+        return selected.indices(size)[:2]
+    return int(selected), int(selected) + 1
+
+
+def _parts(span: tuple[int, int], chunk: int) -> Iterator[tuple[int, slice]]:
+    """(number of a chunk, where it lies in what was read) along one dim."""
+    first, end = span
+    for number in range(first // chunk, -(-end // chunk)):
+        yield number, slice(max(number * chunk, first) - first, min((number + 1) * chunk, end) - first)
+
+
+def _is_there(array: Any, chunk: Sequence[int]) -> bool:
+    key = f"{array.store_path.path}/{array.metadata.encode_chunk_key(tuple(chunk))}".lstrip("/")
+    from zarr.core.sync import sync
+
+    return sync(array.store_path.store.exists(key))

@@ -4,14 +4,9 @@ A `StoredField` is one array whose axes are recognised. Reading gives (time, lev
 north to south and eastwards. The layout is detected from the content; there are no options.
 """
 
-import base64
-import logging
-import multiprocessing
 import os
 import re
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,12 +14,11 @@ import numpy as np
 import pandas as pd
 
 from datasets.files import StoredArray, StoredFile
-from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
 from datasets.picks import position_of
-from datasets.variables import OFTEN_ZERO, ON_LEVELS, SHORT_NAMES, full_name, join_name
+from datasets.stored_field import AXES, Packing, StoredField, orientation, packing_of
+from datasets.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name
 from errors import DataError
 
-logger = logging.getLogger(__name__)
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
 ROLES = {
     "time": ("time", "valid_time", "timestep", "dates"),
@@ -34,7 +28,6 @@ ROLES = {
     "expver": ("expver",),
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-AXES = ("time", "level", "expver", "latitude", "longitude")
 # The channels of the NERSC tutorial's `fields`, in FourCastNet's order (Pathak et al. 2022).
 FOURCASTNET = (
     "u10 v10 t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
@@ -47,196 +40,13 @@ STORM = {
     "u": "10m_u_component_of_wind",
     "v": "10m_v_component_of_wind",
 }
-LAND_CLASSES = (1, 3, 4)  # NCAR's LSMASK: 0 ocean, 1 land, 2 lake, 3 small island, 4 ice shelf
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How stored numbers become physical ones (CF 8.1): `fills` are missing, the others scaled."""
-
-    fills: tuple[float, ...] = ()
-    scale: float = 1.0
-    offset: float = 0.0
-    classes: tuple[int, ...] = ()  # land is where the stored class is one of these
-
-    def decode(self, stored: np.ndarray) -> np.ndarray:
-        """Physical values, NaN where missing; packed ones in float64, to be rounded only once."""
-        if self.classes:
-            return np.isin(stored, self.classes).astype(np.float32)
-        values = stored
-        if self.scale != 1 or self.offset != 0:
-            values = stored.astype(np.float64)
-            values *= self.scale
-            values += self.offset
-        for fill in self.fills:
-            missing = stored == np.asarray(fill, stored.dtype)
-            if missing.any():
-                fresh = values is not stored and values.dtype.kind == "f"
-                values = values if fresh else values.astype(np.float32)
-                values[missing] = np.nan
-        return values
-
-
-def _packing(name: str, array: StoredArray) -> Packing:
-    if name == "LSMASK":
-        return Packing(classes=LAND_CLASSES)
-    texts = [np.atleast_1d(array.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
-    fills = {_number(value) for value in [value for text in texts for value in text.tolist()]}
-    fits = tuple(fill for fill in fills if not np.isnan(fill) and _fits(fill, array.dtype))
-    return Packing(fits, float(array.attrs.get("scale_factor", 1)), float(array.attrs.get("add_offset", 0)))
-
-
-def _number(value: Any) -> float:
-    """A fill value as a number; xarray writes those of Zarr 3 as base64 of eight bytes."""
-    return struct.unpack("<d", base64.b64decode(value))[0] if isinstance(value, str) else float(value)
-
-
-def _fits(value: float, dtype: np.dtype) -> bool:
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
-    return dtype.kind == "f"
-
-
-@dataclass(frozen=True, eq=False)
-class Orientation:
-    """The grid of a file, and how its rows and columns are brought into the grid's order."""
-
-    grid: Grid
-    rows: slice
-    columns: slice
-    shift: int
-
-    def apply(self, block: np.ndarray) -> np.ndarray:
-        """(..., H, W) in the file's order -> (..., H, W) north to south, longitudes ascending."""
-        turned = block[..., self.rows, self.columns][..., : self.grid.shape[1]]
-        return np.roll(turned, -self.shift, axis=-1) if self.shift else turned
-
-
-def orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
-    """From coordinates (H,), (W,). Global longitudes turn to 0..360, without a repeated last column.
-
-    Regional longitudes stay as they are (-10..20), made continuous where they cross the end of the circle.
-    DataError for coordinates that are not monotonic.
-    """
-    rows = slice(None) if latitude[0] > latitude[-1] else slice(None, None, -1)
-    east = np.unwrap(np.asarray(longitude, np.float64), period=360)
-    columns = slice(None, None, -1) if east[0] > east[-1] else slice(None)
-    east, shift = equal_spacing(east[columns]), 0
-    east = east[: len(east) - int(east[-1] - east[0] > 360 - FLOAT32_DEGREES)]
-    if is_periodic(east):
-        east = np.round(east, 9) % 360
-        shift = int(np.argmin(east))
-        east = np.roll(east, -shift)
-    elif east[0] >= 180 and east[-1] >= 360:
-        east = east - 360
-    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), rows, columns, shift)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredField:
-    """One array of a file: a variable, or several along its level (or channel) axis.
-
-    `names` has one name a position on that axis; `roles` names the array's dimensions, "" one to be dropped,
-    whose element at `picked` is read; `times` is the file's time coordinate (datetime64[s], in the file's
-    order) or None for a static field.
-    """
-
-    file: StoredFile
-    array: str
-    names: tuple[str, ...]
-    roles: tuple[str, ...]
-    times: np.ndarray | None
-    orientation: Orientation
-    packing: Packing
-    picked: Mapping[int, int] = field(default_factory=dict)  # number of a dimension -> position, otherwise 0
-
-    def chunk(self, role: str) -> int:
-        """How many elements of an axis are stored, and therefore decoded, together."""
-        chunks = self.file.arrays[self.array].chunks
-        return chunks[self.roles.index(role)] if chunks and role in self.roles else 1
-
-    def read(self, rows: slice, levels: slice) -> np.ndarray:
-        """(n, k, H, W): these rows of the file's time axis, these positions on its level axis, physical
-        values.
-        """
-        return _first_valid(self.block(AXES, {"time": rows, "level": levels}))
-
-    def block(self, axes: Sequence[str], wanted: Mapping[str, slice]) -> np.ndarray:
-        """The `axes` in this order, latitude and longitude last, of size 1 where the array lacks one: the
-        slices wanted of it, all of the other axes.
-        """
-        selection = tuple(
-            wanted.get(role, slice(None)) if role else self.picked.get(i, 0)
-            for i, role in enumerate(self.roles)
-        )
-        stored = self._fetch(selection)
-        values = self.packing.decode(stored)
-        for hole in self._holes(selection, stored):
-            values = values.astype(np.float32) if values is stored else values
-            values[hole] = np.nan
-        roles = [role for role in self.roles if role]
-        if "cell" in roles:
-            shape = (*values.shape[:-1], *self.orientation.grid.shape)
-            values, roles = values.reshape(shape), [*roles[:-1], "latitude", "longitude"]
-        block = values.transpose([roles.index(axis) for axis in axes if axis in roles])
-        for position, axis in enumerate(axes):
-            if axis not in roles:
-                block = np.expand_dims(block, position)
-        return self.orientation.apply(block)
-
-    def _fetch(self, selection: Any) -> np.ndarray:
-        """DataError: the bytes are damaged, or not there; which of the dates it is, is looked for."""
-        try:
-            return self.file.fetch(self.array, selection)
-        except MemoryError:
-            raise
-        except Exception as error:  # every codec raises what it pleases
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            where = (
-                f"{self.file.path}: {self.array}{self._first_damaged(selection)} cannot be read ({reason})"
-            )
-            fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
-            raise DataError(f"{where}; {fix}") from None
-
-    def _first_damaged(self, selection: Any) -> str:
-        if "time" not in self.roles or self.times is None:
-            return ""
-        axis = self.roles.index("time")
-        for row in range(*selection[axis].indices(len(self.times))):
-            try:
-                self.file.fetch(self.array, (*selection[:axis], slice(row, row + 1), *selection[axis + 1 :]))
-            except Exception:  # the one that the error is about
-                return f" at {self.times[row]}"
-        return ""
-
-    def _holes(self, selection: Any, stored: np.ndarray) -> list[Any]:
-        """Where a chunk is missing; said once for an array."""
-        if self.packing.classes or self.names[0].partition(":")[0] in OFTEN_ZERO:
-            return []
-        holes = self.file.holes(self.array, selection, stored)
-        if holes and self.array not in self.file.told and multiprocessing.parent_process() is None:
-            self.file.told.add(self.array)
-            where = f"{self.file.path}: {self.array}: chunks{self._date_of(holes[0], selection)}"
-            logger.warning(f"{where} are not in the store: taken for missing values")
-        return holes
-
-    def _date_of(self, hole: Any, selection: Any) -> str:
-        if "time" not in self.roles or self.times is None:
-            return ""
-        axis = self.roles.index("time")
-        kept = [i for i, each in enumerate(selection) if isinstance(each, slice)]
-        row = range(*selection[axis].indices(len(self.times)))[hole[kept.index(axis)].start]
-        return f", the first at {self.times[row]},"
-
-
-def _first_valid(block: np.ndarray) -> np.ndarray:
-    """(n, k, E, H, W) -> (n, k, H, W). The CDS appends preliminary ERA5T as a second `expver`: one of both is
-    NaN.
-    """
-    merged = block[:, :, 0]
-    for version in range(1, block.shape[2]):
-        merged = np.where(np.isnan(merged), block[:, :, version], merged)
-    return merged
+# "1900-01-01 00:00:0.0 -6:00", as CF 4.4 writes it; what stands behind and is not understood is refused.
+REFERENCE = (
+    r"(\d+)[- ](\d+)[- ](\d+)(?:[T ]+(\d+)(?::(\d+)(?::(\d+)(?:\.\d*)?)?)?)?"
+    r"(?:\s*(?:Z|UTC|GMT|([+-]?)\s*(\d{1,2}):?(\d{2})?))?"
+)
 
 
 def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "") -> np.ndarray:
@@ -247,14 +57,17 @@ def decode_times(values: np.ndarray, attrs: dict[str, Any], reference: str = "")
     if values.dtype.kind == "M":
         return values.astype("datetime64[s]")
     unit, _, start = (str(attrs.get("units", "")) or f"hours since {reference}").partition(" since ")
-    match = re.match(r"\s*(\d+)[- ](\d+)[- ](\d+)(?:[T ]+(\d+):(\d+)(?::(\d+))?)?", start)
+    match = re.fullmatch(REFERENCE, start.strip())
     if not match:
         raise DataError(f"its time has units {attrs.get('units')!r}, not 'hours since <date>'")
-    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups())
+    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups()[:6])
     calendar = attrs.get("calendar", "standard")
     if calendar not in ("standard", "gregorian", "proleptic_gregorian") or year < 1583:
         raise DataError(f"its time has calendar {calendar!r} from year {year}: not that of analyses")
-    return np.datetime64(datetime(year, month, day, hour, minute, second), "s") + durations(values, unit)
+    sign, hours, minutes = match.groups()[6:]
+    offset = (60 * int(hours or 0) + int(minutes or 0)) * (-1 if sign == "-" else 1)  # from UTC
+    since = np.datetime64(datetime(year, month, day, hour, minute, second), "s")
+    return since - np.timedelta64(60 * offset, "s") + durations(values, unit)
 
 
 def durations(values: np.ndarray, unit: str) -> np.ndarray:
@@ -309,11 +122,27 @@ def _coordinate(file: StoredFile, role: str) -> str:
     )
 
 
+def _refuse_radians(file: StoredFile, north: str, east: str) -> None:
+    """DataError: the units of a coordinate say radians, or the globe is 3.14 high and 6.28 wide."""
+    values = [file.fetch(name) for name in (north, east)]
+    spans = [
+        float(np.ptp(v)) * len(v) / max(len(v) - 1, 1) for v in values
+    ]  # with the half cells at the ends
+    global_ones = abs(spans[0] / np.pi - 1) < 0.03 and abs(spans[1] / (2 * np.pi) - 1) < 0.03
+    said = any(
+        str(file.arrays[name].attrs.get("units", "")).lower().startswith("rad") for name in (north, east)
+    )
+    if said or global_ones:
+        shown = f"{north} from {values[0].min():.4g} to {values[0].max():.4g}"
+        raise DataError(f"its {shown} is in radians: write latitudes and longitudes in degrees")
+
+
 def _named_fields(
     file: StoredFile, more_roles: Mapping[str, str], picks: Mapping[str, str]
 ) -> tuple[list[StoredField], dict[str, str]]:
     """The general case: arrays whose dimensions have names (Zarr, NetCDF)."""
     north, east = _coordinate(file, "latitude"), _coordinate(file, "longitude")
+    _refuse_radians(file, north, east)
     turned = orientation(file.fetch(north), file.fetch(east))
     fields, unreadable, times = [], {}, {}
     for name, array in file.arrays.items():
@@ -330,7 +159,7 @@ def _named_fields(
         if clock and clock not in times:
             times[clock] = coordinate_times(file, clock)
         names = _names(file, name, array.dims[roles.index("level")] if "level" in roles else None)
-        own = (times.get(clock), turned, _packing(name, array), picked)
+        own = (times.get(clock), turned, packing_of(name, array), picked)
         fields.append(StoredField(file, name, names, roles, *own))
     return fields, unreadable
 

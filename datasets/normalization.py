@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from datasets.plausibility import Plausibility
 from durable_files import replacing
 from errors import DataError
 
@@ -175,8 +176,10 @@ def compute(
     empty: list[int] = []
     recent: OrderedDict[np.datetime64, np.ndarray] = OrderedDict()  # fields of the last model step
     total = count = np.zeros(0)
+    plausibility = Plausibility(variables)
     for i, field in stream(archive, variables, dates):
         valid = np.isfinite(field)  # (V, H, W)
+        plausibility.look(field, valid, archive.times[i])
         if not valid.any(axis=(1, 2)).all():
             empty.append(i)
             continue
@@ -191,6 +194,7 @@ def compute(
         recent[now] = field
         while next(iter(recent)) <= now - step:
             recent.popitem(last=False)
+    plausibility.say()
     if not total.size:
         raise DataError(f"data.variables = {variables}: no training date has values for all of them")
     mean, std = state.mean_and_std()

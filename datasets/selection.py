@@ -16,6 +16,7 @@ from datasets.dates import is_whole_day, parse_period
 from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
 from datasets.picks import check_used, parse_picks
+from datasets.plausibility import refuse_fills
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
 
@@ -101,6 +102,14 @@ class Selection:
         return {"train": self.train, "validation": self.validation}[period]
 
 
+def _intervals(times: np.ndarray) -> str:
+    """What lies between dates, for an error: the most common interval."""
+    if len(times) < 2:
+        return "it has one date"
+    found, counts = np.unique(np.diff(times).astype("timedelta64[m]"), return_counts=True)
+    return f"its dates are {found[counts.argmax()].astype(int) / 60:g} hours apart"
+
+
 def _missing(times: np.ndarray) -> int:
     """Dates that the most common interval would have between the first and the last, and that are not
     there.
@@ -134,7 +143,8 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path, picks)
     check_used(picks, archive.extra_dimensions, archive.path)
     try:
-        archive.read(0, variables)  # a missing variable or level says so here
+        # A missing variable or level says so here.
+        refuse_fills(archive.read(0, variables), variables, archive.times[0])
     except (OSError, RuntimeError) as error:
         raise DataError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)

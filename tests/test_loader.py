@@ -13,8 +13,8 @@ from datasets.loader import (
     MemoryArchive,
     TrainLoader,
     TrainSampler,
-    cache_if_small,
 )
+from datasets.memory_archive import cache_if_small
 from tests.archives import NAMES, analyses, values, weatherbench
 
 

@@ -11,7 +11,7 @@ import zarr
 
 from datasets.era5 import open_archive
 from datasets.grid import area_weights
-from datasets.loader import MemoryArchive
+from datasets.memory_archive import MemoryArchive
 from datasets.normalization import (
     Normalizer,
     Source,

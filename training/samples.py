@@ -8,7 +8,8 @@ import numpy as np
 
 from config import Data
 from datasets.grid import area_weights
-from datasets.loader import FieldDataset, cache_if_small
+from datasets.loader import FieldDataset
+from datasets.memory_archive import cache_if_small
 from datasets.normalization import Numbers, Source, known_empty_dates, load_as_trained, load_or_compute
 from datasets.selection import Selection, evenly_spaced
 from parallelisms.mesh import from_first_rank

@@ -23,8 +23,9 @@ from datasets.era5 import Archive, find_files
 from datasets.fields_by_name import FieldsByName
 from datasets.files import open_file
 from datasets.grid import Grid
-from datasets.layouts import StoredField, coordinate_role, stored_fields
+from datasets.layouts import coordinate_role, stored_fields
 from datasets.normalization import stream
+from datasets.stored_field import StoredField
 from datasets.stores import all_levels, create_store
 from datasets.variables import split_name
 from errors import DataError

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from datasets.era5 import Archive
 from datasets.grid import Grid
+from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
 from verification.climatology import Climatology
 
@@ -164,7 +165,10 @@ def truth_reader(
         if i == len(truth.times) or truth.times[i] != time:
             return iter(())
         stop = min(len(truth.times), (i // size + 1) * size)
-        return zip(truth.times[i:stop], truth.read_block(i, stop, variables), strict=True)
+        block = truth.read_block(i, stop, variables)
+        for field, time in zip(block, truth.times[i:stop], strict=True):
+            refuse_fills(field, variables, time)
+        return zip(truth.times[i:stop], block, strict=True)
 
     return read
 
