@@ -32,6 +32,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[reportPrivateImpor
 from errors import BAD_INPUT, FAILED, ConfigError, RunFailed, one_line_errors
 from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
 from jobs.watchdog import announce, open_store, read_beats, read_verdict
+from parallelisms.degrees import check_processes
 
 DONE = 0
 LEAVE_SECONDS = 8.0  # that ranks have to notice a dead one, to write their stacks, and to leave
@@ -346,6 +347,7 @@ def main() -> None:
     try:
         with one_line_errors():
             args = parse(sys.argv[1:])
+            check_processes("--nproc_per_node", args.nproc_per_node)
             meeting = Meeting(args.nnodes, args.rdzv_endpoint)
             prepare_environment(meeting)
             code = launch(args, meeting)

@@ -27,7 +27,7 @@ from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
 from models.unet import UNet
-from parallelisms.degrees import number_in_environment
+from parallelisms.degrees import check_processes, number_in_environment
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 
@@ -55,6 +55,7 @@ def check_machine(config: Config) -> None:
     use_cuda = num_gpus > 0 and backend != "gloo"
     name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
     local_ranks = number_in_environment(name)
+    check_processes(name, local_ranks)
     if use_cuda and local_ranks > num_gpus:
         refuse(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):

@@ -10,6 +10,7 @@ from config import Parallelism
 from errors import refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SMALLEST_PROCESS = 2**29  # bytes that a rank takes before it has a model: Python and torch
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,11 @@ def number_in_environment(name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         refuse(name, text, "an environment variable that must be a whole number, at least 1")
     return int(text)
+
+
+def check_processes(name: str, number: int) -> None:
+    """ConfigError: so many processes do not fit this machine, whatever they train."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if number * SMALLEST_PROCESS > memory:
+        most = memory // SMALLEST_PROCESS
+        refuse(name, number, f"processes on a machine of {memory / 2**30:.0f} GiB; at most {most} fit it")

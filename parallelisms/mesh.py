@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from config import Parallelism
 from errors import UserError
 from parallelisms.degrees import AXES, Degrees, resolve_degrees
+from parallelisms.peer_messages import read_plainly
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
 
     A single process is a group of one, so that nothing after this asks whether there is a group.
     """
+    read_plainly()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     use_cuda = torch.cuda.is_available() and backend != "gloo"
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

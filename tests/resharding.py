@@ -60,7 +60,7 @@ def load(layout: Layout, folder: Path) -> tuple[dict[str, np.ndarray], list[floa
 def differences(saved: dict[str, np.ndarray], loaded: dict[str, np.ndarray]) -> list[str]:
     """Names of tensors that are not the same bits, or are on one side only."""
     common = saved.keys() & loaded.keys()
-    unequal = [name for name in common if not np.array_equal(saved[name], loaded[name])]
+    unequal = [name for name in common if not np.array_equal(saved[name], loaded[name], equal_nan=True)]
     return sorted(unequal + list(saved.keys() ^ loaded.keys()))
 
 

@@ -24,7 +24,9 @@ PICKLES = {
     "tests/test_era5.py",  # archives travel to loader processes
     "tests/test_loader.py",
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
+    "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
+    "tests/test_peer_messages.py",  # crafted ones
     "tests/test_checkpoint.py",  # what torch's own tool makes of a checkpoint
     "tests/test_exact_resume.py",
     "benchmarks/chaos.py",

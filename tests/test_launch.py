@@ -13,6 +13,7 @@ import pytest
 
 from errors import ConfigError
 from jobs.launch import Meeting, interface_of, job_code, listen
+from parallelisms.degrees import check_processes
 from tests.started_jobs import ROOT, last_step, losses, write_config
 
 
@@ -163,3 +164,9 @@ def test_a_run_whose_rank_is_killed_resumes_by_itself(start_job, tmp_path):
     assert job.end() == 0, job.output
     assert "restart 1 of 1" in job.output and "resumed from" in job.output
     assert sorted(losses(run)) == list(range(1, 61))
+
+
+def test_more_processes_than_fit_the_machine_are_refused():
+    for number in (10**9, 10**5):
+        with pytest.raises(ConfigError, match=rf"NGPU = {number}: processes on a machine of .* GiB; at most"):
+            check_processes("NGPU", number)

@@ -1,0 +1,52 @@
+"""What ranks send each other is data: a crafted pickle runs nothing."""
+
+import os
+import pickle
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from checkpoints.writer import Written
+from errors import DataError
+from parallelisms.peer_messages import read_plainly
+
+
+class Command:
+    def __init__(self, function, *arguments) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def received(value: object) -> object:
+    """As torch's collectives read what another rank has sent."""
+    read_plainly()
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    group = dist.group.WORLD
+    return distributed_c10d._tensor_to_object(content, content.numel(), group)
+
+
+@pytest.mark.parametrize("function", [os.system, subprocess.Popen, exec, eval, getattr, np.load, torch.load])
+def test_a_pickle_that_would_run_something_is_refused(one_rank, tmp_path, function):
+    with pytest.raises(pickle.UnpicklingError, match="another rank sent .*which is no plain data"):
+        received([1, Command(function, f"touch {tmp_path}/ran")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_data_are_read(one_rank):
+    index = MetadataIndex("weight", torch.Size([2]))
+    values = [1, "a", {"b": (2.5, None)}, Path("c"), index, Written([], {"f": (1, 2)}), torch.bfloat16]
+    assert received(values) == values
+    array = received(np.arange(3, dtype=np.float32))
+    assert isinstance(array, np.ndarray) and array.tolist() == [0, 1, 2]
+    dates = received(np.array(["2020-01-01"], "datetime64[s]"))
+    assert isinstance(dates, np.ndarray) and str(dates[0]) == "2020-01-01T00:00:00"
+    error = received(DataError("a line"))
+    assert isinstance(error, DataError) and str(error) == "a line"
