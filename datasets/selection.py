@@ -16,6 +16,7 @@ from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
+from project_folder import SIMULATED, in_project
 
 SIMULATED_PATH = "outputs/simulated.zarr"
 
@@ -94,7 +95,7 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path)
+    archive = open_archive(_simulated_path(data, variables) if data.path == SIMULATED else data.path)
     try:
         archive.read(0, variables)  # a missing variable or level says so here
     except (OSError, RuntimeError) as error:
@@ -150,7 +151,7 @@ def _simulated_path(data: Data, variables: list[str]) -> str:
             hint = nearest_name(missing[0], known)
             raise ConfigError(f"data.{key} = {missing[0]!r}: not in the simulated data{hint}")
     _check_grid((simulated.NUM_LAT, simulated.NUM_LON), data.grid_shape, (1, 1))
-    return str(simulated.ensure_simulated(SIMULATED_PATH))
+    return str(simulated.ensure_simulated(in_project(SIMULATED_PATH)))
 
 
 def _check_grid(shape: tuple[int, int], wanted: tuple[int, int], patch_size: tuple[int, int]) -> None:
