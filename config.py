@@ -55,6 +55,7 @@ class Job:
 class Data:
     # "simulated" (generated on first use), or a Zarr store, NetCDF file, folder, glob or fsspec URL
     path: str = "simulated"
+    source: str = ""  # where these data come from, which is said where data.path cannot be read
     variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
     levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"
     static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"

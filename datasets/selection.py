@@ -4,7 +4,8 @@ Opening a selection is also the check of what a configuration says about its dat
 there raises a ConfigError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,19 +96,31 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    archive = open_archive(_simulated_path(data, variables) if data.path == SIMULATED else data.path)
+    simulated_path = _simulated_path(data, variables) if data.path == SIMULATED else ""
+    with _naming_source(data.source):
+        archive = open_archive(simulated_path or data.path)
     try:
         archive.read(0, variables)  # a missing variable or level says so here
     except (OSError, RuntimeError) as error:
         raise DataError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     path, names = data.static_path, data.static_variables
-    static = {
-        name: read_static_field(path, name, archive.grid) if path else archive.read_static(name)
-        for name in names
-    }
+    with _naming_source(data.source):
+        static = {
+            name: read_static_field(path, name, archive.grid) if path else archive.read_static(name)
+            for name in names
+        }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, train=nothing, validation=nothing)
+
+
+@contextmanager
+def _naming_source(source: str) -> Iterator[None]:
+    """A DataError says where the data come from, too: a configuration travels without them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{error}; data.source: {source}") if source else error from None
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
