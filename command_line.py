@@ -24,6 +24,7 @@ import tomli_w
 from config import DEFAULT_CONFIG, MOST, SECTIONS, Config, Range
 from config_checks import check
 from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
+from project_folder import PATHS, PROJECT, for_a_file, in_project
 
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
 LONGEST_LIST, LONGEST_TEXT, LONGEST_NAME = 1000, 4096, 255  # Linux: of a path and of a name in it
@@ -32,7 +33,9 @@ Values = dict[str, dict[str, Any]]
 
 
 def parse_command_line(argv: list[str], schema: Schema) -> Values:
-    """`--section.key value`, `--section.key=value`, or the bare flag for a boolean."""
+    """`--section.key value`, `--section.key=value`, or the bare flag for a boolean. Of two the later wins, so
+    that who wraps a command can add to it.
+    """
     values: Values = {}
     tokens = list(argv)
     while tokens:
@@ -47,9 +50,7 @@ def parse_command_line(argv: list[str], schema: Schema) -> Values:
             if is_bare and spec.type is not bool:
                 raise ConfigError(f"--{name}: a value is missing ({type_name(spec.type)} expected)")
             text = "true" if is_bare else tokens.pop(0)
-        if key in values.setdefault(section, {}):
-            raise ConfigError(f"--{name} = {text!r}: given twice on the command line; keep one")
-        values[section][key] = _convert(name, _from_text(text, spec.type), spec.type)
+        values.setdefault(section, {})[key] = _convert(name, _from_text(text, spec.type), spec.type)
     return values
 
 
@@ -93,7 +94,8 @@ def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
         raise ConfigError(f"{named_by} = {path}: not a text file; a TOML configuration expected") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        meant = path.parent / near[0] if near else PROJECT / path
+        hint = f"; did you mean {meant}?" if near or _is_file(meant) else ""
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{named_by} = {path}: {reason}{hint}") from None
     if not text.strip():
@@ -102,6 +104,13 @@ def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
         return tomli.loads(text)
     except (ValueError, RecursionError) as error:  # all that tomli raises; endless digits, endless brackets
         raise ConfigError(f"{named_by} = {path}: not TOML: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
 
 
 def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
@@ -270,11 +279,12 @@ def _show(value: Any) -> str:
 def load_config(argv: list[str], checked: bool = True) -> Config:
     """The configuration that `argv` (without the program's name) asks for. Raises ConfigError.
 
+    Its relative paths begin at the current folder, wherever they come from.
     checked: that its settings can work together, on the ranks that the environment names.
     """
     overrides = parse_command_line(argv, SECTIONS)
-    config_file = overrides.get("job", {}).get("config_file", DEFAULT_CONFIG)
-    file = read_toml(config_file, SECTIONS)
+    config_file = overrides.get("job", {}).get("config_file", in_project(DEFAULT_CONFIG))
+    file = _with_paths(read_toml(config_file, SECTIONS), in_project)
     if "config_file" in file.get("job", {}):
         reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
         raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
@@ -286,11 +296,20 @@ def load_config(argv: list[str], checked: bool = True) -> Config:
     return config
 
 
+def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
+    """The same values, but for their paths, which `placed` gives."""
+    found = merge(values, {})
+    for section, key in PATHS:
+        if key in found.get(section, {}):
+            found[section][key] = placed(found[section][key])
+    return found
+
+
 def to_toml(config: Config) -> str:
-    """The resolved configuration, but for passwords in URLs; running it again repeats the run."""
+    """The resolved configuration without passwords of URLs; running it, from anywhere, repeats the run."""
     values = dataclasses.asdict(config)
     values["job"] = {"dump_folder": str(config.job_folder)}
-    return without_secrets(tomli_w.dumps(values))
+    return without_secrets(tomli_w.dumps(_with_paths(values, for_a_file)))
 
 
 def own_options(**defaults: Any) -> argparse.ArgumentParser:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from project_folder import in_project
+
 DEFAULT_CONFIG = "train_configs/demo.toml"
 
 
@@ -58,7 +60,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 @dataclass(frozen=True)
 class Job:
     config_file: str = DEFAULT_CONFIG  # the TOML file to run
-    dump_folder: str = ""  # the run's folder; empty: outputs/<name of the config file>
+    dump_folder: str = ""  # the run's folder; empty: outputs/<name of config_file> in the project's folder
     print_config: bool = False  # print the resolved configuration as TOML and end
 
 
@@ -66,6 +68,7 @@ class Job:
 class Data:
     # "simulated" (generated on first use), or a Zarr store, NetCDF file, folder, glob or fsspec URL
     path: str = "simulated"
+    source: str = ""  # where these data come from, which is said where data.path cannot be read
     variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
     levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"
     static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
@@ -318,7 +321,8 @@ class Config:
 
     @property
     def job_folder(self) -> Path:
-        return Path(self.job.dump_folder or f"outputs/{Path(self.job.config_file).stem}")
+        default = in_project(f"outputs/{Path(self.job.config_file).stem}")
+        return Path(self.job.dump_folder or default)
 
     @property
     def dump_folder(self) -> Path:

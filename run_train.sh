@@ -9,11 +9,12 @@
 # MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
+# It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
+#   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
 # Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again.
 set -euo pipefail
-cd "$(dirname "$0")"
 export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
-source ./setup.sh
+source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
@@ -35,10 +36,12 @@ done
 # One process needs no launcher, unless it is to be restarted; help and print_config start no rank.
 if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
     -n "$asks" ]]; then
-    NNODES=1 NGPU=1 exec "$PYTHON" train.py "$@"
+    NNODES=1 NGPU=1 exec "$PYTHON" "$project/train.py" "$@"
 fi
+# With -P modules are the project's: a folder of the caller's may have its own "datasets".
+export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 # Bad input ends here: one line, exit code 2, before any rank exists.
-"$PYTHON" -m jobs.start_checks "$@" &
+"$PYTHON" -P -m jobs.start_checks "$@" &
 checks=$!
 trap 'kill "$checks" 2>/dev/null; exit 143' TERM
 trap 'kill "$checks" 2>/dev/null; exit 130' INT
@@ -50,5 +53,5 @@ endpoint=()
 if [[ "$NNODES" != 1 ]]; then
     endpoint=(--rdzv_endpoint "$RDZV_ENDPOINT")
 fi
-exec "$PYTHON" -m jobs.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
-    "${endpoint[@]}" train.py "$@"
+exec "$PYTHON" -P -m jobs.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
+    "${endpoint[@]}" "$project/train.py" "$@"

@@ -1,22 +1,24 @@
 # Sourced by run_train.sh, run_tests.sh and .ci/run: sets PYTHON, after building .venv from requirements.txt where
-# it is missing or of other versions. Nothing outside this folder is touched.
+# it is missing or of other versions. Nothing outside this folder is touched, and the current one stays what it was.
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 if [[ -n "${ROSSBY_PYTHON:-}" ]]; then
     PYTHON=$ROSSBY_PYTHON
     command -v "$PYTHON" >/dev/null || { echo "rossby: ROSSBY_PYTHON = $PYTHON: not an interpreter" >&2; exit 2; }
 else
-    PYTHON=.venv/bin/python
-    if ! cmp -s requirements.txt .venv/installed.txt; then
-        exec 9>.setup.lock && flock 9 # two starts at once: the second waits, and finds it done
+    PYTHON=$project/.venv/bin/python
+    is_set_up() { cmp -s "$project/requirements.txt" "$project/.venv/installed.txt"; }
+    if ! is_set_up; then
+        exec 9>"$project/.setup.lock" && flock 9 # two starts at once: the second waits, and finds it done
     fi
-    if ! cmp -s requirements.txt .venv/installed.txt; then
+    if ! is_set_up; then
         for base in python3 python3.12 python3.11 ''; do
             [[ -n "$base" ]] || { echo "rossby: Python 3.11 or 3.12 is needed; none is on PATH" >&2; exit 2; }
             "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
         done
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
-        [[ -x "$PYTHON" ]] || "$base" -m venv .venv
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
-        cp requirements.txt .venv/installed.txt
+        [[ -x "$PYTHON" ]] || "$base" -m venv "$project/.venv"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$project/requirements.txt"
+        cp "$project/requirements.txt" "$project/.venv/installed.txt"
     fi
     exec 9>&-
 fi

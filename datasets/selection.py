@@ -4,7 +4,8 @@ Opening a selection is also the check of what a configuration says about its dat
 there raises a ConfigError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from datasets.picks import check_used, parse_picks
 from datasets.plausibility import refuse_fills
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
+from project_folder import SIMULATED, in_project
 
 SIMULATED_PATH = "outputs/simulated.zarr"
 
@@ -140,7 +142,9 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
     picks = parse_picks(data.select)
-    archive = open_archive(_simulated_path(data, variables) if data.path == "simulated" else data.path, picks)
+    simulated_path = _simulated_path(data, variables) if data.path == SIMULATED else ""
+    with _naming_source(data.source):
+        archive = open_archive(simulated_path or data.path, picks)
     check_used(picks, archive.extra_dimensions, archive.path)
     try:
         # A missing variable or level says so here.
@@ -149,12 +153,22 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
         raise DataError(f"data.path = {data.path!r}: cannot be read: {error}") from None
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     path, names = data.static_path, data.static_variables
-    static = {
-        name: read_static_field(path, name, archive.grid, picks) if path else archive.read_static(name)
-        for name in names
-    }
+    with _naming_source(data.source):
+        static = {
+            name: read_static_field(path, name, archive.grid, picks) if path else archive.read_static(name)
+            for name in names
+        }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, train=nothing, validation=nothing)
+
+
+@contextmanager
+def _naming_source(source: str) -> Iterator[None]:
+    """A DataError says where the data come from, too: a configuration travels without them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{error}; data.source: {source}") if source else error from None
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
@@ -198,7 +212,7 @@ def _simulated_path(data: Data, variables: list[str]) -> str:
             hint = nearest_name(missing[0], known)
             raise ConfigError(f"data.{key} = {missing[0]!r}: not in the simulated data{hint}")
     _check_grid((simulated.NUM_LAT, simulated.NUM_LON), data.grid_shape, (1, 1))
-    return str(simulated.ensure_simulated(SIMULATED_PATH))
+    return str(simulated.ensure_simulated(in_project(SIMULATED_PATH)))
 
 
 def _check_grid(shape: tuple[int, int], wanted: tuple[int, int], patch_size: tuple[int, int]) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.profiler import record_function
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from models.build import WeatherModel
@@ -28,6 +27,7 @@ from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
 from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
+from traces.profiler import span
 
 # output, target, weights -> this rank's part of the loss
 LossPart = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,16 +74,16 @@ class ParallelModel:
         """
         scale *= self.mesh.degrees.cp
         if self.pipeline:
-            with record_function("pipeline"):
+            with span("pipeline"):
                 return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
         (part,) = self.parts
         self._begin_pass()
         with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
-            with record_function("forward"):
+            with span("forward"):
                 with self.autocast:
                     output = part(inputs)
                 loss = loss_part(output, target, weights)
-            with record_function("backward"):
+            with span("backward"):
                 (loss * scale).backward()
         return loss.detach()
 

@@ -6,6 +6,7 @@ tokens of this rank, D width.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from models.vit import VisionTransformer
 from parallelisms.mesh import Mesh
+from traces.profiler import span
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> part of the loss
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
@@ -40,6 +42,22 @@ class Stage(nn.Module):
             for block in self.blocks.values():
                 x = block(x)
             return self.head(self.norm(x)) if hasattr(self, "head") else x
+
+
+class TimedStage(PipelineStage):
+    """One that says which part of a step it is in. What "pipeline" takes longer than both is waiting."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("backward"):
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with span("backward"):
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 def split_points(
@@ -92,7 +110,7 @@ class Pipeline:
         self.mesh, self.device = mesh, device
         group = mesh.group("pp")
         self.stages = [
-            PipelineStage(part, index, num_stages, device, group=group)  # type: ignore[arg-type]
+            TimedStage(part, index, num_stages, device, group=group)  # type: ignore[arg-type]
             for part, index in zip(parts, indices, strict=True)
         ]
         self.is_v = len(indices) == 2 and indices[0] + indices[1] == num_stages - 1

@@ -11,9 +11,10 @@ from typing import Any
 from errors import ConfigError
 from planning.calibration import calibrated, load_calibration
 from planning.hardware import Cluster, Device, Link
+from project_folder import in_project
 
 MACHINES = Path(__file__).with_name("clusters.toml")
-CALIBRATION = Path("outputs/calibration.json")
+CALIBRATION = Path(in_project("outputs/calibration.json"))
 THIS = "this"  # the machine that was calibrated
 Table = dict[str, Any]  # one machine of a TOML file
 PRECISIONS = ("bf16", "fp32", "fp8")  # "fp32" means TF32 where the device has it

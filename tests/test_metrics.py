@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from traces.profiler import MOST_MARKS, PartTimes
 from training.journal import Journal, read_records
 from training.metrics import Metrics, dense_line
 
@@ -47,6 +48,31 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(one_rank, tmp_path):
 
 def test_not_a_number_becomes_null(one_rank, tmp_path):
     assert log(tmp_path, [1], loss=float("nan"))[0]["loss"] is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_every_part_of_a_long_interval_counts(on_gpu, monkeypatch):
+    """On a GPU too, whose events are never waited for: the last of them is not over yet."""
+    parts, clock = PartTimes(), iter(range(10**6))
+
+    class Event:
+        def __init__(self, at):
+            self.at = at
+
+        def query(self):
+            return self.at < 2 * num_parts - 1
+
+        def elapsed_time(self, end):
+            return 1000.0 * (end.at - self.at)
+
+    num_parts = 2 * MOST_MARKS + 5
+    parts.on_gpu = on_gpu
+    monkeypatch.setattr(parts, "now", lambda: Event(next(clock)) if on_gpu else float(next(clock)))
+    for _ in range(num_parts):
+        with parts.part("forward"):
+            pass
+    assert parts.read(num_steps=5) == {"forward": pytest.approx((num_parts - on_gpu) / 5)}
+    assert parts.read(1) == {}
 
 
 def test_dense_line():

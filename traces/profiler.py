@@ -17,23 +17,23 @@ from jobs.heartbeat import activity
 # Each recording is written and forgotten: that is what torch warns of.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
-
-
-MOST_MARKS = 1000  # parts timed between two looks: with long intervals the first of them only
+MOST_MARKS = 1000  # parts that are timed before those that are over are added up
 
 
 class PartTimes:
     """How long the parts of a step take. On a GPU they are timed by events on its stream, which nobody waits
-    for: they are read on logging steps, when the host has waited anyhow.
+    for: they are read on logging steps, when the host has waited anyhow. Parts inside others count in both.
     """
 
     def __init__(self) -> None:
         self.on_gpu = False
         self.marks: list[tuple[str, Any, Any]] = []  # part, its begin and its end
+        self.seconds: dict[str, float] = defaultdict(float)  # of the parts that are over
 
     def start(self, device: torch.device) -> None:
         """A run begins."""
         self.on_gpu, self.marks = device.type == "cuda", []
+        self.seconds.clear()
 
     def now(self) -> Any:
         if not self.on_gpu:
@@ -44,23 +44,31 @@ class PartTimes:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        if len(self.marks) >= MOST_MARKS:
-            yield
-            return
         begin = self.now()
         yield
         self.marks.append((name, begin, self.now()))
+        if len(self.marks) >= MOST_MARKS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """What is over by now: nobody waits for the rest."""
+        waiting = []
+        for name, begin, end in self.marks:
+            if not self.on_gpu:
+                self.seconds[name] += end - begin
+            elif end.query():
+                self.seconds[name] += begin.elapsed_time(end) / 1000
+            else:
+                waiting.append((name, begin, end))
+        self.marks = waiting
 
     def read(self, num_steps: int) -> dict[str, float]:
         """Part -> seconds a step since the last look. On a GPU only what it has done by now counts."""
-        seconds: dict[str, float] = defaultdict(float)
-        for name, begin, end in self.marks:
-            if not self.on_gpu:
-                seconds[name] += (end - begin) / num_steps
-            elif end.query():
-                seconds[name] += begin.elapsed_time(end) / 1000 / num_steps
+        self._add_up()
+        seconds = {name: seconds / num_steps for name, seconds in self.seconds.items()}
         self.marks = []
-        return dict(seconds)
+        self.seconds.clear()
+        return seconds
 
 
 part_times = PartTimes()

@@ -1,0 +1,116 @@
+"""Whoever calls from another folder finds what he names beside him, and what the project has where it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from command_line import load_config, to_toml
+from config import DEFAULT_CONFIG
+from datasets.selection import SIMULATED_PATH
+from project_folder import PATHS, in_project
+from tests.started_jobs import ROOT, write_config
+
+PERIOD = '--forecast.period ["2020-01-01","2020-01-02"]'
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with my.toml and era5.zarr, and with modules of its own that are named like ours."""
+    write_config(tmp_path).rename(tmp_path / "my.toml")
+    (tmp_path / "wb.zarr").rename(tmp_path / "era5.zarr")
+    for name in ("config.py", "datasets.py", "train.py"):
+        (tmp_path / name).write_text("raise ImportError('not the project')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(verb: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """From the current folder, by the verb's whole name."""
+    command = [str(ROOT / verb), *arguments]
+    defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command if verb.endswith(".sh") else [sys.executable, *command],
+        env={**os.environ, **defaults, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_run_from_another_folder(elsewhere: Path) -> None:
+    """Two ranks, so that the check, the launcher and the ranks all find the same."""
+    files = ["--job.config_file", "my.toml", "--data.path", "era5.zarr", "--job.dump_folder", "run"]
+    done = call("run_train.sh", *files, "--training.steps=2", "--checkpoint.enable=false", NGPU="2")
+    assert done.returncode == 0, done.stderr
+    written = tomli.loads((elsewhere / "run/config.toml").read_text())
+    assert written["data"]["path"] == str(elsewhere / "era5.zarr")
+    assert written["job"]["dump_folder"] == str(elsewhere / "run")
+
+
+def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
+    link = elsewhere / "rossby-train"
+    link.symlink_to(ROOT / "run_train.sh")
+    environment = os.environ | {"ROSSBY_PYTHON": sys.executable, "NGPU": "1"}
+    shown = subprocess.run([link, "--job.print_config"], env=environment, capture_output=True, check=True)
+    assert tomli.loads(shown.stdout.decode())["job"]["dump_folder"] == str(ROOT / "outputs/demo")
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "said"),
+    [
+        (
+            "train.py",
+            "--job.config_file mine.toml",
+            "mine.toml: No such file or directory; did you mean my.toml?",
+        ),
+        ("train.py", "--job.config_file train_configs/demo.toml", f"mean {ROOT}/train_configs/demo.toml?"),
+        ("forecast.py", f"--job.config_file my.toml --data.path era5.zarr {PERIOD}", f"{ROOT}/outputs/my"),
+        ("plan.py", "--cluster here1 --clusters machines.toml", "machines.toml"),
+    ],
+)
+def test_verbs_from_another_folder(elsewhere: Path, verb: str, arguments: str, said: str) -> None:
+    done = call(verb, *arguments.split())
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert said in done.stderr
+
+
+def test_paths_of_a_file_begin_at_the_project(elsewhere: Path) -> None:
+    """Written and read again they name the same place, from the project's folder too."""
+    (elsewhere / "my.toml").write_text("""
+[job]
+dump_folder = "runs/a"
+[data]
+path = "../shared/era5.nc"
+static_path = "gs://bucket/static.zarr"
+variables = ["2m_temperature"]
+""")
+    argv = ["--job.config_file", "my.toml", "--forecast.checkpoint", "run"]
+    config = load_config(argv)
+    assert config.data.path == f"{ROOT}/../shared/era5.nc"
+    assert config.data.static_path == "gs://bucket/static.zarr"
+    assert config.dump_folder == ROOT / "runs/a" and config.forecast.checkpoint == "run"
+    (elsewhere / "again.toml").write_text(to_toml(config))
+    os.chdir(ROOT)
+    again = load_config(["--job.config_file", str(elsewhere / "again.toml")])
+    assert again.data.path == config.data.path and again.dump_folder == config.dump_folder
+    assert again.forecast.checkpoint == str(elsewhere / "run")
+
+
+def test_what_the_project_has_is_found_from_anywhere(elsewhere: Path) -> None:
+    config = load_config([])
+    assert config.job.config_file == str(ROOT / DEFAULT_CONFIG) and config.data.path == "simulated"
+    assert config.dump_folder == ROOT / "outputs/demo"
+    assert in_project(SIMULATED_PATH) == str(ROOT / SIMULATED_PATH)
+    os.chdir(ROOT)
+    assert load_config([]).dump_folder == Path("outputs/demo")
+
+
+def test_every_key_that_is_a_path_is_known() -> None:
+    """By its name: one that is added later has to be listed, or to be no path."""
+    keys = [(section, key) for section, cls in vars(load_config([])).items() for key in vars(cls)]
+    named = {pair for pair in keys if pair[1].split("_")[-1] in ("path", "folder", "checkpoint", "file")}
+    assert named == {*PATHS, ("job", "config_file")}

@@ -1,0 +1,208 @@
+"""Every command that a document shows: its options exist, and it runs, or says what it needs to be run."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import evaluate
+import forecast
+import plan
+from command_line import load_config, split_options
+from datasets.selection import open_selection
+from errors import DataError
+from jobs.launch import parse
+from tests.started_jobs import ROOT
+from tests.test_house import tracked_files
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks/README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
+PYTHON = ".venv/bin/python"
+STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "python ")
+OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
+NOT_OURS = ("ruff", "pyright", "torchft_lighthouse")  # whose options are theirs
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    text: str  # without its comment
+    comment: str
+    output: tuple[str, ...] = ()  # that the page shows below it
+    inline: bool = False  # in a sentence or a table, which says the rest
+
+    @property
+    def words(self) -> list[str]:
+        """Without variables before it, what a reader is to fill in ("..."), and the shell's own signs."""
+        text = re.sub(r"^((\w+=\S*|until) )+|\$ft|; do .*| &$", "", self.text)
+        return [word for word in shlex.split(text) if word != "..."]
+
+
+def commands() -> list[Command]:
+    return [command for page in PAGES for command in commands_of(page)]
+
+
+def commands_of(page: Path) -> list[Command]:
+    """Those of fenced blocks, a continued line as one, and those in single backquotes."""
+    text, found = page.read_text(), []
+    for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        lines = re.sub(r" *\\\n *", " ", block).splitlines()
+        for number, line in enumerate(lines):
+            text_of, _, comment = line.removeprefix("$ ").partition(" #")
+            if is_command(text_of):
+                output = tuple(lines[number + 1 :]) if line.startswith("$ ") else ()
+                found.append(Command(page.name, text_of.strip(), comment.strip(), output))
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    quoted = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", outside)]
+    return found + [
+        Command(page.name, each, "", inline=True) for each in quoted if " " in each and is_command(each)
+    ]
+
+
+def is_command(text: str) -> bool:
+    return re.sub(r"^((\w+=\S*|until) )+", "", text).startswith(STARTS)
+
+
+def is_cheap(command: Command) -> bool:
+    return "needs " not in command.comment and not command.inline
+
+
+def check_options(words: list[str]) -> None:
+    """ConfigError, SystemExit or an assertion: the program would refuse these words."""
+    program, *rest = words
+    if program == "sbatch":
+        assert (ROOT / rest[0]).is_file()
+        check_verb("run_train.sh", rest[1:])
+    elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
+        check_verb(program.removeprefix("./"), rest)
+    elif program in (PYTHON, "python") and rest[0] == "-m":
+        check_module(rest[1], rest[2:])
+    elif program == PYTHON:
+        check_verb(rest[0], rest[1:])
+    else:
+        assert program.removeprefix(".venv/bin/") in NOT_OURS, program
+
+
+def check_module(name: str, arguments: list[str]) -> None:
+    if name == "jobs.launch":
+        launched = parse(arguments)
+        check_verb(launched.script, launched.arguments)
+    elif name == "pip":
+        assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
+    else:
+        assert importlib.util.find_spec(name), name
+
+
+def check_verb(script: str, arguments: list[str]) -> None:
+    assert (ROOT / script).is_file(), script
+    words = ["train_configs/demo.toml" if word == "F" else word for word in arguments]
+    if script.startswith("benchmarks/") or script == "run_tests.sh":
+        check_named(script, words)
+    elif "--help" not in words:
+        own, rest = OPTIONS.get(script), words
+        if own:
+            _, rest = split_options(words, own)
+        load_config(rest, checked=False)
+
+
+def check_named(script: str, words: list[str]) -> None:
+    """Options of a benchmark stand in its source, or in that of the module that it starts."""
+    folder = [
+        path.read_text()
+        for path in (ROOT / script).parent.glob("gpu_*.py" if script.endswith("gpu.sh") else script)
+    ]
+    source = "".join([(ROOT / script).read_text(), *folder])
+    for word in words if script != "run_tests.sh" else []:
+        assert not word.startswith("--") or f'"{word}"' in source, (script, word)
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_options_of_every_command_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shown_refusal = any(line.startswith("rossby: ") for line in command.output)
+    if not shown_refusal:
+        check_options(command.words)
+
+
+def is_planning(command: Command) -> bool:
+    return command.words[:2] == [PYTHON, "plan.py"]
+
+
+CHEAP = [command for command in commands() if is_cheap(command)]
+
+
+def test_what_is_not_run_here_says_what_it_needs() -> None:
+    """Commands without "needs": the plans, and what run_train.sh answers at once."""
+    others = [command for command in CHEAP if not is_planning(command)]
+    at_once = {"./run_train.sh --help", "./run_train.sh --training.stepz 3"}
+    assert {command.text for command in others} == at_once, "say what it needs, or run it here"
+
+
+@pytest.mark.parametrize("text", sorted({command.text for command in CHEAP if is_planning(command)}))
+def test_plans_of_the_documents(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In this process, without the seconds that it takes to start."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # which plan.py sets
+    monkeypatch.setattr(sys, "argv", shlex.split(text)[1:])
+    try:
+        plan.main()
+    except SystemExit as ended:
+        assert ended.code in (0, 1)  # 1: it does not fit
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in CHEAP if not is_planning(c)], ids=lambda command: command.text
+)
+def test_what_is_answered_at_once(command: Command) -> None:
+    environment = {"ROSSBY_PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "NGPU": "1"}
+    done = subprocess.run(
+        shlex.split(command.text), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if command.output:
+        assert done.stderr.splitlines() == list(command.output)
+    else:
+        assert done.returncode == 0 and "training.steps" in done.stdout
+
+
+def test_a_placeholder_is_no_document() -> None:
+    for page in PAGES:
+        assert not re.search(r"^[A-Z]{4,}$|\bTODO\b|\bTBD\b", page.read_text(), re.MULTILINE), page.name
+
+
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), (page.name, link)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+def test_a_configuration_says_where_its_data_come_from(path: Path) -> None:
+    """In its first lines, in the README's table, and where they are not there, as in a fresh clone."""
+    config = load_config(["--job.config_file", str(path)], checked=False)
+    readme = (ROOT / "README.md").read_text()
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `") and f"`{path.name}`" in line]
+    if not config.data.path.startswith("../"):
+        return
+    assert "../shared/data" in row and "../shared/data" in path.read_text().partition("\n\n")[0]
+    gone = config.data.path.replace("../shared", "../gone")
+    argv = ["--job.config_file", str(path), "--data.path", gone]
+    with pytest.raises(DataError) as error:
+        open_selection(load_config(argv).data, config.model.patch_size, ())
+    assert f"cannot read '{gone}'" in str(error.value) and "github.com/" in str(error.value)
+
+
+def test_every_page_is_looked_at() -> None:
+    assert {path for path in tracked_files() if path.suffix == ".md"} - {*PAGES} == {ROOT / "CHANGELOG.md"}
+    assert len(commands()) > 40
