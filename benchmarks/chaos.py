@@ -6,15 +6,21 @@ Every trial is one SIGKILL of the launcher and all its ranks: at any time, or ai
 copied, written, renamed, while an old one is deleted) or at loading. Runs alternate: one keeps its layout
 between restarts, and has to end with the same bits; the next takes a random layout of 1 to 4 ranks each time,
 and has to end within 1e-5. A trial is right when the newest checkpoint can be trusted and is at most the
-interval and the save in flight behind. Needs no GPU. Ends with 1 when anything is wrong.
+interval and the save in flight behind. Beside every other kill something else goes wrong: a disk that is full
+for a while, a second start in the same folder, a truncated file, a link and a stranger among the checkpoints.
+Needs no GPU; no disk is filled without the right to mount a small one. Ends with 1 when anything is wrong.
 """
 
 import argparse
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +44,8 @@ from tests.started_jobs import Job, last_step, losses, write_config
 
 STEPS, INTERVAL = 80, 4
 AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")
+TROUBLES = ("full disk", "second start", "truncated file", "link and stranger")
+DISK_BYTES = 2**29  # of a run's own disk: some checkpoints of it
 TOLERANCE = 1e-5
 LAYOUTS: dict[str, tuple[int, str]] = {
     "1 rank": (1, ""),
@@ -62,6 +70,7 @@ class Tally:
     """What the trials have shown."""
 
     killed_while: Counter[str] = field(default_factory=Counter)
+    troubles: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
     runs: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -106,6 +115,59 @@ def wait_for(aim: str, job: Job, rng: random.Random, start_seconds: float) -> No
         time.sleep(rng.uniform(0.0, 0.02) if aim == "writing" else 0.0)
 
 
+@contextmanager
+def own_disk(folder: Path) -> Iterator[bool]:
+    """A run's folder as a small disk in memory; False where this process may not mount one."""
+    folder.mkdir(parents=True)
+    size = f"size={DISK_BYTES}"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True)
+    mounted = mount.returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill_disk(job: Job, rng: random.Random) -> None:
+    """Not a byte is left for some seconds, in which checkpoints and metrics are written."""
+    ballast = job.folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)):
+            pass
+    time.sleep(rng.uniform(0.5, 4.0))
+    ballast.unlink()
+
+
+def start_again(job: Job, config: Path, tally: Tally) -> None:
+    """Another start in the folder of a run: refused, and the run goes on."""
+    second = start(config, job.folder, "1 rank")
+    if (code := second.end(120)) != 2 or "another run writes there" not in second.output:
+        tally.problems.append(f"a second start ended with {code}: {second.output[-300:]}")
+    second.log.unlink()
+
+
+def truncate_something(folder: Path, rng: random.Random) -> None:
+    """A file of the newest of several checkpoints, or one of the run's own."""
+    steps = complete_steps(folder / "checkpoints")
+    newest = list(step_folder(folder / "checkpoints", steps[-1]).iterdir()) if len(steps) > 1 else []
+    files = [path for path in (folder / "statistics.npz", folder / "metrics.jsonl") if path.exists()]
+    if not newest + files or list((folder / "checkpoints").glob("*.damaged")):
+        return  # one damaged checkpoint a run: the second could be the last
+    path = rng.choice(newest or files)
+    size = path.stat().st_size
+    os.truncate(path, rng.choice([0, size // 2, max(size - 1, 0)]))
+
+
+def add_strangers(folder: Path) -> None:
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir() or (checkpoints / "step-00009999").is_symlink():
+        return
+    (checkpoints / "step-00009999").symlink_to(folder)
+    (checkpoints / "step-00000001.incomplete").write_text("a file where a folder is expected")
+    (checkpoints / "notes.txt").write_text("a stranger")
+
+
 def hit(job: Job, before: float) -> str:
     """What the kill interrupted, from what it left behind."""
     checkpoints, step = job.folder / "checkpoints", last_step(job.folder)
@@ -119,13 +181,13 @@ def hit(job: Job, before: float) -> str:
     return "copying" if step % INTERVAL == 0 and step not in done else "between saves"
 
 
-def check_trial(folder: Path, tally: Tally, trial: int) -> None:
-    """After a kill: the newest checkpoint is whole, and not too far behind."""
+def check_trial(folder: Path, tally: Tally, trial: int, full: bool = False) -> None:
+    """After a kill: the newest checkpoint is whole and, unless the disk was full, not too far behind."""
     steps, step = complete_steps(folder / "checkpoints"), last_step(folder)
     newest = steps[-1] if steps else 0
     lost = step - newest
     tally.lost.append(max(lost, 0))
-    if lost > 2 * INTERVAL:
+    if lost > 2 * INTERVAL and not full:
         tally.problems.append(f"trial {trial}: {lost} steps lost")
     for done in steps:
         path = step_folder(folder / "checkpoints", done)
@@ -165,7 +227,13 @@ def undisturbed(config: Path, folder: Path, layout: str) -> tuple[dict[str, Tens
 
 
 def one_run(
-    config: Path, folder: Path, fixed: str, tally: Tally, trials: int, rng: random.Random
+    config: Path,
+    folder: Path,
+    fixed: str,
+    tally: Tally,
+    trials: int,
+    rng: random.Random,
+    full_disks: bool = False,
 ) -> tuple[int, list[str]]:
     """Kills a run again and again until it has ended, or `trials` are used up; then lets it end."""
     layouts, killed, start_seconds = [], 0, 8.0
@@ -181,11 +249,24 @@ def one_run(
             if job.process.returncode != 0:
                 tally.problems.append(f"ended with {job.process.returncode}: {job.output[-500:]}")
             return killed, layouts
+        trouble = rng.choice(TROUBLES) if rng.random() < 0.5 else ""
+        if trouble == "full disk" and full_disks:
+            fill_disk(job, rng)
+        if trouble == "second start":
+            start_again(job, config, tally)
+        if job.process.poll() is not None and job.process.returncode != 0:
+            tally.problems.append(f"{trouble}: ended with {job.process.returncode}: {job.output[-500:]}")
+            return killed, layouts
         job.kill_all()
         killed += 1
+        tally.troubles[trouble or "none"] += 1
         tally.killed_while[hit(job, job.started)] += 1
-        check_trial(folder, tally, len(tally.lost))
-        print(f"trial {len(tally.lost)}: {layouts[-1]}, step {last_step(folder)}", flush=True)
+        check_trial(folder, tally, len(tally.lost), trouble == "full disk")
+        print(f"trial {len(tally.lost)}: {layouts[-1]}, step {last_step(folder)} {trouble}", flush=True)
+        if trouble == "truncated file":
+            truncate_something(folder, rng)
+        if trouble == "link and stranger":
+            add_strangers(folder)
 
 
 def main() -> int:
@@ -202,11 +283,12 @@ def main() -> int:
         while left > 0 and not tally.problems:
             fixed = FIXED[number // 2 % 2] if number % 2 == 0 else ""
             folder = scratch / f"run-{number}"
-            killed, layouts = one_run(config, folder, fixed, tally, left, rng)
-            left, number = left - killed, number + 1
-            if tally.problems:
-                break
-            same, error = compare(folder, references[fixed or FIXED[0]], scratch)
+            with own_disk(folder) as mounted:
+                killed, layouts = one_run(config, folder, fixed, tally, left, rng, mounted)
+                left, number = left - killed, number + 1
+                if tally.problems:
+                    break
+                same, error = compare(folder, references[fixed or FIXED[0]], scratch)
             if (fixed and not same) or error > TOLERANCE:
                 tally.problems.append(f"run {number}: same bits {same}, difference {error:.1e}")
             tally.runs.append({"layout": fixed or "changing", "kills": killed, "same": same, "error": error})
@@ -222,6 +304,7 @@ def report(tally: Tally, seconds: float) -> int:
     row = {
         "trials": trials,
         "killed_while": tally.killed_while,
+        "troubles": tally.troubles,
         "lost": tally.lost,
         "runs": tally.runs,
         "problems": tally.problems,
@@ -232,6 +315,8 @@ def report(tally: Tally, seconds: float) -> int:
     print(f"{'kills that hit a save':44}{of_saves:>8}")
     for what, count in sorted(tally.killed_while.items()):
         print(f"  {'while ' + what:42}{count:>8}")
+    for what, count in sorted(tally.troubles.items()):
+        print(f"  {'beside them: ' + what:42}{count:>8}")
     bound = f"(never more than {INTERVAL} + {INTERVAL})"
     print(f"{'steps lost, most ' + bound:44}{max(tally.lost, default=0):>8}")
     print(f"{'steps lost, mean':44}{sum(tally.lost) / max(trials, 1):>8.1f}")
