@@ -231,3 +231,22 @@ def test_norms_biases_and_positions_do_not_decay():
     decayed, still = parameter_groups(dict(model.named_parameters()), 0.1)
     assert [p.shape for p in decayed["params"]] == [(2, 3)] and decayed["weight_decay"] == 0.1
     assert len(still["params"]) == 4 and still["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build, tmp_path, mode, monkeypatch):
+    folder, pauses = tmp_path / "checkpoints", []
+    run, checkpointer = Run(), build(mode, folder=folder)
+    in_the_way = folder / "step-00000001.incomplete"
+    in_the_way.write_text("a file where a folder has to be")
+    monkeypatch.setattr("checkpoints.checkpointer.time.sleep", pauses.append)
+    run.step()
+    run.save(checkpointer)
+    problem = checkpointer.finish(1, run.run)
+    assert "the last checkpoint, of step 1, could not be written" in problem and "\n" not in problem
+    assert pauses == [1, 2, 4, 8, 16] and complete_steps(folder) == []
+
+    checkpointer = build(mode, folder=folder)
+    run.save(checkpointer)
+    monkeypatch.setattr("checkpoints.checkpointer.time.sleep", lambda _: in_the_way.unlink(missing_ok=True))
+    assert checkpointer.finish(1, run.run) == "" and complete_steps(folder) == [1]

@@ -177,3 +177,22 @@ def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
     check_steps(tmp_path, 100)
     with pytest.raises(ValueError, match="training.steps = 60: .* already holds step 100"):
         check_steps(tmp_path, 60)
+
+
+def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, caplog):  # noqa: F811
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("not ours")
+    folder.mkdir()
+    (folder / "step-00000900").symlink_to(elsewhere)
+    (folder / "step-00000800.incomplete").symlink_to(elsewhere)
+    (folder / "step-00000700").write_text("a file")
+    (folder / "notes").mkdir()
+    before = sorted(folder.iterdir())
+    run, checkpointer = Run(), build("disabled", folder=folder)
+    assert not resume(checkpointer, run.run)
+    run.step()
+    run.save(checkpointer)
+    assert complete_steps(folder) == [1]
+    assert (elsewhere / "precious").exists() and set(before) < set(folder.iterdir())
+    assert caplog.text.count("left alone") == 4

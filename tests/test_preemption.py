@@ -4,13 +4,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from checkpoints.files import complete_steps
 from command_line import load_config
 from config_checks import wall_time_seconds
-from jobs.preemption import EXIT_SAVED, Agreement
+from errors import ConfigError
+from jobs.preemption import EXIT_SAVED, Agreement, started_at
 from jobs.watchdog import Watchdog
 from tests.distributed import Ranks
 from tests.started_jobs import last_step, losses, write_config
@@ -131,3 +133,33 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
     again = start_job(config_file, run, "--training.steps", str(step + 3), NGPU="2")
     assert again.end() == 0, again.output
     assert f"from step {step} to" in again.output and sorted(losses(run)) == list(range(1, step + 4))
+
+
+def test_ctrl_c_in_one_process_saves_and_ends_in_one_line(start_job, tmp_path):
+    config_file, run = write_config(tmp_path), tmp_path / "run"
+    job = start_job(config_file, run, "--data.num_workers", "1")
+    job.wait_for_step(10)
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: every process hears it
+    assert job.end() == EXIT_SAVED, job.output
+    step = last_step(run)
+    assert complete_steps(run / "checkpoints") == [step] and "Traceback" not in job.output
+    assert f"SIGINT on rank 0: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
+
+
+def test_a_signal_during_the_check_of_the_command_line_leaves_nobody(start_job, tmp_path):
+    job = start_job(write_config(tmp_path), tmp_path / "run", NGPU="2")
+    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+    while not (pids := children.read_text().split()):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    job.process.terminate()
+    assert job.end(20) == 143, job.output
+    time.sleep(1)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert "Traceback" not in job.output
+
+
+def test_a_start_that_is_no_time_is_one_line(monkeypatch):
+    monkeypatch.setenv("ROSSBY_STARTED", "abc")
+    with pytest.raises(ConfigError, match="ROSSBY_STARTED = 'abc': .* seconds since 1970"):
+        started_at()
