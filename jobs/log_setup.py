@@ -1,12 +1,23 @@
 """What the ranks say on the terminal."""
 
 import logging
+import sys
 import warnings
+
+from tqdm import tqdm
+
+
+class AboveBars(logging.StreamHandler):
+    """Says a line above the progress bars that stand on the terminal, and not in the middle of one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
 
 
 def start_logging(is_first: bool) -> None:
     """One line a message from rank 0; other ranks speak of warnings and errors only."""
-    logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(handlers=[AboveBars()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
     # Said by every rank, known, and nothing to be done about: gloo has no all-to-all, a mesh of two axes is
     # reduced one axis after the other, and nobody writes into what FSDP's modules return.
