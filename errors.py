@@ -77,11 +77,17 @@ def is_first_to_say() -> bool:
     return True
 
 
+def tell(text: str) -> None:
+    """A line on stderr: on a terminal in the place of a progress bar that may stand where the cursor is."""
+    erased = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{erased}rossby: {text}", file=sys.stderr, flush=True)
+
+
 def end_when_interrupted() -> None:
     """Ctrl-C ends this process in one line, until somebody listens who has something to save."""
 
     def end(*_: object) -> None:
-        print("rossby: interrupted", file=sys.stderr, flush=True)
+        tell("interrupted")
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)
@@ -94,7 +100,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (UserError, RunFailed) as error:
         if is_first_to_say():
-            print(f"rossby: {without_secrets(' '.join(str(error).splitlines()))}", file=sys.stderr)
+            tell(without_secrets(" ".join(str(error).splitlines())))
         sys.exit(BAD_INPUT if isinstance(error, UserError) else FAILED)
     except RuntimeError as error:
         if not is_lost_loader(error):

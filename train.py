@@ -26,7 +26,7 @@ from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import RunFolder
 from checkpoints.run_state import global_batch_size, go_back, resume
 from config import Config
-from errors import RunFailed, one_line_errors
+from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
@@ -177,7 +177,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- at the end: scores and plots, unless it is to be started again ----------------------------
     if decision.stop:
         if is_first and not unsaved:
-            print(f"rossby: {farewell(decision.stop, progress.step, saves.saves)}", file=sys.stderr)
+            tell(farewell(decision.stop, progress.step, saves.saves))
         metrics.close()
         leave(watchdog, agreement, held)
         end(EXIT_SAVED, unsaved)

@@ -6,6 +6,8 @@ import traceback
 import warnings
 from typing import Any
 
+from tqdm import tqdm
+
 from errors import without_secrets
 
 
@@ -20,9 +22,17 @@ def print_without_secrets(kind: type[BaseException], error: BaseException, trace
     print(without_secrets(text), end="", file=sys.stderr)
 
 
+class AboveBars(logging.StreamHandler):
+    """Says a line above the progress bars that stand on the terminal, and not in the middle of one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+
 def start_logging(is_first: bool) -> None:
     """One line a message from rank 0; other ranks speak of warnings and errors only."""
-    logging.basicConfig(format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(handlers=[AboveBars()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     for handler in logging.getLogger().handlers:
         handler.addFilter(hide_secrets)
     sys.excepthook = print_without_secrets

@@ -1,5 +1,6 @@
 """Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
 
+import os
 import time
 import warnings
 from collections import defaultdict
@@ -98,6 +99,8 @@ class Profiler:
 
     def _build(self, freq: int, num_steps: int) -> profile:
         num_steps = min(num_steps, max(freq - WARMUP_STEPS, 1))
+        # Read at the first recording: without it kineto says on stderr when one begins and when it ends.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         return profile(
             activities=activities,

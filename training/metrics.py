@@ -112,8 +112,7 @@ class Metrics:
         now = time.monotonic()
         if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
-            with tqdm.external_write_mode(file=sys.stderr):
-                logger.info(dense_line(record))
+            logger.info(dense_line(record))
 
     def write(self, record: dict[str, Any]) -> None:
         """One object into metrics.jsonl and its numbers into TensorBoard; not-a-number becomes null."""

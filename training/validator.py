@@ -1,10 +1,16 @@
 """A run's own validation: forecasts over every date of the validation period, beside what costs nothing."""
 
+import logging
+import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
 
 from checkpoints.run_state import RunState
 from config import Config
@@ -16,8 +22,36 @@ from training.objective import Objective
 from training.samples import Samples
 from training.update import Saves
 from verification.baselines import FIT_SAMPLES, fit_baselines
-from verification.rollout import model_forecast
+from verification.rollout import Forecast, model_forecast
 from verification.validation import Scores, Validation
+
+logger = logging.getLogger(__name__)
+
+
+def progress_bar(batches: int) -> tqdm:
+    """Of one validation, on the first rank; into a file only of a long one, a line every half minute."""
+    seconds = 0.0 if sys.stderr.isatty() else 30.0
+    return tqdm(
+        total=batches,
+        desc="validation",
+        unit="batch",
+        leave=False,
+        dynamic_ncols=True,
+        disable=dist.get_rank() != 0,
+        delay=seconds,
+        mininterval=max(seconds, 0.1),
+    )
+
+
+def counted(forecast: Forecast, bar: tqdm) -> Forecast:
+    """The same forecast; the bar moves with every batch of dates."""
+
+    def run(*batch: Any) -> Tensor:
+        fields = forecast(*batch)
+        bar.update()
+        return fields
+
+    return run
 
 
 class Validator:
@@ -67,9 +101,13 @@ class Validator:
             return None
         self.model.train(False)
         self.saves.before_update()  # averages take the place of weights that are still being copied
-        with span("validation"), self._averaged():
-            scores = self.validation.run(self.forecast, self.baselines, self.objective.of_fields)
+        started = time.monotonic()
+        with span("validation"), self._averaged(), progress_bar(len(self.validation.sampler)) as bar:
+            scores = self.validation.run(
+                counted(self.forecast, bar), self.baselines, self.objective.of_fields
+            )
         self.model.train()
+        logger.info(f"validated {scores.num_dates} dates in {time.monotonic() - started:.1f} s")
         self.metrics.write(scores.record(step))
         return scores
 

@@ -1,0 +1,63 @@
+"""What a run looks like on a terminal: one thing a line, and nothing that nobody asked for."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from tests.started_jobs import ROOT, write_config
+
+STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
+
+
+def shown(command: list[str], **environment: str) -> str:
+    """All that a program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 110))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    parts = []
+    try:
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    except OSError:
+        pass  # Linux: nobody has the terminal open any more
+    os.close(ours)
+    assert process.wait() == 0, b"".join(parts)
+    return b"".join(parts).decode()
+
+
+def test_bar_and_log_do_not_share_a_line(tmp_path: Path) -> None:
+    """Validation says how far it is and what it took; a recording of the profiler says nothing."""
+    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    options = ["--validation.enable", '--data.validation_period=["2020-01-10","2020-01-11"]']
+    options += ["--validation.lead_hours=[6]", "--validation.plots=false", "--profiling.enable_profiling"]
+    steps = ["--training.steps=8", "--profiling.profile_freq=4", "--checkpoint.enable=false"]
+    text = shown([sys.executable, "train.py", *files, *options, *steps])
+    lines = re.split(r"[\r\n]|\x1b\[A", text)  # \r: written over; ESC [A: one line up
+    stamped = [line for line in lines if re.search(STAMP, line)]
+    assert len(stamped) >= 5 and all(re.match(STAMP, line) for line in stamped), text
+    assert any("/8 [" in line for line in lines) and any(line.startswith("validation:") for line in lines)
+    assert re.search(r"validated 3 dates in \d+\.\d s", text)
+    assert "USDT" not in text and ".cpp:" not in text, text
+
+
+def test_an_error_takes_the_place_of_a_bar() -> None:
+    program = """
+import sys
+from tqdm import tqdm
+from errors import RunFailed, one_line_errors
+bar = tqdm(total=9)
+try:
+    with one_line_errors():
+        raise RunFailed("the run cannot go on")
+except SystemExit as ended:
+    assert ended.code == 1
+bar.disable = True
+"""
+    text = shown([sys.executable, "-c", program])
+    assert text.partition("\x1b[K")[2].strip() == "rossby: the run cannot go on"
