@@ -87,9 +87,19 @@ def read_toml(
     return merge(read_toml(base_path, schema, f"{path}: extends", (*seen, real)), values)
 
 
+def _is_endless(path: Path) -> bool:
+    """A device, or a pipe that nobody may ever write into; a shell's <(...) is one that somebody does."""
+    piped = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    return path.exists() and not (path.is_file() or path.is_dir() or piped)
+
+
 def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
     try:
+        if _is_endless(path):
+            raise ConfigError(f"{named_by} = {path}: a device or a pipe; a TOML file expected")
         text = path.read_text(encoding="utf-8-sig")
+    except ConfigError:
+        raise  # a ValueError too
     except UnicodeDecodeError:
         raise ConfigError(f"{named_by} = {path}: not a text file; a TOML configuration expected") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte

@@ -93,6 +93,8 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
         for name in names:
             if name not in valid:
                 raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
+    if not options.regions:
+        raise ConfigError(f"--regions '': name one of {', '.join(REGIONS)}, or all")
     return options, rest
 
 
@@ -305,6 +307,8 @@ def run(config: Config, options: Namespace) -> int:
     forecasts = open_forecasts(options.forecast, folder, picks)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
+    for gate in options.gates:
+        gate.check(variables, first.leads)
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)

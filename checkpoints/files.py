@@ -32,6 +32,7 @@ from errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
+OURS = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
 MANIFEST = "manifest.json"
 CHUNK = 2**24  # bytes read at once for a checksum
 
@@ -229,7 +230,7 @@ def prune(folder: Path, keep: int) -> None:
 def clear_leftovers(folder: Path) -> None:
     """What a killed run left half written or half deleted; what no run has made is named and left alone."""
     for path in sorted(folder.iterdir()):
-        if not is_own(path) or not path.name.startswith("step-"):
+        if not is_own(path) or not OURS.match(path.name):
             logger.warning("%s: is no checkpoint of this run (a link, or a stranger); left alone", path)
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped meanwhile; removed", path)

@@ -79,6 +79,8 @@ def _open(file: StoredFile) -> Any:
     if file.kind == "zarr":
         import zarr
 
+        import datasets.stores  # noqa: F401  # which zarr decodes with from here on
+
         return zarr.open_group(file.path, mode="r")
     if file.kind == "hdf5":
         import h5py

@@ -1,12 +1,21 @@
-"""Zarr stores in WeatherBench2's schema, made empty and filled later: what is not written yet is NaN."""
+"""Zarr stores in WeatherBench2's schema, made empty and filled later: what is not written yet is NaN.
+
+And the codecs that every store is read with, which importing this enters into Zarr's registries: a blosc
+chunk that was cut short is refused, where the library reads past its end and gives what lies there.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numcodecs
 import numpy as np
 import xarray as xr
 import zarr
 from numcodecs import Blosc
+from numcodecs.compat import ensure_contiguous_ndarray
+from zarr.codecs import BloscCodec
+from zarr.registry import register_codec
 
 from datasets.grid import Grid
 from datasets.variables import group_levels, split_name, units
@@ -58,3 +67,39 @@ def create_store(
             attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, "")},
         )
     zarr.consolidate_metadata(str(path), zarr_format=2)
+
+
+# -- chunks that are whole
+
+HEADER, SIZE_AT = 16, slice(12, 16)  # blosc 1: the last four bytes of its header are the chunk's size
+
+
+def check_whole(chunk: Any) -> None:
+    """RuntimeError, as blosc raises for other damage: these are not the bytes that the header speaks of."""
+    content = memoryview(chunk).cast("B")
+    written = int.from_bytes(content[SIZE_AT], "little")
+    if len(content) < HEADER or written != len(content):
+        raise RuntimeError(f"a blosc chunk of {len(content)} bytes, of which {written} were written")
+
+
+class WholeBlosc(Blosc):
+    """Of format 2."""
+
+    codec_id = "blosc"
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        check_whole(ensure_contiguous_ndarray(buf))
+        return super().decode(buf, out)
+
+
+class WholeBloscCodec(BloscCodec):
+    """Of format 3."""
+
+    async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+        check_whole(chunk_bytes.as_numpy_array())
+        return await super()._decode_single(chunk_bytes, chunk_spec)
+
+
+numcodecs.register_codec(WholeBlosc)
+register_codec("blosc", WholeBloscCodec)
+zarr.config.set({"codecs.blosc": f"{__name__}.{WholeBloscCodec.__name__}"})  # of the two, this one

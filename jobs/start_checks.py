@@ -27,7 +27,7 @@ from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
 from models.unet import UNet
-from parallelisms.degrees import check_processes, number_in_environment
+from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 
@@ -38,6 +38,7 @@ def open_checked(config: Config) -> Selection:
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     selection = open_selection(config.data, config.model.patch_size, lead_hours)
     check_model(config, selection.archive.grid)
+    check_memory(config, len(selection.variables), selection.archive.grid)
     check_resume(config, selection)
     if config.checkpoint.enable:
         check_steps(config.dump_folder / "checkpoints", config.training.steps)
@@ -53,11 +54,10 @@ def check_machine(config: Config) -> None:
     if backend == "nccl" and not num_gpus:
         refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
     use_cuda = num_gpus > 0 and backend != "gloo"
-    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
-    local_ranks = number_in_environment(name)
-    check_processes(name, local_ranks)
-    if use_cuda and local_ranks > num_gpus:
-        refuse(name, local_ranks, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    name, number = local_ranks()
+    check_processes(name, number)
+    if use_cuda and number > num_gpus:
+        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
         reason = "needs CUDA devices and compile.enable = true; set it to false"
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
@@ -73,6 +73,12 @@ def check_machine(config: Config) -> None:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
 
 
+def local_ranks() -> tuple[str, int]:
+    """The ranks of this host, and the environment variable that says so."""
+    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
+    return name, number_in_environment(name)
+
+
 def check_folder(key: str, folder: Path) -> None:
     """ConfigError: it cannot be made, or written to. Changes nothing."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -83,6 +89,34 @@ def check_folder(key: str, folder: Path) -> None:
             return
     except OSError as error:
         refuse(key, str(folder), f"{there} is no folder that can be written to ({error.strerror})")
+
+
+def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
+    """ConfigError: not even the parameters of the ranks here, or the fields of one batch, fit this machine.
+
+    Less than any run takes: what is close to the limit is the planner's to say.
+    """
+    gpus = range(torch.cuda.device_count() if config.comm.backend != "gloo" else 0)
+    memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    model, world = config.model, num_ranks()
+    if model.name == "vit":
+        numbers = model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim
+        hosts = max(world // local_ranks()[1], 1)
+        _check_bytes("model.dim", model.dim, f"{model.num_layers} layers of it", 4 * numbers // hosts, memory)
+    batch = config.training.local_batch_size
+    fields = 2 * 4 * batch * num_variables * math.prod(grid.shape)  # inputs and targets
+    _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
+
+
+def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
+    if needed > memory:
+        reason = f"{what} are {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}"
+        refuse(key, value, f"{reason}; take less, or more ranks on more machines")
+
+
+def host_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_model(config: Config, grid: Grid) -> None:

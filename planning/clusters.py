@@ -14,6 +14,7 @@ from planning.hardware import Cluster, Device, Link
 from project_folder import in_project
 
 MACHINES = Path(__file__).with_name("clusters.toml")
+MOST_DEVICES = 1_000_000
 CALIBRATION = Path(in_project("outputs/calibration.json"))
 THIS = "this"  # the machine that was calibrated
 Table = dict[str, Any]  # one machine of a TOML file
@@ -68,6 +69,8 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
     for pattern in (r"(.+)x(\d+)", r"(.*[^\d])(\d+)"):  # "x" first: "a100" is not 100 devices of "a"
         found = re.fullmatch(pattern, name)
         if found and found[1] in machines:
+            if int(found[2]) > MOST_DEVICES:
+                raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
             return found[1], int(found[2])
     spellings = (re.sub(r"x?\d*$", "", name.lower()), name.lower())
     near = [match for text in spellings for match in difflib.get_close_matches(text, machines, 1)]

@@ -170,7 +170,11 @@ def open_climatology(path: str) -> Climatology:
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
     names = [name for name in file.arrays if coordinate_role(file, name, CLIMATOLOGY_ROLES) == "hour"]
-    hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
+    try:
+        hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = f"its hours cannot be read ({error}); remove it, and it is computed again"
+        raise DataError(f"{path!r}: {reason}") from None
     return Climatology(path, fields, hours)
 
 

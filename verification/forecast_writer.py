@@ -9,8 +9,10 @@ is NaN. Zarr 2 with consolidated metadata. Shapes: B states, V variables, H lati
 """
 
 import json
+import logging
 import os
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,7 @@ from datasets.stores import all_levels, create_store
 from datasets.variables import group_levels
 from errors import ConfigError
 
+logger = logging.getLogger(__name__)
 FINISHED = ".finished"
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
 NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
@@ -57,6 +60,7 @@ class ForecastStore:
         """Makes the store, or takes the one that is there. ConfigError: that is another forecast's."""
         if self.path.exists():
             self._check_same(about)
+            self._restore_metadata()
             self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
@@ -72,6 +76,16 @@ class ForecastStore:
         create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
+
+    def _restore_metadata(self) -> None:
+        """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast."""
+        try:
+            json.loads((self.path / ".zmetadata").read_text())["metadata"]
+        except (OSError, ValueError, KeyError, TypeError):
+            logger.warning("%s: is damaged; written again", self.path / ".zmetadata")
+            (self.path / ".zmetadata").unlink(missing_ok=True)
+            with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
+                zarr.consolidate_metadata(str(self.path), zarr_format=2)
 
     def _check_same(self, about: dict[str, Any]) -> None:
         """A store is gone on with only where every byte of it would be the same."""

@@ -177,6 +177,14 @@ class Gate:
         metric, variable, lead, sign, limit = match.groups()
         return cls(metric, variable, int(lead), sign, float(limit))
 
+    def check(self, variables: Sequence[str], leads: np.ndarray) -> None:
+        """Before anything is scored. ConfigError: no such variable, or lead (L,) timedelta64."""
+        if self.variable not in variables and "wind_vector" not in self.variable:
+            raise ConfigError(f"--gate: no variable {self.variable!r}; there are {', '.join(variables)}")
+        if np.timedelta64(self.lead, "h") not in leads:
+            hours = (leads / np.timedelta64(1, "h")).astype(int).tolist()
+            raise ConfigError(f"--gate: no lead of {self.lead} h; there are {hours}")
+
     def value(self, scores: xr.Dataset) -> float:
         """ConfigError, with what there is, where there is no such score."""
         hours = lead_hours(scores)

@@ -1,0 +1,104 @@
+"""What benchmarks/attack.py found: each failed before it was mended."""
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from numcodecs import Blosc
+from zarr.codecs import BloscCodec
+
+from checkpoints.files import clear_leftovers
+from command_line import load_config
+from datasets.files import open_file
+from datasets.grid import Grid
+from errors import ConfigError, DataError
+from evaluate import parse_options
+from jobs.start_checks import check_machine, open_checked
+from planning.clusters import load_cluster
+from tests.started_jobs import write_config
+from verification.climatology import open_climatology
+from verification.forecast_writer import ForecastStore, StoreIndex
+from verification.report import Gate
+
+
+@pytest.mark.parametrize("format", [2, 3])
+@pytest.mark.parametrize("keep", [-1, 100])
+def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, format, keep):
+    """Where nothing can be compressed, blosc copies as many bytes as there were."""
+    root = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=format)
+    codec = Blosc() if format == 2 else BloscCodec()
+    values = np.random.default_rng(0).integers(0, 2**32, (6, 8)).astype("u4")
+    root.create_array("x", data=values, chunks=(6, 8), compressors=codec)
+    path = next(p for p in (tmp_path / "a.zarr/x").rglob("*") if p.name in ("0.0", "0") and p.is_file())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(RuntimeError, match="blosc chunk of"):
+        open_file(str(tmp_path / "a.zarr")).fetch("x")
+
+
+def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
+    """They were started until the kernel killed others."""
+    monkeypatch.setenv("NGPU", "1000000")
+    config = load_config(["--job.config_file", str(write_config(tmp_path)), "--training.local_batch_size=2"])
+    with pytest.raises(ConfigError, match="NGPU = 1000000: so many processes do not fit"):
+        check_machine(config)
+
+
+@pytest.mark.parametrize(
+    "more", ["--model.dim=65536 --model.num_layers=4096", "--training.local_batch_size=65536"]
+)
+def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch, more):
+    options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    monkeypatch.setattr("jobs.start_checks.host_memory", lambda: 2**24)
+    open_checked(load_config(options))
+    with pytest.raises(ConfigError, match="GiB, and this machine has"):
+        open_checked(load_config([*options, *more.split()]))
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/zero"])
+def test_a_device_is_no_configuration(path):
+    """It was read until memory ran out."""
+    with pytest.raises(ConfigError, match="a device or a pipe"):
+        load_config(["--job.config_file", path])
+
+
+def test_gates_and_regions_are_checked_before_anything_is_scored():
+    leads = np.array([6, 12], "timedelta64[h]")
+    Gate.parse("rmse/t@6h<1").check(["t"], leads)
+    for text in ("rmse/t@7h<1", "rmse/z@6h<1"):
+        with pytest.raises(ConfigError, match="--gate: no"):
+            Gate.parse(text).check(["t"], leads)
+    with pytest.raises(ConfigError, match="--regions ''"):
+        parse_options(["--regions", ""])
+
+
+def test_a_cluster_of_any_number_of_devices_is_none():
+    with pytest.raises(ConfigError, match="at most 1,000,000 devices"):
+        load_cluster("a100x99999999999999")
+
+
+def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):
+    for name in ("step-backup", "step-00000001", "step-00000002.damaged-again"):
+        (tmp_path / name).mkdir()
+    clear_leftovers(tmp_path)
+    assert caplog.text.count("left alone") == 1 and "step-backup" in caplog.text
+
+
+def test_damaged_consolidated_metadata_of_a_forecast_are_written_again(tmp_path):
+    grid = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0))
+    index = StoreIndex(["2m_temperature"], grid, np.array(["2020-01-01"], "datetime64[s]"), [6])
+    store = ForecastStore(tmp_path / "forecast.zarr", index)
+    store.create({"weights": 1})
+    (store.path / ".zmetadata").write_bytes(b"{")
+    store.create({"weights": 1})
+    assert xr.open_zarr(store.path)["2m_temperature"].shape == (1, 1, 2, 4)
+
+
+def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):
+    hours = {"hour": [0, 6], "latitude": [30.0, -30.0], "longitude": np.arange(0, 360, 90.0)}
+    field = xr.DataArray(
+        np.zeros((2, 2, 4), "f4"), hours, ("hour", "latitude", "longitude"), "2m_temperature"
+    )
+    field.to_dataset().to_zarr(tmp_path / "c.zarr", zarr_format=2)
+    (tmp_path / "c.zarr/hour/0").write_bytes(b"")
+    with pytest.raises(DataError, match="c.zarr.* cannot be read"):
+        open_climatology(str(tmp_path / "c.zarr"))
