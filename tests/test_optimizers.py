@@ -150,7 +150,9 @@ def go_on(name: str, state_dtype: str, folder: Path) -> dict[str, Any]:
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[n], right[n]) for n in left)
+    return left.keys() == right.keys() and all(
+        np.array_equal(left[n], right[n], equal_nan=True) for n in left
+    )
 
 
 @pytest.mark.parametrize("state_dtype", COMPACT)
