@@ -1,5 +1,6 @@
-# Sourced by run_train.sh, run_tests.sh and .ci/run: sets PYTHON, after building .venv from requirements.txt where
-# it is missing or of other versions. Nothing outside this folder is touched, and the current one stays what it was.
+# Sourced by run_train.sh, run_tests.sh, docs/slurm.sbatch and .ci/run: sets PYTHON, after building .venv from
+# requirements.txt where it is missing or of other versions. Nothing outside this folder is touched, and the current
+# folder stays what it was.
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 if [[ -n "${ROSSBY_PYTHON:-}" ]]; then
     PYTHON=$ROSSBY_PYTHON
@@ -8,7 +9,9 @@ else
     PYTHON=$project/.venv/bin/python
     is_set_up() { cmp -s "$project/requirements.txt" "$project/.venv/installed.txt"; }
     if ! is_set_up; then
-        exec 9>"$project/.setup.lock" && flock 9 # two starts at once: the second waits, and finds it done
+        # Two starts at once: the second waits, and finds it done.
+        exec 9>"$project/.setup.lock"
+        flock 9 || echo "rossby: no locks in $project: one start at a time until .venv is there" >&2
     fi
     if ! is_set_up; then
         for base in python3 python3.12 python3.11 ''; do
