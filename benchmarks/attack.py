@@ -26,15 +26,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import attack_files, attack_run, attack_schema
+from benchmarks import attack_data, attack_faults, attack_files, attack_layouts, attack_run, attack_schema
 from benchmarks.attack_case import BAD, VERDICTS, Answer, Case, Ended, Runner, Runners, attempt
 from benchmarks.attack_stage import Stage, build
 from benchmarks.results_file import record
 
 KINDS: dict[str, Callable[[Stage, random.Random], Iterator[Case]]] = {
     attack_schema.KIND: attack_schema.cases,
+    attack_layouts.KIND: attack_layouts.cases,
+    attack_data.KIND: attack_data.cases,
     attack_run.KIND: attack_run.cases,
     attack_files.KIND: attack_files.cases,
+    attack_faults.KIND: attack_faults.cases,
 }
 TAIL = 600  # characters of an output that are shown
 

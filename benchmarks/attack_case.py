@@ -27,7 +27,8 @@ LINE, RIGHT, SILENT, TRACEBACK, HUNG, OTHER = VERDICTS = (
 BAD = (SILENT, TRACEBACK, HUNG, OTHER)
 VERBS = ("train", "forecast", "evaluate", "plan", "checks")
 # A line of a run's log, or a progress bar: no answer, and nothing against one.
-LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[")
+LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[|rank +\d+: ")
+CPP = re.compile(r"frame #\d+|Warning: .*|Exception .*|\[rank\d+\].*")  # what no table of a log holds
 Answer = tuple[str, str]  # a verdict, and why
 
 
@@ -73,15 +74,19 @@ class Case:
 # -- right answers
 
 
-def refused(*words: str, code: int = 2) -> Right:
-    """One line with all the words, nothing else that is no log, this exit code."""
+def refused(*words: str, code: int = 2, alone: bool = True) -> Right:
+    """One line with all the words, nothing else that is no log, this exit code.
+
+    alone: False after training, whose log has tables of several lines.
+    """
 
     def judge(ended: Ended) -> Answer:
         if ended.code == 0:
             return SILENT, "accepted"
         if ended.code != code:
             return OTHER, f"exit code {ended.code}, not {code}"
-        lines = [line for line in ended.stderr.splitlines() if line.strip() and not LOGGED.match(line)]
+        written = ended.stderr.splitlines() if alone else [*ended.said, *re.findall(CPP, ended.stderr)]
+        lines = [line for line in written if line.strip() and not LOGGED.match(line)]
         if len(lines) != 1 or ended.said != lines:
             return OTHER, f"{len(lines)} lines, {len(ended.said)} of them an answer"
         missing = [word for word in words if word not in lines[0]]
@@ -134,11 +139,12 @@ def judge(case: Case, ended: Ended) -> Answer:
         return HUNG, f"still there after {case.limit:g} s"
     if "Traceback (most recent" in ended.stderr + ended.stdout:
         return TRACEBACK, "traceback"
-    if ended.code < 0 or "terminate called" in ended.stderr:
-        return TRACEBACK, f"ended by signal {-ended.code}"
     if ended.left:
         return HUNG, "processes were left"
-    return case.right(ended)
+    answer = case.right(ended)
+    if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
+        return TRACEBACK, f"ended by signal {-ended.code}"
+    return answer
 
 
 # -- running them

@@ -78,7 +78,8 @@ def durations(values: np.ndarray, unit: str) -> np.ndarray:
         raise DataError(f"its time has units {unit!r}, not those of a time such as 'hours'") from None
     whole = values.dtype.kind in "iu" and scale >= 1  # of any size: nothing is rounded
     seconds = values.astype(np.int64) * int(scale) if whole else np.round(values * scale)
-    return seconds.astype(np.int64).astype("timedelta64[s]")
+    with np.errstate(invalid="ignore"):  # what is no number becomes NaT
+        return seconds.astype(np.int64).astype("timedelta64[s]")
 
 
 def stored_fields(
@@ -91,13 +92,21 @@ def stored_fields(
     DataError where the file has no latitude or longitude, or a coordinate that makes no sense.
     """
     try:
-        if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
-            return _tutorial_fields(file), {}
-        if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
-            return _anemoi_fields(file, picks or {}), {}
-        return _named_fields(file, more_roles or {}, picks or {})
+        with np.errstate(invalid="ignore"):  # coordinates without numbers are refused, in one line
+            return _fields_of(file, more_roles or {}, picks or {})
     except (ValueError, OSError, KeyError, RuntimeError) as error:  # the last three: coordinates cut short
         raise DataError(f"cannot read {file.path!r}: {' '.join(str(error).split())}") from error
+
+
+def _fields_of(
+    file: StoredFile, more_roles: Mapping[str, str], picks: Mapping[str, str]
+) -> tuple[list[StoredField], dict[str, str]]:
+    """By what the file has inside."""
+    if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
+        return _tutorial_fields(file), {}
+    if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
+        return _anemoi_fields(file, picks), {}
+    return _named_fields(file, more_roles, picks)
 
 
 _NOTHING = StoredArray((), (), np.dtype("f4"), {}, None)

@@ -23,6 +23,7 @@ from errors import DataError
 
 logger = logging.getLogger(__name__)
 Numbers = dict[str, list[float]]  # mean, std, change_std -> one number a variable
+ROUNDING = 1e-7  # of float32: what varies less is one number
 BLOCK_BYTES = 2**28  # of fields read at once while streaming
 
 
@@ -198,6 +199,8 @@ def compute(
     if not total.size:
         raise DataError(f"data.variables = {variables}: no training date has values for all of them")
     mean, std = state.mean_and_std()
+    for v in np.flatnonzero(state.constant()):
+        logger.warning(f"data.path: {variables[v]} is {mean[v]:g} in all cells on all dates")
     with np.errstate(invalid="ignore"):
         mean_field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
     change_std = change.mean_and_std()[1] if change.weight.size else std
@@ -247,6 +250,11 @@ class _Moments:
         self.weight += area.sum(axis=(1, 2))
         self.first += (area * anomaly).sum(axis=(1, 2))
         self.second += (area * anomaly**2).sum(axis=(1, 2))
+
+    def constant(self) -> np.ndarray:
+        """(V,) bool: which are one number everywhere."""
+        variance = self.second / self.weight - (self.first / self.weight) ** 2
+        return variance <= (ROUNDING * self.shift) ** 2
 
     def mean_and_std(self) -> tuple[np.ndarray, np.ndarray]:
         mean = self.first / self.weight

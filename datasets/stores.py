@@ -4,6 +4,7 @@ And the codecs that every store is read with, which importing this enters into Z
 chunk that was cut short is refused, where the library reads past its end and gives what lies there.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,5 +102,7 @@ class WholeBloscCodec(BloscCodec):
 
 
 numcodecs.register_codec(WholeBlosc)
+# A folder in a store that is none: what is missing is said by who needs it.
+warnings.filterwarnings("ignore", message="Object at .* is not recognized")
 register_codec("blosc", WholeBloscCodec)
 zarr.config.set({"codecs.blosc": f"{__name__}.{WholeBloscCodec.__name__}"})  # of the two, this one

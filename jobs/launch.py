@@ -26,6 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+if "TORCH_CPP_LOG_LEVEL" not in os.environ:  # a broken connection is one line here, not C++ frames
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 

@@ -98,11 +98,16 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     """
     gpus = range(torch.cuda.device_count() if config.comm.backend != "gloo" else 0)
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    model, world = config.model, num_ranks()
+    model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
     if model.name == "vit":
-        numbers = model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim
-        hosts = max(world // local_ranks()[1], 1)
-        _check_bytes("model.dim", model.dim, f"{model.num_layers} layers of it", 4 * numbers // hosts, memory)
+        key, numbers = (
+            "dim",
+            model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
+        )
+    else:
+        built = build_model(model, 1, 0, grid.shape, grid.periodic)
+        key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
+    _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
     batch = config.training.local_batch_size
     fields = 2 * 4 * batch * num_variables * math.prod(grid.shape)  # inputs and targets
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)

@@ -9,12 +9,15 @@ from zarr.codecs import BloscCodec
 
 from checkpoints.files import clear_leftovers
 from command_line import load_config
+from datasets.era5 import open_archive
 from datasets.files import open_file
-from datasets.grid import Grid
+from datasets.grid import Grid, area_weights
+from datasets.normalization import compute
 from errors import ConfigError, DataError
 from evaluate import parse_options
 from jobs.start_checks import check_machine, open_checked
 from planning.clusters import load_cluster
+from tests.archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from verification.climatology import open_climatology
 from verification.forecast_writer import ForecastStore, StoreIndex
@@ -102,3 +105,27 @@ def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "c.zarr/hour/0").write_bytes(b"")
     with pytest.raises(DataError, match="c.zarr.* cannot be read"):
         open_climatology(str(tmp_path / "c.zarr"))
+
+
+def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
+    ds = analyses()
+    ds["2m_temperature"][:] = 280
+    archive = open_archive(weatherbench(tmp_path, ds))
+    area = area_weights(archive.grid.latitude)
+    compute(
+        archive, ["2m_temperature", "geopotential:500"], np.arange(5), np.timedelta64(6 * 3600, "s"), area
+    )
+    assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("axis", ["time", "longitude"])
+def test_coordinates_without_numbers_are_refused_without_warnings(tmp_path, axis):
+    ds = analyses()
+    numbers = np.full(ds.sizes[axis], np.nan)
+    ds = ds.assign_coords(
+        {axis: (axis, numbers, {"units": "hours since 2020-01-01"} if axis == "time" else {})}
+    )
+    ds.to_netcdf(tmp_path / "data.nc", engine="h5netcdf")
+    with pytest.raises(DataError, match="cannot read"):
+        open_archive(str(tmp_path / "data.nc"))
