@@ -34,14 +34,15 @@ class Range:
     def __str__(self) -> str:
         lower = f"{'above' if self.above else 'at least'} {self.low:g}"
         upper = f"{'below' if self.below else 'at most'} {self.high:g}"
-        return lower if self.high in (math.inf, MOST) else f"{lower} and {upper}"
+        return lower if self.high in (math.inf, MOST, LARGEST) else f"{lower} and {upper}"
 
 
 MOST = 10**9  # of anything that is counted or measured here: beyond it is a slip of the hand
 Count = Annotated[int, Range(0, MOST)]
 Positive = Annotated[int, Range(1, MOST)]
-NonNegative = Annotated[float, Range(0.0, MOST)]
-AboveZero = Annotated[float, Range(0.0, MOST, above=True)]
+LARGEST = 1e30  # of a number that is not counted
+NonNegative = Annotated[float, Range(0.0, LARGEST)]
+AboveZero = Annotated[float, Range(0.0, LARGEST, above=True)]
 # What memory is asked for by has tighter bounds.
 Width = Annotated[int, Range(1, 65_536)]
 Batch = Annotated[int, Range(1, 65_536)]

@@ -42,7 +42,7 @@ def test_bar_and_log_do_not_share_a_line(tmp_path: Path) -> None:
     stamped = [line for line in lines if re.search(STAMP, line)]
     assert len(stamped) >= 5 and all(re.match(STAMP, line) for line in stamped), text
     assert any("/8 [" in line for line in lines) and any(line.startswith("validation:") for line in lines)
-    assert re.search(r"validated 3 dates in \d+\.\d s", text)
+    assert re.search(r"validated \d+ dates in \d+\.\d s", text)
     assert "USDT" not in text and ".cpp:" not in text, text
 
 

@@ -107,7 +107,7 @@ class Validator:
                 counted(self.forecast, bar), self.baselines, self.objective.of_fields
             )
         self.model.train()
-        logger.info(f"validated {scores.num_dates} dates in {time.monotonic() - started:.1f} s")
+        logger.info(f"validated {max(scores.num_dates)} dates in {time.monotonic() - started:.1f} s")
         self.metrics.write(scores.record(step))
         return scores
 
