@@ -41,10 +41,11 @@ fi
 # With -P modules are the project's: a folder of the caller's may have its own "datasets".
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 # Bad input ends here: one line, exit code 2, before any rank exists.
+leave() { kill "${checks:-}" 2>/dev/null && wait "$checks" || true; exit "$1"; } # nobody stays
+trap 'leave 143' TERM
+trap 'leave 130' INT
 "$PYTHON" -P -m jobs.start_checks "$@" &
 checks=$!
-trap 'kill "$checks" 2>/dev/null; exit 143' TERM
-trap 'kill "$checks" 2>/dev/null; exit 130' INT
 wait "$checks"
 trap - TERM INT
 # Processes that share a machine share its cores, or they take them from each other.
