@@ -4,10 +4,10 @@ fix.
 
 import math
 
+from archives.dates import parse_period
+from archives.picks import parse_picks
+from archives.variables import expand_levels, named_by, nearest_name
 from config import Config, Data, Model, Validation
-from datasets.dates import parse_period
-from datasets.picks import parse_picks
-from datasets.variables import expand_levels, named_by, nearest_name
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
 

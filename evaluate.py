@@ -50,12 +50,12 @@ import torch.distributed as dist
 import xarray as xr
 from tqdm import tqdm
 
+from archives.archive import Archive, open_archive
+from archives.grid import area_weights
+from archives.picks import parse_picks
 from config import Config
-from datasets.era5 import Archive, open_archive
-from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.normalization import Source, fingerprint_of, load_or_compute
-from datasets.picks import parse_picks
 from datasets.selection import Selection, evenly_spaced, open_selection
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from archives.variables import expand_levels
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
-from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.start_checks import check_machine, check_model

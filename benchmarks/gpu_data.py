@@ -30,7 +30,7 @@ def loader(session: Session) -> None:
 
 
 def time_loader(session: Session, folder: Path) -> None:
-    from datasets.era5 import open_archive
+    from archives.archive import open_archive
     from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 
     sizes = session.sizes

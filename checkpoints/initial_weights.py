@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
+from archives.variables import expand_levels
 from checkpoints.checkpointer import problem_of
 from checkpoints.files import (
     MANIFEST,
@@ -29,7 +30,6 @@ from checkpoints.files import (
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
 from config import Config
-from datasets.variables import expand_levels
 from errors import ConfigError, refuse
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import copy_part

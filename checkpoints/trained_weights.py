@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import torch.distributed as dist
 
+from archives.archive import Archive
 from checkpoints.checkpointer import load, problem_of
 from checkpoints.files import MANIFEST, candidates, reading, stored_tensors
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters
 from config import Config
-from datasets.era5 import Archive
 from datasets.normalization import Statistics, read_statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight

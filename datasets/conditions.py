@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from archives.grid import Grid, area_weights
 from datasets.forcings import compute_forcings
-from datasets.grid import Grid, area_weights
 
 
 class Conditions(nn.Module):

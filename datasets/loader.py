@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datasets.era5 import Archive
+from archives.archive import Archive
 from datasets.memory_archive import MemoryArchive
 from errors import UserError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.era5 import Archive
+from archives.archive import Archive
 from datasets.normalization import stream
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from datasets.variables import split_name, units
+from archives.variables import split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ LARGEST = (
     1e15  # of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30
 )
 FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
-# Wide of what analyses hold on any level, in the units of datasets/variables.py.
+# Wide of what analyses hold on any level, in the units of archives/variables.py.
 RANGES = {
     "geopotential": (-1.5e4, 6e5),
     "temperature": (150, 350),

@@ -11,14 +11,14 @@ from typing import NoReturn
 
 import numpy as np
 
+from archives.archive import Archive, open_archive, read_static_field
+from archives.dates import is_whole_day, parse_period
+from archives.picks import check_used, parse_picks
+from archives.variables import expand_levels, nearest_name
 from config import Data
 from datasets import simulated
-from datasets.dates import is_whole_day, parse_period
-from datasets.era5 import Archive, open_archive, read_static_field
 from datasets.forcings import check_forcings
-from datasets.picks import check_used, parse_picks
 from datasets.plausibility import refuse_fills
-from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
 from project_folder import SIMULATED, in_project
 

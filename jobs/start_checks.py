@@ -16,10 +16,10 @@ if __name__ == "__main__":
 
 import torch
 
+from archives.grid import Grid
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Config
-from datasets.grid import Grid
 from datasets.selection import Selection, open_selection
 from errors import one_line_errors, refuse
 from jobs.preemption import started_at

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from datasets.era5 import Archive, open_archive
+from archives.archive import Archive, open_archive
 
 LEVELS = [500, 850, 1000]
 NAMES = [f"{name}:{level}" for name in ("geopotential", "temperature") for level in LEVELS] + [

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from archives.grid import area_weights, global_grid
 from checkpoints.checkpointer import NoCheckpoints
 from config import (
     ActivationCheckpoint,
@@ -27,7 +28,6 @@ from config import (
     Parallelism,
     Training,
 )
-from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
 from datasets.normalization import Statistics
 from jobs.replicas import Alone

@@ -7,11 +7,11 @@ import zarr
 from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 
+from archives.archive import open_archive
+from archives.files import open_file
+from archives.grid import Grid, area_weights
 from checkpoints.files import clear_leftovers
 from command_line import load_config
-from datasets.era5 import open_archive
-from datasets.files import open_file
-from datasets.grid import Grid, area_weights
 from datasets.normalization import compute
 from errors import ConfigError, DataError
 from evaluate import parse_options

@@ -12,7 +12,7 @@ import torch
 import zarr
 from numcodecs import LZ4, Blosc, Zlib, Zstd
 
-from datasets.era5 import open_archive
+from archives.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 from datasets.memory_archive import MemoryArchive
 from errors import DataError

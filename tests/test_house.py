@@ -21,7 +21,7 @@ MOST_MODULES = 20  # in a folder
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
-    "tests/test_era5.py",  # archives travel to loader processes
+    "tests/test_archive.py",  # archives travel to loader processes
     "tests/test_loader.py",
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
@@ -46,7 +46,7 @@ def tracked_files() -> list[Path]:
 
 
 def sources() -> dict[str, Path]:
-    """Module name -> file of all Python of the project: "datasets.grid" -> datasets/grid.py."""
+    """Module name -> file of all Python of the project: "archives.grid" -> archives/grid.py."""
     modules = {}
     for path in tracked_files():
         if path.suffix == ".py":
@@ -92,7 +92,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def functions() -> list[tuple[str, int]]:
-    """("datasets/grid.py: area_weights", lines of code), without docstrings, comments and empty lines."""
+    """("archives/grid.py: area_weights", lines of code), without docstrings, comments and empty lines."""
     return [
         (f"{name_of(path)}: {node.name}", lines_of_code(node, path.read_text(encoding="utf-8").splitlines()))
         for path in sources().values()
@@ -116,17 +116,24 @@ def test_models_and_grid_know_nothing_of_ranks() -> None:
     """Nor does anything that they import."""
     modules, graph = sources(), import_graph()
     for module in modules:
-        if module.partition(".")[0] != "models" and module != "datasets.grid":
+        if module.partition(".")[0] != "models" and module != "archives.grid":
             continue
         for name in {module} | reachable(graph, module):
             forbidden = [
                 imported
                 for imported in imported_names(parsed(modules[name]))
                 if re.match(r"(parallelisms|training|torch\.distributed)(\.|$)", imported)
-                or (module != "datasets.grid" and re.match(r"datasets(\.|$)", imported))
+                or (module != "archives.grid" and re.match(r"(archives|datasets)(\.|$)", imported))
             ]
             via = "" if name == module else f" (through {name})"
             assert not forbidden, f"{module}{via} imports {forbidden}: a model never asks with whom it runs"
+
+
+def test_archives_know_nothing_of_a_run() -> None:
+    """They are read before there is one, by whoever wants to."""
+    for module, path in sources().items():
+        above = [name for name in imported_names(parsed(path)) if re.match(r"(datasets|training)(\.|$)", name)]
+        assert not above or not module.startswith("archives."), f"{module} imports {above}"
 
 
 def test_nothing_imports_a_verb() -> None:
@@ -280,13 +287,13 @@ def test_no_pickled_code() -> None:
 
 
 def test_area_weights_are_not_cosines() -> None:
-    """Weights are cell areas (datasets/grid.py): cos(latitude) gives rows at the poles 0."""
+    """Weights are cell areas (archives/grid.py): cos(latitude) gives rows at the poles 0."""
     for module, path in sources().items():
-        if module != "datasets.grid" and module.partition(".")[0] not in ("training", "verification"):
+        if module != "archives.grid" and module.partition(".")[0] not in ("training", "verification"):
             continue
         calls = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
         cosines = [c for c in calls if re.search(r"\bcos$", ast.unparse(c.func)) and "lat" in ast.unparse(c)]
-        assert not cosines, f"{name_of(path)}:{cosines[0].lineno}: take area_weights of datasets/grid.py"
+        assert not cosines, f"{name_of(path)}:{cosines[0].lineno}: take area_weights of archives/grid.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)

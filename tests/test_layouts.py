@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from datasets.era5 import open_archive
-from datasets.files import StoredFile
-from datasets.grid import Grid
-from datasets.layouts import decode_times, stored_fields
+from archives.archive import open_archive
+from archives.files import StoredFile
+from archives.grid import Grid
+from archives.layouts import decode_times, stored_fields
 from tests.archives import (
     CDS,
     EXACT,
@@ -57,11 +57,11 @@ def test_layout_packed(layout: Callable, tmp_path: Path, truth: xr.Dataset):
 
 
 def test_fsspec_memory(truth: xr.Dataset):
-    truth.to_zarr("memory://test_era5/store.zarr", zarr_format=2, mode="w")
-    archive = open_archive("memory://test_era5/store.zarr")
+    truth.to_zarr("memory://test_archive/store.zarr", zarr_format=2, mode="w")
+    archive = open_archive("memory://test_archive/store.zarr")
     np.testing.assert_array_equal(archive.read_block(0, 5, NAMES), values(truth))
-    with pytest.raises(ValueError, match="cannot read 'memory://test_era5/other.zarr'"):
-        open_archive("memory://test_era5/other.zarr")
+    with pytest.raises(ValueError, match="cannot read 'memory://test_archive/other.zarr'"):
+        open_archive("memory://test_archive/other.zarr")
 
 
 def test_dimensions_that_are_not_an_analysis(tmp_path: Path, truth: xr.Dataset):

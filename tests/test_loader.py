@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.era5 import open_archive
+from archives.archive import open_archive
 from datasets.loader import (
     EvaluationSampler,
     FieldDataset,

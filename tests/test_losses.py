@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.grid import area_weights
+from archives.grid import area_weights
 from training.losses import (
     change_weights,
     mse_loss,

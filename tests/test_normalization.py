@@ -9,8 +9,8 @@ import pytest
 import torch
 import zarr
 
-from datasets.era5 import open_archive
-from datasets.grid import area_weights
+from archives.archive import open_archive
+from archives.grid import area_weights
 from datasets.memory_archive import MemoryArchive
 from datasets.normalization import (
     Normalizer,

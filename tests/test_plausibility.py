@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from datasets.era5 import open_archive
-from datasets.grid import area_weights
-from datasets.layouts import decode_times
+from archives.archive import open_archive
+from archives.grid import area_weights
+from archives.layouts import decode_times
 from datasets.normalization import compute
 from datasets.plausibility import refuse_fills
 from errors import DataError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from datasets.grid import global_grid
+from archives.grid import global_grid
 from verification import plots
 from verification.plots import plot_run
 from verification.validation import Scores

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets.grid import Grid, area_weights, latitude_bounds, longitude_bounds
-from datasets.regrid import Regridder, conservative_weights
+from archives.grid import Grid, area_weights, latitude_bounds, longitude_bounds
+from archives.regrid import Regridder, conservative_weights
 from tests.test_grid import globe, region
 
 

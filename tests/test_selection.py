@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from archives.dates import parse_period
 from config import Data
-from datasets.dates import parse_period
 from datasets.selection import evenly_spaced, open_selection
 from tests.archives import analyses, weatherbench
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.era5 import open_archive
-from datasets.grid import area_weights
+from archives.archive import open_archive
+from archives.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.selection import Selection
 from errors import ConfigError

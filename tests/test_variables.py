@@ -2,7 +2,7 @@
 
 import pytest
 
-from datasets.variables import (
+from archives.variables import (
     ON_LEVELS,
     ON_ONE_SURFACE,
     expand_levels,

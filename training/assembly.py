@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from archives.grid import Grid
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
-from datasets.grid import Grid
 from datasets.normalization import Normalizer, Statistics
 from datasets.selection import Selection
 from models.build import WeatherModel, build_model

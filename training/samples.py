@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from archives.grid import area_weights
 from config import Data
-from datasets.grid import area_weights
 from datasets.loader import FieldDataset
 from datasets.memory_archive import cache_if_small
 from datasets.normalization import Numbers, Source, known_empty_dates, load_as_trained, load_or_compute

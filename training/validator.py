@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from archives.variables import named_by
 from checkpoints.run_state import RunState
 from config import Config
-from datasets.variables import named_by
 from traces.profiler import span
 from training.assembly import Assembly
 from training.metrics import Metrics

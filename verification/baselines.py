@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from datasets.era5 import Archive
+from archives.archive import Archive
 from datasets.loader import EvaluationSampler, FieldDataset, build_loader
 from verification.rollout import Forecast
 

@@ -19,15 +19,15 @@ import numpy as np
 import pandas as pd
 import zarr
 
-from datasets.era5 import Archive, find_files
-from datasets.fields_by_name import FieldsByName
-from datasets.files import open_file
-from datasets.grid import Grid
-from datasets.layouts import coordinate_role, stored_fields
+from archives.archive import Archive, find_files
+from archives.fields_by_name import FieldsByName
+from archives.files import open_file
+from archives.grid import Grid
+from archives.layouts import coordinate_role, stored_fields
+from archives.stored_field import StoredField
+from archives.stores import all_levels, create_store
+from archives.variables import split_name
 from datasets.normalization import stream
-from datasets.stored_field import StoredField
-from datasets.stores import all_levels, create_store
-from datasets.variables import split_name
 from errors import DataError
 
 DAYS, WINDOW = 366, 61

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import xarray as xr
 from torch import Tensor
 
-from datasets.era5 import Archive
+from archives.archive import Archive
 from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details

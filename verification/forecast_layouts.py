@@ -3,17 +3,17 @@
 They differ in names (`lat`, `prediction_timedelta` or `step`, `number` or `realization`), order of
 dimensions, direction of latitude and levels, units of the lead, precision of coordinates, and whether there
 is a lead of 0 h. All of it is found out from the content, by the code that reads analyses
-(datasets/layouts.py).
+(archives/layouts.py).
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from datasets.era5 import find_files
-from datasets.fields_by_name import FieldsByName
-from datasets.files import StoredFile, open_file
-from datasets.layouts import (
+from archives.archive import find_files
+from archives.fields_by_name import FieldsByName
+from archives.files import StoredFile, open_file
+from archives.layouts import (
     StoredField,
     coordinate_role,
     coordinate_times,

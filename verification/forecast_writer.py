@@ -24,9 +24,9 @@ import numpy as np
 import zarr
 from torch import Tensor
 
-from datasets.grid import Grid
-from datasets.stores import all_levels, create_store
-from datasets.variables import group_levels
+from archives.grid import Grid
+from archives.stores import all_levels, create_store
+from archives.variables import group_levels
 from errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from datasets.grid import Grid
-from datasets.variables import short_label
+from archives.grid import Grid
+from archives.variables import short_label
 from training.journal import read_records
 from verification.maps import Land, draw_map, error_colours, field_colours
 from verification.validation import Scores, dates_of_leads

@@ -18,8 +18,8 @@ from numcodecs.compat import ensure_contiguous_ndarray
 from zarr.codecs import BloscCodec
 from zarr.registry import register_codec
 
-from datasets.grid import Grid
-from datasets.variables import group_levels, split_name, units
+from archives.grid import Grid
+from archives.variables import group_levels, split_name, units
 
 COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from datasets.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
-from datasets.grid import Grid
-from datasets.layouts import stored_fields
-from datasets.regrid import Regridder
-from datasets.stored_field import StoredField
-from datasets.variables import full_name, nearest_name, units
+from archives.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
+from archives.grid import Grid
+from archives.layouts import stored_fields
+from archives.regrid import Regridder
+from archives.stored_field import StoredField
+from archives.variables import full_name, nearest_name, units
 from errors import DataError
 
 # Where a variable lies: the number of its time axis, the field, and the position on the field's level axis.

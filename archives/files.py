@@ -1,7 +1,7 @@
 """Files of analyses, described and read without knowing what is in them: Zarr 2 and 3, NetCDF 3 and 4, HDF5.
 
 Arrays are read as slices, straight from zarr, h5py or scipy: a training sample is read thousands of times,
-and there xarray's milliseconds an access count. What the arrays mean is datasets/layouts.py's affair.
+and there xarray's milliseconds an access count. What the arrays mean is archives/layouts.py's affair.
 """
 
 import math
@@ -79,7 +79,7 @@ def _open(file: StoredFile) -> Any:
     if file.kind == "zarr":
         import zarr
 
-        import datasets.stores  # noqa: F401  # which zarr decodes with from here on
+        import archives.stores  # noqa: F401  # which zarr decodes with from here on
 
         return zarr.open_group(file.path, mode="r")
     if file.kind == "hdf5":

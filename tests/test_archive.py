@@ -11,9 +11,9 @@ import pytest
 import torch
 import xarray as xr
 
-from datasets.era5 import Archive, open_archive, read_static_field
-from datasets.grid import Grid, area_weights
-from datasets.regrid import Regridder
+from archives.archive import Archive, open_archive, read_static_field
+from archives.grid import Grid, area_weights
+from archives.regrid import Regridder
 from tests.archives import (
     NAMES,
     analyses,

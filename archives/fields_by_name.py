@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from datasets.stored_field import StoredField
-from datasets.variables import full_name, nearest_name
+from archives.stored_field import StoredField
+from archives.variables import full_name, nearest_name
 from errors import DataError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from datasets.files import StoredArray, StoredFile
-from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
-from datasets.variables import OFTEN_ZERO
+from archives.files import StoredArray, StoredFile
+from archives.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
+from archives.variables import OFTEN_ZERO
 from errors import DataError
 
 logger = logging.getLogger(__name__)

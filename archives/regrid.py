@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datasets.grid import Grid, latitude_bounds, longitude_bounds
+from archives.grid import Grid, latitude_bounds, longitude_bounds
 
 # Two cells that only touch can overlap by rounding; below this fraction of a cell an overlap counts as none.
 SLIVER = 1e-6

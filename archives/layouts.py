@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from datasets.files import StoredArray, StoredFile
-from datasets.picks import position_of
-from datasets.stored_field import AXES, Packing, StoredField, orientation, packing_of
-from datasets.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name
+from archives.files import StoredArray, StoredFile
+from archives.picks import position_of
+from archives.stored_field import AXES, Packing, StoredField, orientation, packing_of
+from archives.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name
 from errors import DataError
 
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
