@@ -132,7 +132,9 @@ def test_models_and_grid_know_nothing_of_ranks() -> None:
 def test_archives_know_nothing_of_a_run() -> None:
     """They are read before there is one, by whoever wants to."""
     for module, path in sources().items():
-        above = [name for name in imported_names(parsed(path)) if re.match(r"(datasets|training)(\.|$)", name)]
+        above = [
+            name for name in imported_names(parsed(path)) if re.match(r"(datasets|training)(\.|$)", name)
+        ]
         assert not above or not module.startswith("archives."), f"{module} imports {above}"
 
 
