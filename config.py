@@ -83,7 +83,7 @@ class Data:
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
     # GiB up to which the fields of both periods are read once and kept in memory; inf: always
     cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = 1.0
-    # dates that the statistics are computed from, evenly spaced; 0: every date of the training period
+    # dates that statistics are computed from, in pairs one step apart; 0: every date of the training period
     statistics_dates: Count = 0
     num_workers: Processes = 0  # loader processes a rank; 0: read in the training process
     prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches each loader process reads ahead

@@ -55,12 +55,13 @@ from archives.grid import area_weights
 from archives.picks import parse_picks
 from config import Config
 from datasets.loader import FieldDataset
-from datasets.normalization import Source, fingerprint_of, load_or_compute
-from datasets.selection import Selection, evenly_spaced, open_selection
+from datasets.selection import Selection, open_selection
+from datasets.statistics import Source, fingerprint_of, sampled_pairs
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from jobs.start_checks import check_folder
 from parallelisms.mesh import from_first_rank, start_ranks
+from training.shared_statistics import load_or_count
 from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
     Climatology,
@@ -181,10 +182,10 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
     """As in train.py, on the same dates. Leads that the training period cannot hold end in a ConfigError."""
     archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
-    counted = evenly_spaced(selection.train, config.data.statistics_dates)
-    source = Source(archive, variables, counted, selection.step, area)
+    source = Source(archive, variables, selection.train, selection.step, area)
+    source = source._replace(dates=sampled_pairs(source, config.data.statistics_dates))
     caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
-    statistics = from_first_rank(lambda: load_or_compute(caches, source))
+    statistics = load_or_count(caches, source)
     samples = selection.samples_a_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)

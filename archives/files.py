@@ -16,6 +16,7 @@ import numpy as np
 
 from errors import DataError
 
+METADATA = (".zarray", ".zattrs", "zarr.json")  # of an array of a Zarr store
 DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
 
 
@@ -96,18 +97,16 @@ def is_url(path: str) -> bool:
     return "://" in path or "::" in path
 
 
-def stored_state(path: str, array: str) -> bytes:
-    """Names, sizes and times of change of the files that hold an array; b"" for a URL."""
+def file_lines(path: str, array: str) -> list[bytes]:
+    """Name, size and time of change of each file that holds an array; none for a URL."""
     if is_url(path):
-        return b""
-    parts = []
-    root = os.path.join(path, array) if os.path.isdir(path) else path
+        return []
+    root, lines = os.path.join(path, array) if os.path.isdir(path) else path, []
     for name in sorted(_files_below(root)):
-        status = os.stat(name)
-        parts.append(
-            f"{os.path.relpath(name, os.path.dirname(path))} {status.st_size} {status.st_mtime_ns}\n"
-        )
-    return "".join(parts).encode("utf-8", "surrogateescape")
+        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
+        line = f"{inside} {status.st_size} {status.st_mtime_ns}\n"
+        lines.append(line.encode("utf-8", "surrogateescape"))
+    return lines
 
 
 def _files_below(path: str) -> list[str]:

@@ -19,8 +19,8 @@ from archives.grid import Grid
 from archives.variables import expand_levels
 from checkpoints.files import MANIFEST, Damaged, complete_steps, read_manifest, step_folder
 from config import SECTIONS, Config
-from datasets.normalization import Numbers, Statistics
 from datasets.selection import Selection
+from datasets.statistics import Numbers, Statistics
 from errors import ConfigError, without_secrets
 
 # Settings of a model that its weights do not work without; the others of [model] change speed or training.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from checkpoints.identity import check_resume, describe
 from command_line import to_toml
 from config import Config
-from datasets.normalization import Numbers, Statistics
 from datasets.selection import Selection
+from datasets.statistics import Numbers, Statistics
 from durable_files import write_durably
 from errors import ConfigError
 from parallelisms.mesh import from_first_rank

@@ -15,7 +15,7 @@ from checkpoints.files import MANIFEST, candidates, reading, stored_tensors
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters
 from config import Config
-from datasets.normalization import Statistics, read_statistics
+from datasets.statistics import Statistics, read_statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import from_first_rank
@@ -72,9 +72,8 @@ def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
         moments = {name: np.asarray(values) for name, values in numbers.items()}
         nothing = np.zeros(0, "datetime64[s]")
         mean_field = np.broadcast_to(moments["mean"][:, None, None], (len(moments["mean"]), *shape))
-        return Statistics(
-            **moments, mean_field=mean_field, empty_dates=nothing, dates=nothing, fingerprint=""
-        )
+        mean, std, change = (moments[name] for name in ("mean", "std", "change_std"))
+        return Statistics(mean, std, change, mean_field, empty_dates=nothing, dates=nothing, fingerprint="")
     path = identity.folder.parent.parent / "statistics.npz"
     if statistics := read_statistics(path):
         return statistics

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from archives.archive import Archive
-from datasets.normalization import stream
+from datasets.statistics import stream
 
 
 class SharedFields:
@@ -45,7 +45,8 @@ class MemoryArchive:
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
         self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
-        self.shown_units, self.files_state = archive.shown_units, archive.files_state
+        self.shown_units = archive.shown_units
+        self.files_state, self.file_marks = archive.files_state, archive.file_marks
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = SharedFields(len(dates), len(variables), *archive.grid.shape)

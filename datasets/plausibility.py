@@ -13,6 +13,7 @@ from archives.variables import split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
+Findings = dict[tuple[str, str], tuple[int, np.datetime64]]  # (variable, what) -> values, first date
 LARGEST = (
     1e15  # of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30
 )
@@ -41,55 +42,46 @@ RANGES = {
 def refuse_fills(field: np.ndarray, variables: Sequence[str], date: Any) -> None:
     """field (V, H, W). DataError naming variable, value and date: a fill value that is not declared."""
     for values, name in zip(field, variables, strict=True):
-        finite = values[np.isfinite(values)]
-        if not finite.size:
-            continue
-        low, high = finite.min(), finite.max()
-        fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
-        least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
-        for known in FILLS if fill is None else ():
-            often = low <= known <= high and np.count_nonzero(finite == known) > 1
-            fill = known if often and not least <= known <= most else fill
-        if fill is not None:
-            count = np.count_nonzero(finite == fill)
-            what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
-            raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
+        refuse_fill(values[np.isfinite(values)], name, date)
 
 
-class Plausibility:
-    """Counts over many dates what is unlikely; `say` ends it."""
+def refuse_fill(finite: np.ndarray, name: str, date: Any) -> None:
+    """The same of one variable's values that are numbers."""
+    if not finite.size:
+        return
+    low, high = finite.min(), finite.max()
+    fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
+    least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
+    for known in FILLS if fill is None else ():
+        if low <= known <= high and not least <= known <= most and np.count_nonzero(finite == known) > 1:
+            fill = known
+    if fill is not None:
+        count = np.count_nonzero(finite == fill)
+        what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
+        raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
 
-    def __init__(self, variables: Sequence[str]) -> None:
-        self.variables, self.num_dates = list(variables), 0
-        self.found: dict[tuple[str, str], tuple[int, np.datetime64]] = {}  # (variable, what) -> count, date
-        self.missing: list[np.ndarray] = []  # cells without a value, (V,) a date
-        self.dates: list[np.datetime64] = []
 
-    def look(self, field: np.ndarray, valid: np.ndarray, date: np.datetime64) -> None:
-        """field and valid (V, H, W). DataError: a fill value that is not declared."""
-        refuse_fills(field, self.variables, date)
-        self.missing.append((~valid).sum(axis=(1, 2)))
-        self.dates.append(date)
-        for values, name in zip(field, self.variables, strict=True):
-            self._count(name, "infinite", int(np.isinf(values).sum()), date)
-            low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
-            with np.errstate(invalid="ignore"):
-                outside = np.isfinite(values) & ((values < low) | (values > high))
-            self._count(name, f"outside {low:g} to {high:g} {units(name)}", int(outside.sum()), date)
+def unlikely(values: np.ndarray, finite: np.ndarray, name: str) -> dict[str, int]:
+    """What -> how many values are it. finite: those of `values` that are numbers."""
+    found = {"infinite": int(np.isinf(values).sum()) if finite.size < values.size else 0}
+    low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
+    if finite.size and not (low <= finite.min() and finite.max() <= high):
+        outside = int(((finite < low) | (finite > high)).sum())
+        found[f"outside {low:g} to {high:g} {units(name)}"] = outside
+    return {what: count for what, count in found.items() if count}
 
-    def _count(self, name: str, what: str, count: int, date: np.datetime64) -> None:
-        if count:
-            before, first = self.found.get((name, what), (0, date))
-            self.found[name, what] = before + count, first
 
-    def say(self) -> None:
-        """One line for each variable and kind."""
-        for (name, what), (count, first) in self.found.items():
-            hint = "; are its units others?" if what.startswith("outside") else "; counted as missing"
-            logger.warning(f"data.path: {name}: {count} values {what}, the first at {first}{hint}")
-        missing = np.array(self.missing)  # (n, V)
-        for name, counts in zip(self.variables, missing.T, strict=True):
-            other = np.flatnonzero(counts != np.bincount(counts).argmax())
-            if len(other):
-                first = f"the first at {self.dates[other[0]]}, {counts[other[0]]} cells"
-                logger.warning(f"data.path: {name}: {len(other)} dates miss other values than most, {first}")
+def say_findings(found: Findings) -> None:
+    """One line for each variable and kind."""
+    for (name, what), (count, first) in found.items():
+        hint = "; are its units others?" if what.startswith("outside") else "; counted as missing"
+        logger.warning(f"data.path: {name}: {count} values {what}, the first at {first}{hint}")
+
+
+def say_missing(variables: Sequence[str], dates: np.ndarray, missing: np.ndarray) -> None:
+    """A line for each variable that has not the same number of cells `missing` (n, V) on all `dates` (n,)."""
+    for name, counts in zip(variables, missing.T, strict=True):
+        other = np.flatnonzero(counts != np.bincount(counts).argmax())
+        if len(other):
+            first = f"the first at {dates[other[0]]}, {counts[other[0]]} cells"
+            logger.warning(f"data.path: {name}: {len(other)} dates miss other values than most, {first}")

@@ -29,7 +29,7 @@ from config import (
     Training,
 )
 from datasets.loader import TrainSampler
-from datasets.normalization import Statistics
+from datasets.statistics import Statistics
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees

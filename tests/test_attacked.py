@@ -12,7 +12,7 @@ from archives.files import open_file
 from archives.grid import Grid, area_weights
 from checkpoints.files import clear_leftovers
 from command_line import load_config
-from datasets.normalization import compute
+from datasets.statistics import compute
 from errors import ConfigError, DataError
 from evaluate import parse_options
 from jobs.start_checks import check_machine, open_checked

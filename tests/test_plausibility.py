@@ -7,8 +7,8 @@ import xarray as xr
 from archives.archive import open_archive
 from archives.grid import area_weights
 from archives.layouts import decode_times
-from datasets.normalization import compute
 from datasets.plausibility import refuse_fills
+from datasets.statistics import compute
 from errors import DataError
 from tests.archives import analyses, weatherbench
 

@@ -13,8 +13,9 @@ from archives.grid import Grid
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
-from datasets.normalization import Normalizer, Statistics
+from datasets.normalization import Normalizer
 from datasets.selection import Selection
+from datasets.statistics import Statistics
 from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
 from parallelisms.measured_choices import Choices, choose_attention, choose_float8

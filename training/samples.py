@@ -10,9 +10,10 @@ from archives.grid import area_weights
 from config import Data
 from datasets.loader import FieldDataset
 from datasets.memory_archive import cache_if_small
-from datasets.normalization import Numbers, Source, known_empty_dates, load_as_trained, load_or_compute
-from datasets.selection import Selection, evenly_spaced
+from datasets.selection import Selection
+from datasets.statistics import Numbers, Source, known_empty_dates, sampled_pairs
 from parallelisms.mesh import from_first_rank
+from training.shared_statistics import load_or_count
 
 logger = logging.getLogger("rossby")
 
@@ -31,15 +32,9 @@ class Samples:
         dates = np.union1d(selection.train, selection.validation)
         self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
-        counted = evenly_spaced(selection.train, data.statistics_dates)
-        source, cache = Source(self.archive, variables, counted, selection.step, self.area), "statistics.npz"
-        self.statistics = from_first_rank(
-            lambda: (
-                load_as_trained(folder / cache, source, trained)
-                if trained
-                else load_or_compute([folder / cache], source)
-            )
-        )
+        source = Source(self.archive, variables, selection.train, selection.step, self.area)
+        source = source._replace(dates=sampled_pairs(source, data.statistics_dates))
+        self.statistics = load_or_count([folder / "statistics.npz"], source, trained)
         self.empty = {
             "train": self.statistics.empty_in(self.archive.times),
             "validation": from_first_rank(

@@ -27,7 +27,7 @@ from archives.layouts import coordinate_role, stored_fields
 from archives.stored_field import StoredField
 from archives.stores import all_levels, create_store
 from archives.variables import split_name
-from datasets.normalization import stream
+from datasets.statistics import stream
 from errors import DataError
 
 DAYS, WINDOW = 366, 61

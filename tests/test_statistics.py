@@ -1,0 +1,307 @@
+"""Streaming statistics against numpy over everything at once; by many ranks, killed, and over more dates."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import zarr
+
+from archives.archive import open_archive
+from archives.grid import Grid, area_weights, global_grid
+from datasets.memory_archive import MemoryArchive
+from datasets.statistics import Counting, Source, Statistics, compute, known_empty_dates, sampled_pairs
+from datasets.sums import Sums
+from errors import DataError
+from tests.archives import NAMES, analyses, values, weatherbench
+from tests.distributed import Ranks
+from training import shared_statistics
+from training.shared_statistics import load_or_count
+
+STEP = np.timedelta64(6 * 3600, "s")
+
+
+@pytest.fixture
+def archive(tmp_path):
+    return open_archive(weatherbench(tmp_path, analyses()))
+
+
+def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Area-weighted mean and deviation over dates and cells with a value; fields (T, V, H, W)."""
+    weights = np.isfinite(fields) * area[:, None]
+    total = weights.sum(axis=(0, 2, 3))
+    mean = np.nansum(weights * fields, axis=(0, 2, 3)) / total
+    squares = np.nansum(weights * (fields - mean[:, None, None]) ** 2, axis=(0, 2, 3))
+    return mean, np.sqrt(squares / total)
+
+
+def test_statistics_are_those_of_all_dates_at_once(archive):
+    fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
+    statistics = compute(archive, NAMES, np.arange(5), STEP, area)
+    mean, std = moments(fields, area)
+    np.testing.assert_allclose(statistics.mean, mean, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(statistics.std, std, rtol=1e-6)
+    np.testing.assert_allclose(statistics.change_std, moments(np.diff(fields, axis=0), area)[1], rtol=1e-5)
+    np.testing.assert_allclose(statistics.mean_field, np.nanmean(fields, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_changes_do_not_cross_gaps(archive):
+    dates = np.array([0, 1, 3, 4])
+    fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
+    statistics = compute(archive, NAMES, dates, STEP, area)
+    changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
+    np.testing.assert_allclose(statistics.change_std, moments(changes, area)[1], rtol=1e-5)
+
+
+def test_dates_without_any_value_are_left_out(tmp_path):
+    ds = analyses()
+    ds["2m_temperature"][3] = np.nan
+    archive = open_archive(weatherbench(tmp_path, ds))
+    statistics = compute(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude))
+    assert statistics.empty_in(archive.times).tolist() == [3]
+    assert known_empty_dates(
+        MemoryArchive(archive, NAMES, np.arange(5)), NAMES, np.arange(1, 5)
+    ).tolist() == [3]
+    assert np.isfinite(statistics.mean_field).all()
+
+
+def source_of(path: str, count: int = 5) -> Source:
+    archive = open_archive(path)
+    return Source(archive, NAMES, np.arange(count), STEP, area_weights(archive.grid.latitude))
+
+
+def test_cache_is_used_for_the_same_data_only(one_rank, archive, tmp_path, monkeypatch):
+    cache, source = tmp_path / "run" / "statistics.npz", source_of(archive.path)
+    first = load_or_count([cache], source)
+    with monkeypatch.context() as patched:
+        patched.setattr("training.shared_statistics.count_together", lambda *_: pytest.fail("counted"))
+        again = load_or_count([tmp_path / "none.npz", cache], source)
+    np.testing.assert_array_equal(first.std, again.std)
+    other = load_or_count([cache], source_of(archive.path, 4))
+    assert other.fingerprint != first.fingerprint
+
+
+def warm(path: str) -> None:
+    """By 5 K at the date in the middle."""
+    array: Any = zarr.open_group(path, mode="r+")["2m_temperature"]
+    array[2] = array[2] + 5
+
+
+def test_a_change_in_the_middle_is_seen(one_rank, tmp_path):
+    """First and last date stay as they were: a look at these alone would pass it."""
+    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
+    before = load_or_count([cache], source_of(path))
+    warm(path)
+    after = load_or_count([cache], source_of(path))
+    assert after.mean[NAMES.index("2m_temperature")] > before.mean[NAMES.index("2m_temperature")] + 0.5
+
+
+def test_a_damaged_cache_is_said_and_made_anew(one_rank, archive, tmp_path, caplog):
+    cache, source = tmp_path / "statistics.npz", source_of(archive.path)
+    whole = load_or_count([cache], source)
+    size = cache.stat().st_size
+    for left in (0, size // 2, size - 1):
+        cache.write_bytes(cache.read_bytes()[:left])
+        np.testing.assert_array_equal(load_or_count([cache], source).mean, whole.mean)
+        assert cache.stat().st_size == size
+    assert caplog.text.count("is damaged") == 3
+
+
+def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
+    """Through dates that have come since, a copy of the data, a lost file; not through other fields."""
+    caplog.set_level("INFO")
+    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
+    first = load_or_count([cache], source_of(path, 4))
+    grown = load_or_count([cache], source_of(path, 5), first.numbers)
+    assert grown.numbers == first.numbers and len(grown.dates) == 4
+    os.utime(next(Path(path, "2m_temperature").glob("[0-9]*")))  # as a copy has it
+    assert load_or_count([cache], source_of(path, 5), first.numbers).numbers == first.numbers
+    assert "other files than before, with the same statistics" in caplog.text
+    cache.unlink()
+    assert load_or_count([cache], source_of(path, 4), first.numbers).numbers == first.numbers
+    warm(path)
+    with pytest.raises(DataError, match="mean of 2m_temperature is .* here and was .*; take the data"):
+        load_or_count([cache], source_of(path, 4), first.numbers)
+
+
+# -- dates in pairs
+
+
+@dataclass
+class Simulated:
+    """Fields in memory, 6-hourly: a wave that turns round the globe, and a warmth of the day."""
+
+    times: np.ndarray
+    grid: Grid
+    values: np.ndarray  # (T, 1, H, W)
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        return self.values[start:stop]
+
+    def files_state(self, variables: Sequence[str]) -> bytes:
+        return b"as they are"
+
+    def file_marks(self, variables: Sequence[str]) -> np.ndarray:
+        return np.zeros(0, np.uint64)
+
+
+def weather(num_dates: int) -> Source:
+    rng, grid = np.random.default_rng(1), global_grid((4, 8))
+    times = np.datetime64("2000-01-01", "s") + np.arange(num_dates) * STEP
+    noise = rng.normal(size=(num_dates, 1, 4, 8))
+    for date in range(1, num_dates):  # what tomorrow is depends on today
+        noise[date] = 0.97 * noise[date - 1] + 0.24 * noise[date]
+    hours = np.array([0.0, 1.0, 2.0, -3.0])[np.arange(num_dates) % 4]  # no two steps change alike
+    fields = Simulated(times, grid, (280 + 5 * noise + hours[:, None, None, None]).astype(np.float32))
+    return Source(fields, ["2m_temperature"], np.arange(num_dates), STEP, area_weights(grid.latitude))
+
+
+@pytest.mark.parametrize("num_dates", [3001, 40_000])
+def test_sampled_pairs_give_the_change_of_all_dates(num_dates):
+    """Evenly spaced dates have no two one step apart, and can all be of one hour: 3,001 dates in 750 steps
+    are.
+    """
+    source = weather(num_dates)
+    few = sampled_pairs(source, 400)
+    assert 300 < len(few) <= 400
+    whole, some = (compute(*source._replace(dates=dates)) for dates in (source.dates, few))
+    assert abs(some.change_std[0] / whole.change_std[0] - 1) < 0.05
+    assert abs(some.std[0] / whole.std[0] - 1) < 0.05 and abs(some.mean[0] - whole.mean[0]) < 0.5
+
+
+def test_two_dates_of_a_pair_both_count():
+    source = weather(100)
+    few = sampled_pairs(source, 2)
+    assert len(few) == 2 and few[1] == few[0] + 1
+
+
+def test_statistics_without_any_pair_are_refused():
+    source = weather(100)
+    with pytest.raises(DataError, match="no two dates a model step apart have values of all of them"):
+        compute(*source._replace(dates=np.arange(0, 100, 2)))
+
+
+# -- by many ranks, many times
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    group = Ranks(4)
+    yield group
+    group.stop()
+
+
+def of_a_rank(path: str, cache: Path, count: int) -> Statistics:
+    return load_or_count([cache], source_of(path, count))
+
+
+def equal_to_rounding(one: Statistics, other: Statistics) -> None:
+    for name in ("mean", "std", "change_std"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_allclose(one.mean_field, other.mean_field, rtol=2e-7, atol=1e-7)
+    np.testing.assert_array_equal(one.dates, other.dates)
+    np.testing.assert_array_equal(one.empty_dates, other.empty_dates)
+
+
+def test_four_ranks_count_what_one_counts(ranks, tmp_path):
+    """The moments to the bit: each date's share is the same, and they are added in the dates' order."""
+    ds = analyses()
+    ds["temperature"][1] = np.nan
+    path = weatherbench(tmp_path, ds)
+    together = ranks.run(of_a_rank, path, tmp_path / "run" / "statistics.npz", 5)
+    alone = compute(*source_of(path))
+    for statistics in together:
+        equal_to_rounding(statistics, alone)
+    assert not (tmp_path / "run" / "saved_statistics").exists()
+
+
+def interrupted(path: str, cache: Path) -> str:
+    """Rank 1 meets a fault in its last date; the others are told."""
+    source = source_of(path)
+    read = source.fields.read_block
+
+    def failing(start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        if dist.get_rank() == 1:
+            raise DataError("chunk 2 is damaged")
+        return read(start, stop, variables)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source.fields, "read_block", failing)
+        patch.setattr(shared_statistics, "ROUND_SECONDS", 0.0)
+        with pytest.raises(DataError) as error:
+            load_or_count([cache], source)
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_read_is_said_by_all(ranks, tmp_path):
+    path = weatherbench(tmp_path, analyses())
+    said = ranks.run(interrupted, path, tmp_path / "statistics.npz")
+    assert said == ["chunk 2 is damaged"] * 4
+
+
+def killed_half_way(source: Source, cache: Path) -> int:
+    """Counts one date a round, saves each, and dies after three; how many times it read a field."""
+    calls = []
+
+    def dies(self: Counting, seconds: float) -> int:
+        calls.append(seconds)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        self._next()
+        return self.left
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counting, "go_on", dies)
+        patch.setattr(shared_statistics, "SAVE_SECONDS", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            load_or_count([cache], source)
+    return len(calls)
+
+
+def test_a_killed_count_goes_on_where_it_stood(one_rank, tmp_path, caplog):
+    caplog.set_level("INFO")
+    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
+    killed_half_way(source_of(path), cache)
+    again = load_or_count([cache], source_of(path))
+    assert "of 5 dates are counted already" in caplog.text
+    equal_to_rounding(again, compute(*source_of(path)))
+    assert not (tmp_path / "saved_statistics").exists()
+
+
+def files_of(folder: Path, dates: range) -> str:
+    """A file a date."""
+    for i in dates:
+        ds = analyses().isel(time=[i]).drop_vars("land_sea_mask")
+        ds.to_netcdf(folder / f"{i}.nc", engine="h5netcdf")
+    return str(folder)
+
+
+def test_dates_that_are_added_are_all_that_is_read(one_rank, tmp_path, monkeypatch):
+    """The files of the first three are as they were."""
+    cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
+    load_or_count([cache], source_of(path, 3))
+    files_of(tmp_path, range(3, 5))
+    looked: list[str] = []
+    add = Sums.add
+
+    def noting(sums: Sums, date: np.datetime64, *rest: Any) -> None:
+        looked.append(str(date))
+        add(sums, date, *rest)
+
+    monkeypatch.setattr(Sums, "add", noting)
+    grown = load_or_count([cache], source_of(path))
+    assert len(looked) == 2
+    equal_to_rounding(grown, compute(*source_of(path)))
+
+
+def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
+    cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
+    load_or_count([cache], source_of(path, 3))
+    files_of(tmp_path, range(3, 5))
+    warmer = analyses().isel(time=[1]).drop_vars("land_sea_mask") + 5
+    warmer.to_netcdf(tmp_path / "1.nc", engine="h5netcdf")
+    equal_to_rounding(load_or_count([cache], source_of(path)), compute(*source_of(path)))

@@ -1,0 +1,191 @@
+"""Statistics of the training period, counted by all ranks together: each reads its part of the dates.
+
+What is counted is kept in the run's folder every minute, so that a job that is killed goes on from there,
+on any number of ranks. Nobody waits for another for longer than a round.
+"""
+
+import logging
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from datasets.statistics import (
+    Counting,
+    Numbers,
+    Source,
+    Statistics,
+    as_trained,
+    first_shift,
+    stored_as_trained,
+    stored_statistics,
+    sums_to_extend,
+)
+from datasets.sums import TABLES, Sums
+from durable_files import replacing
+from errors import UserError
+from jobs.heartbeat import activity
+from parallelisms.mesh import from_first_rank
+
+logger = logging.getLogger("rossby")
+ROUND_SECONDS, SAVE_SECONDS = 5.0, 60.0
+SAVED = "saved_statistics"  # folder in the run's: what unfinished attempts have counted
+
+
+def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | None = None) -> Statistics:
+    """Statistics of a source, from the first of `caches` that are of the same data; else counted, and written
+    to the last. Called by all ranks.
+
+    trained: those that the run's weights were trained with, and that are kept whatever dates have come since.
+    DataError: the fields of their dates are others now.
+    """
+    cache = caches[-1]
+    if trained:
+        found, dates = from_first_rank(lambda: stored_as_trained(cache, source, trained))
+        source = source._replace(dates=dates)
+    else:
+        found = from_first_rank(lambda: stored_statistics(caches, source))
+    if found:
+        return found
+    counted = count_together(source, cache)
+    if trained:
+        counted = as_trained(counted, source.variables, trained)
+    if dist.get_rank() == 0:
+        counted.write(cache)
+        shutil.rmtree(cache.parent / SAVED, ignore_errors=True)
+    return counted
+
+
+def count_together(source: Source, cache: Path) -> Statistics:
+    """Called by all ranks, which end with the same statistics; cache: where earlier ones are.
+
+    DataError, on all ranks: a field that one of them cannot read, or that is no weather.
+    """
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    folder, rank, world = cache.parent / SAVED, dist.get_rank(), dist.get_world_size()
+    earlier: list[Sums] = []  # on rank 0
+    attempt, shift, done = from_first_rank(lambda: begin(folder, source, cache, earlier))
+    left = source.dates[~np.isin(source.fields.times[source.dates], done)]
+    counting = Counting(source, np.array_split(left, world)[rank], shift)
+    own = folder / f"{source.fingerprint}.{attempt}.{rank}.npz"
+    with progress_bar(len(source.dates), len(source.dates) - len(left)) as bar:
+        rounds(counting, own, bar, group)
+    sums = counting.sums
+    for each in earlier:
+        sums.merge(each)
+    add_over_ranks(sums, group)
+    dist.destroy_process_group(group)
+    return replace(Statistics.of(sums, source.fingerprint), files=source.fields.file_marks(source.variables))
+
+
+def begin(
+    folder: Path, source: Source, cache: Path, earlier: list[Sums]
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """Of rank 0: the number of this attempt, the shift (V,), the dates that were counted before.
+
+    earlier: takes the sums over these, as one: of attempts that were killed, and of a run over fewer dates.
+    """
+    saved = sorted(folder.glob(f"{source.fingerprint}.*.*.npz"))
+    for sums in (sums_to_extend(cache, source), *map(read_sums, saved)):
+        if sums and earlier:
+            earlier[0].merge(sums)
+        elif sums:
+            earlier.append(sums)
+    done = np.array(earlier[0].looked if earlier else [], "datetime64[s]")
+    if len(done):
+        logger.info(f"statistics: {len(done)} of {len(source.dates)} dates are counted already")
+    attempt = 1 + max((int(path.name.split(".")[1]) for path in saved), default=0)
+    return attempt, earlier[0].shift if earlier else first_shift(source), done
+
+
+def read_sums(path: Path) -> Sums | None:
+    try:
+        with np.load(path) as stored:
+            return Sums.of_arrays(stored)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None  # a disk that lost it: its dates are counted again
+
+
+def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
+    """Until no rank has a date left. UserError, on all ranks: what one of them met."""
+    counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
+    while True:
+        try:
+            counting.go_on(ROUND_SECONDS)
+        except UserError as error:
+            failure = error
+        activity.progress()
+        state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
+        counted = counting.num_counted
+        dist.all_reduce(state, group=group)
+        bar.update(int(state[1]))
+        if state[2]:
+            raise first_of_all(failure, group)
+        if not state[0]:
+            return
+        if time.monotonic() - saved_at > save_every:
+            started = time.monotonic()
+            save(counting.sums, own)
+            saved_at = time.monotonic()
+            save_every = max(SAVE_SECONDS, 20 * (saved_at - started))
+
+
+def first_of_all(failure: UserError | None, group: dist.ProcessGroup) -> UserError:
+    """The failure of the lowest rank that has one."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, failure, group=group)
+    return next(each for each in found if each is not None)
+
+
+def save(sums: Sums, path: Path) -> None:
+    """A full disk is said by who writes what cannot be counted again."""
+    try:
+        with replacing(path) as beside:
+            np.savez(beside, **cast(dict[str, Any], sums.arrays()))
+    except OSError as error:
+        logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
+
+
+def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
+    """Every rank gets the sums of all. Fields travel one variable at a time: together they may be large."""
+    if dist.get_world_size() == 1:
+        return
+    small = {name: np.array(getattr(sums, name)) for name in TABLES}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (small, sums.found, sums.count.shape[1:] == (1, 1)), group=group)
+    if not all(whole for _, _, whole in told):
+        sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
+    for v in range(len(sums.total)):
+        dist.all_reduce(torch.from_numpy(sums.total[v]), group=group)
+    dist.all_reduce(torch.from_numpy(sums.count), group=group)
+    for rank, (tables, found, _) in enumerate(told):
+        if rank != dist.get_rank():
+            sums.with_rows(tables).find(found)
+
+
+@contextmanager
+def progress_bar(total: int, done: int) -> Iterator[tqdm]:
+    """On the first rank; into a file only of a long count, a line every half minute."""
+    seconds = 0.0 if sys.stderr.isatty() else 30.0
+    with tqdm(
+        total=total,
+        initial=done,
+        desc="statistics",
+        unit="date",
+        leave=False,
+        dynamic_ncols=True,
+        disable=dist.get_rank() != 0,
+        delay=seconds,
+        mininterval=max(seconds, 0.1),
+    ) as bar:
+        yield bar
