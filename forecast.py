@@ -37,7 +37,7 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
-from jobs.start_checks import check_machine, check_model
+from jobs.start_checks import check_folder, check_machine, check_model
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
@@ -279,6 +279,7 @@ def export(config: Config, target: Path) -> None:
         raise ConfigError(f"--export {target}: end the name in .pt2 (a program) or .safetensors (weights)")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
+    check_folder("--export", target.parent)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
     plain = replace(config.model, attention_backend="sdpa")
     config = replace(config, model=plain, compile=Compile(), float8=Float8())

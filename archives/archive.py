@@ -5,18 +5,18 @@ array for all levels, a file for each variable or each year. Values come as floa
 latitude north to south and longitude ascending.
 """
 
-import difflib
-import glob
 import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from archives.files import DATA_FILES, METADATA, file_lines, is_url, is_zarr, open_file
+from archives.field_chunks import Task, Wanted, chunk_tasks, chunks_of
+from archives.files import METADATA, file_lines, find_files, open_file
 from archives.grid import Grid
 from archives.layouts import stored_fields
 from archives.regrid import Regridder
@@ -38,35 +38,6 @@ class Group(NamedTuple):
     owners: np.ndarray  # (T,) which of their time axes has a date; -1: none
     rows: np.ndarray  # (T,) the row of the date on that axis
     parts: list[list[Part]]  # for each of the time axes
-
-
-def find_files(path: str) -> list[str]:
-    """The files that a path stands for: itself, or what a folder or a glob holds, sorted by name.
-
-    DataError naming the path where nothing is there.
-    """
-    path = path.removeprefix("file://")
-    if is_url(path) or os.path.isfile(path) or is_zarr(path):
-        return [path]
-    if os.path.isdir(path):
-        inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
-        found = [name for name in inside if name.lower().endswith(DATA_FILES) or is_zarr(name)]
-        if not found:
-            folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
-            hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
-            raise DataError(f"cannot read {path!r}: the folder holds no Zarr, NetCDF or HDF5{hint}")
-        return found
-    found = sorted(glob.glob(path))
-    if not found:
-        raise DataError(f"cannot read {path!r}: there is no such file or folder{_nearest_path(path)}")
-    return found
-
-
-def _nearest_path(path: str) -> str:
-    folder = os.path.dirname(os.path.abspath(path))
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    close = difflib.get_close_matches(os.path.basename(path), names, n=1)
-    return f"; nearest: {os.path.join(os.path.dirname(path), close[0])!r}" if close else ""
 
 
 class Archive:
@@ -180,17 +151,24 @@ class Archive:
         """
         assert 0 <= start < stop <= len(self.times), f"{start} .. {stop - 1} of {len(self.times)} dates"
         out = np.empty((stop - start, len(variables), *self.grid.shape), np.float32)
+        for task in self.reading(start, out, variables):
+            task()
+        return out
+
+    def reading(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
+        """What fills `out` (n, V, H, W) with the variables at the dates from `start` on, piece by piece.
+
+        The pieces may run in any order, on any threads.
+        """
+        stop = start + len(out)
         for group in self._grouped(tuple(variables)):
             owners, rows = group.owners[start:stop], group.rows[start:stop]
             for a, b in _runs(owners, rows):
                 if owners[a] < 0:
                     out[a:b, group.outputs] = np.nan
                     continue
-                for field, levels, pairs in group.parts[owners[a]]:
-                    block = field.read(slice(int(rows[a]), int(rows[a]) + b - a), levels)
-                    for output, position in pairs:
-                        out[a:b, output] = block[:, position]
-        return out
+                for part in group.parts[owners[a]]:
+                    yield from _tasks(part, int(rows[a]), out[a:b])
 
     def read_static(self, name: str) -> np.ndarray:
         """A field without time (H, W) float32; of a variable with time the first date's. DataError if not
@@ -252,6 +230,30 @@ class Archive:
             _, field, position = self._locations[names[output]][number]
             wanted.setdefault(field, []).append((position, output))
         return [part for field, pairs in wanted.items() for part in _level_slices(field, pairs)]
+
+
+def _tasks(part: Part, first: int, out: np.ndarray) -> Iterator[Task]:
+    """What fills the part's rows of `out` (n, V, H, W) from `first` on, on the time axis of its array."""
+    field, levels, pairs = part
+    if array := chunks_of(field):
+        yield from chunk_tasks(
+            field,
+            array,
+            [
+                Wanted(first + date, levels.start + position, fields[output])
+                for date, fields in enumerate(out)
+                for output, position in pairs
+            ],
+        )
+    else:
+        yield partial(_read_part, part, first, out)
+
+
+def _read_part(part: Part, first: int, out: np.ndarray) -> None:
+    field, levels, pairs = part
+    block = field.read(slice(first, first + len(out)), levels)
+    for output, position in pairs:
+        out[:, output] = block[:, position]
 
 
 def _level_slices(field: StoredField, pairs: list[tuple[int, int]]) -> Iterator[Part]:

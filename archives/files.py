@@ -4,6 +4,8 @@ Arrays are read as slices, straight from zarr, h5py or scipy: a training sample 
 and there xarray's milliseconds an access count. What the arrays mean is archives/layouts.py's affair.
 """
 
+import difflib
+import glob
 import math
 import os
 import weakref
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from archives.chunks import ChunkedArray, LocalObjects, chunked
 from errors import DataError
 
 METADATA = (".zarray", ".zattrs", "zarr.json")  # of an array of a Zarr store
@@ -51,6 +54,14 @@ class StoredFile:
         if name not in found:  # kept: zarr parses an array's metadata anew at every look-up
             found[name] = root[name]
         return np.asarray(found[name][selection])
+
+    def chunked(self, name: str) -> ChunkedArray | None:
+        """An array of a Zarr store by its chunks, where that is possible."""
+        root, found = _handles(self)
+        key = f"{name} by chunks"
+        if key not in found:
+            found[key] = None if is_url(self.path) else chunked(root[name], LocalObjects(self.path))
+        return found[key]
 
     def holes(self, name: str, selection: Any, stored: np.ndarray) -> list[Any]:
         """Parts of what was fetched that the store does not have, and that are no values therefore."""
@@ -90,6 +101,35 @@ def _open(file: StoredFile) -> Any:
     from scipy.io import netcdf_file
 
     return netcdf_file(file.path, "r", mmap=True)
+
+
+def find_files(path: str) -> list[str]:
+    """The files that a path stands for: itself, or what a folder or a glob holds, sorted by name.
+
+    DataError naming the path where nothing is there.
+    """
+    path = path.removeprefix("file://")
+    if is_url(path) or os.path.isfile(path) or is_zarr(path):
+        return [path]
+    if os.path.isdir(path):
+        inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+        found = [name for name in inside if name.lower().endswith(DATA_FILES) or is_zarr(name)]
+        if not found:
+            folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
+            hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
+            raise DataError(f"cannot read {path!r}: the folder holds no Zarr, NetCDF or HDF5{hint}")
+        return found
+    found = sorted(glob.glob(path))
+    if not found:
+        raise DataError(f"cannot read {path!r}: there is no such file or folder{_nearest_path(path)}")
+    return found
+
+
+def _nearest_path(path: str) -> str:
+    folder = os.path.dirname(os.path.abspath(path))
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(os.path.basename(path), names, n=1)
+    return f"; nearest: {os.path.join(os.path.dirname(path), close[0])!r}" if close else ""
 
 
 def is_url(path: str) -> bool:

@@ -158,6 +158,9 @@ def _named_fields(
         roles = tuple(coordinate_role(file, dim, more_roles) for dim in array.dims)
         if not {"latitude", "longitude"} <= set(roles) or array.dtype.kind not in "fiub":
             continue
+        if " since " in str(array.attrs.get("units", "")):
+            unreadable[full_name(name).partition(":")[0]] = f"its units are {array.attrs['units']!r}: dates"
+            continue
         extra = [i for i, role in enumerate(roles) if not role]
         picked = {i: _picked(file, array, i, picks) for i in extra if array.dims[i] in picks}
         odd = [i for i in extra if array.shape[i] > 1 and i not in picked]

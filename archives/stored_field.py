@@ -161,42 +161,50 @@ class StoredField:
         except MemoryError:
             raise
         except Exception as error:  # every codec raises what it pleases
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            where = (
-                f"{self.file.path}: {self.array}{self._first_damaged(selection)} cannot be read ({reason})"
-            )
-            fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
-            raise DataError(f"{where}; {fix}") from None
+            raise self.unreadable(error, self._first_damaged(selection)) from None
 
-    def _first_damaged(self, selection: Any) -> str:
+    def unreadable(self, error: Exception, row: int | None) -> DataError:
+        """For an error that a library raised over the values at a row of the time axis."""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        date = "" if row is None or self.times is None else f" at {self.times[row]}"
+        fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
+        return DataError(f"{self.file.path}: {self.array}{date} cannot be read ({reason}); {fix}")
+
+    def _first_damaged(self, selection: Any) -> int | None:
         if "time" not in self.roles or self.times is None:
-            return ""
+            return None
         axis = self.roles.index("time")
         for row in range(*selection[axis].indices(len(self.times))):
             try:
                 self.file.fetch(self.array, (*selection[:axis], slice(row, row + 1), *selection[axis + 1 :]))
             except Exception:  # the one that the error is about
-                return f" at {self.times[row]}"
-        return ""
+                return row
+        return None
 
     def _holes(self, selection: Any, stored: np.ndarray) -> list[Any]:
         """Where a chunk is missing; said once for an array."""
         if self.packing.classes or self.names[0].partition(":")[0] in OFTEN_ZERO:
             return []
         holes = self.file.holes(self.array, selection, stored)
-        if holes and self.array not in self.file.told and multiprocessing.parent_process() is None:
-            self.file.told.add(self.array)
-            where = f"{self.file.path}: {self.array}: chunks{self._date_of(holes[0], selection)}"
-            logger.warning(f"{where} are not in the store: taken for missing values")
+        if holes:
+            self.say_missing(self._row_of(holes[0], selection))
         return holes
 
-    def _date_of(self, hole: Any, selection: Any) -> str:
+    def say_missing(self, row: int | None) -> None:
+        """That the store does not have a chunk, at a row of the time axis; said once for an array."""
+        if self.array in self.file.told or multiprocessing.parent_process() is not None:
+            return
+        self.file.told.add(self.array)
+        first = "" if row is None or self.times is None else f", the first at {self.times[row]},"
+        where = f"{self.file.path}: {self.array}: chunks{first} are not in the store"
+        logger.warning(f"{where}: taken for missing values")
+
+    def _row_of(self, hole: Any, selection: Any) -> int | None:
         if "time" not in self.roles or self.times is None:
-            return ""
+            return None
         axis = self.roles.index("time")
         kept = [i for i, each in enumerate(selection) if isinstance(each, slice)]
-        row = range(*selection[axis].indices(len(self.times)))[hole[kept.index(axis)].start]
-        return f", the first at {self.times[row]},"
+        return range(*selection[axis].indices(len(self.times)))[hole[kept.index(axis)].start]
 
 
 def _first_valid(block: np.ndarray) -> np.ndarray:

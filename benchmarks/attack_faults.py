@@ -189,7 +189,7 @@ def answer_rudely(server: socket.socket) -> None:
 
 def together(stage: Stage) -> Iterator[Case]:
     """Two starts in one folder at once: one trains, the other is refused."""
-    words = ["--validation.enable=false", "--checkpoint.keep_best=", "--training.steps", "400"]
+    words = ["--validation.enable=false", "--checkpoint.keep_best=", "--training.steps", "2000"]
 
     def start_another(job: subprocess.Popen, folder: Path) -> None:
         command = [RUN_TRAIN, *stage.options(folder, *words)]
@@ -200,7 +200,7 @@ def together(stage: Stage) -> Iterator[Case]:
 
     def check() -> str:
         other = (folder / "other").read_text()
-        steps = set(losses(folder)) == set(range(1, 401))
+        steps = set(losses(folder)) == set(range(1, 2001))
         return (
             ""
             if steps and other.startswith("2 ") and "another run" in other

@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,9 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
+CHUNK = re.compile(r"\.zarr/.*/[\d.]+$")
+
+
 class Exploit:
     """A pickle that makes a file when it is read."""
 
@@ -72,6 +76,8 @@ def cases(stage: Stage, rng: random.Random) -> Iterator[Case]:
     for verb, names in STORED.items():
         for name in names:
             for how, damage in DAMAGES.items():
+                if how == "one bit" and CHUNK.search(name):
+                    continue  # Zarr 2 has no checksums: another value, which only its disk can know
                 yield stored(stage, verb, f"{name}, {how}", damaging(name, damage, rng.random()))
     yield from foreign(stage)
     yield from missing(stage)

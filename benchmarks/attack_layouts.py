@@ -32,7 +32,7 @@ LISTS: list[tuple[int, str, str]] = [
     (2, f"{P}domain_parallel_tiles [1,2]", "domain_parallel_tiles"),
     (2, f"--model.name unet {P}tensor_parallel_degree 2", "tensor_parallel_degree"),
     (2, f"--model.name unet {P}domain_parallel_tiles [2,2]", "domain_parallel_tiles"),
-    (64, f"--model.name unet {P}domain_parallel_tiles [8,8]", "domain_parallel_tiles"),
+    (16, f"--model.name unet {P}domain_parallel_tiles [4,4]", "domain_parallel_tiles"),
     (1, '--parallelism.axis_order ["pp","tp"]', "axis_order"),
     (1, '--parallelism.axis_order ["pp","pp","dp_shard","cp","tp"]', "axis_order"),
     (1, f"{P}enable_async_tensor_parallel true", "enable_async_tensor_parallel"),

@@ -126,6 +126,7 @@ def host_memory() -> int:
 
 def check_model(config: Config, grid: Grid) -> None:
     """What depends on the grid of the data, and on the model's layers. Raises ConfigError."""
+    check_tokens(config, grid)
     if config.model.name == "vit" and not config.float8.enable:
         return
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
@@ -134,6 +135,15 @@ def check_model(config: Config, grid: Grid) -> None:
         check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
     else:
         float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
+
+
+def check_tokens(config: Config, grid: Grid) -> None:
+    """ConfigError: some rank would have none of a sample's tokens."""
+    degree = config.parallelism.context_parallel_degree
+    tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
+    if config.model.name == "vit" and degree > tokens:
+        reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
+        refuse("parallelism.context_parallel_degree", degree, reason)
 
 
 def main(argv: list[str]) -> None:

@@ -3,9 +3,12 @@
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
@@ -50,29 +53,44 @@ class Ranks:
     """`run(check, *arguments)` runs a check on all ranks; what each returns, by rank. Failures are raised."""
 
     def __init__(self, world: int) -> None:
+        self.world = world
+        self.start()
+
+    def start(self) -> None:
         context = mp.get_context("spawn")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.inboxes, self.outbox = [context.Queue() for _ in range(world)], context.Queue()
+        self.inboxes, self.outbox = [context.Queue() for _ in range(self.world)], context.Queue()
         self.processes = [
-            context.Process(target=_serve, args=(rank, world, port, inbox, self.outbox), daemon=True)
+            context.Process(target=_serve, args=(rank, self.world, port, inbox, self.outbox), daemon=True)
             for rank, inbox in enumerate(self.inboxes)
         ]
         for process in self.processes:
             process.start()
 
     def run(self, check: Check, *arguments: Any, timeout: float = 120) -> list[Any]:
+        if not all(process.is_alive() for process in self.processes):
+            self.start()  # a check that failed ended them: the next one shall not fail for it
         for inbox in self.inboxes:
             inbox.put((check, arguments))
         answers: dict[int, Any] = {}
         for _ in self.inboxes:
-            rank, succeeded, answer = self.outbox.get(timeout=timeout)
+            rank, succeeded, answer = self._next_answer(time.monotonic() + timeout)
             if not succeeded:
                 self.stop()  # others may wait for this one
-                raise AssertionError(f"rank {rank} of {len(self.inboxes)}:\n{answer}")
+                raise AssertionError(f"rank {rank} of {self.world}:\n{answer}")
             answers[rank] = answer
         return [answers[rank] for rank in sorted(answers)]
+
+    def _next_answer(self, until: float) -> tuple[int, bool, Any]:
+        while time.monotonic() < until:
+            with suppress(Empty):
+                return self.outbox.get(timeout=1)
+            for rank, process in enumerate(self.processes):
+                if not process.is_alive():
+                    return rank, False, f"ended with exit code {process.exitcode}"
+        return -1, False, "no rank has answered in time"
 
     def stop(self) -> None:
         for inbox in self.inboxes:
@@ -81,6 +99,7 @@ class Ranks:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 if __name__ == "__main__":

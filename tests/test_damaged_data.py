@@ -1,6 +1,7 @@
 """Damaged bytes and missing chunks: one line with path, variable and date, whoever reads them."""
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
     os.kill(int(loaders[0]), signal.SIGKILL)
     assert job.end() == 1, job.output
     last = job.output.splitlines()[-1]
-    assert f"rossby: DataLoader worker (pid {loaders[0]}) is killed by signal: Killed." in last
+    # Who notices first, torch's signal handler or its queue, says it in words of its own.
+    assert re.match(rf"rossby: DataLoader worker \(pid.* {loaders[0]}\) (is killed|exited)", last), last
     assert "Traceback" not in job.output
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 import zarr
 
-from archives.archive import Archive, find_files
+from archives.archive import Archive
 from archives.fields_by_name import FieldsByName
-from archives.files import open_file
+from archives.files import find_files, open_file
 from archives.grid import Grid
 from archives.layouts import coordinate_role, stored_fields
 from archives.stored_field import StoredField

@@ -80,8 +80,12 @@ class ForecastStore:
     def _restore_metadata(self) -> None:
         """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast."""
         try:
-            json.loads((self.path / ".zmetadata").read_text())["metadata"]
+            repeated = json.loads((self.path / ".zmetadata").read_text())["metadata"]
+            own = {name: json.loads((self.path / name).read_text()) for name in repeated}
+            whole = repeated == own
         except (OSError, ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
             logger.warning("%s: is damaged; written again", self.path / ".zmetadata")
             (self.path / ".zmetadata").unlink(missing_ok=True)
             with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
