@@ -54,7 +54,7 @@ from archives.archive import Archive, open_archive
 from archives.grid import area_weights
 from archives.picks import parse_picks
 from config import Config
-from datasets.loader import FieldDataset
+from datasets.field_dataset import FieldDataset
 from datasets.selection import Selection, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs
 from errors import ConfigError, one_line_errors

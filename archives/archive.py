@@ -170,6 +170,25 @@ class Archive:
                 for part in group.parts[owners[a]]:
                     yield from _tasks(part, int(rows[a]), out[a:b])
 
+    def by_threads(self, variables: Sequence[str]) -> bool:
+        """Whether threads read all of these side by side: from chunks, past libraries that hold locks."""
+        return all(chunks_of(field) for name in variables for _, field, _ in self._find(name))
+
+    def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Scales and offsets (V,) float32 of variables that are all stored as float16; None: they are not.
+
+        Then `reading` fills an array of float16 with them as they are stored.
+        """
+        fields = [[field for _, field, _ in self._find(name)] for name in variables]
+        stored = {field.file.arrays[field.array].dtype for each in fields for field in each}
+        packings = [{(f.packing.scale, f.packing.offset, f.packing.fills) for f in each} for each in fields]
+        if stored != {np.dtype("float16")} or any(len(each) > 1 for each in packings):
+            return None
+        scales, offsets, fills = zip(*(each.pop() for each in packings), strict=True)
+        if any(fills):
+            return None
+        return np.array(scales, np.float32), np.array(offsets, np.float32)
+
     def read_static(self, name: str) -> np.ndarray:
         """A field without time (H, W) float32; of a variable with time the first date's. DataError if not
         there.

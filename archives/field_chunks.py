@@ -23,7 +23,7 @@ class Wanted(NamedTuple):
 
     row: int
     level: int
-    out: np.ndarray  # (H, W)
+    out: np.ndarray  # (H, W) float32; or float16: as an array of that is stored
 
 
 def chunks_of(field: StoredField) -> ChunkedArray | None:
@@ -71,16 +71,16 @@ def _fill(
     for inside, out in places:
         if there:
             part = decoded[(*inside, slice(0, len(rows)), slice(0, len(columns)))]
-            values = field.packing.decode(part)
+            values = part if _as_stored(array, out) else field.packing.decode(part)
         else:
-            values = np.full((len(rows), len(columns)), _of_no_chunk(field, array), np.float32)
+            values = np.full((len(rows), len(columns)), _of_no_chunk(field, array, out), out.dtype)
         _put(field, values, rows, columns, out)
 
 
 def _is_direct(field: StoredField, array: ChunkedArray, places: Sequence[tuple[Index, np.ndarray]]) -> bool:
     """Whether the chunk is the field, number by number."""
     out, turn, packing = places[0][1], field.orientation, field.packing
-    plain = (packing.scale, packing.offset, packing.fills) == (1.0, 0.0, ())
+    plain = _as_stored(array, out) or (packing.scale, packing.offset, packing.fills) == (1.0, 0.0, ())
     straight = (turn.rows, turn.columns, turn.shift) == (slice(None), slice(None), 0)
     same = out.dtype == array.dtype and out.shape == array.chunks[-2:] == array.shape[-2:]
     return len(places) == 1 and out.size == np.prod(array.chunks) and same and plain and straight
@@ -97,11 +97,17 @@ def _put(field: StoredField, values: np.ndarray, rows: range, columns: range, ou
     out[rows.start : rows.stop, columns.start : columns.stop] = values[:, : width - columns.start]
 
 
-def _of_no_chunk(field: StoredField, array: ChunkedArray) -> float:
+def _as_stored(array: ChunkedArray, out: np.ndarray) -> bool:
+    """Whether whoever asks unpacks by himself: fields in memory are float32 otherwise."""
+    return out.dtype == np.float16 == array.dtype
+
+
+def _of_no_chunk(field: StoredField, array: ChunkedArray, out: np.ndarray) -> float:
     """What a chunk that is not there holds: no values, but for what is nothing nearly everywhere."""
     if not _may_be_left_out(field):
         return np.nan
-    return float(field.packing.decode(np.array([array.fill or 0], array.dtype))[0])
+    fill = np.array([array.fill or 0], array.dtype)
+    return float((fill if _as_stored(array, out) else field.packing.decode(fill))[0])
 
 
 def _may_be_left_out(field: StoredField) -> bool:

@@ -14,6 +14,7 @@ Needs no GPU; no disk is filled without the right to mount a small one. Ends wit
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,9 +141,14 @@ def fill_disk(job: Job, rng: random.Random) -> None:
 
 
 def start_again(job: Job, config: Path, tally: Tally) -> None:
-    """Another start in the folder of a run: refused, and the run goes on."""
+    """Another start in the folder of a run: refused, and the run goes on, which is held till then: it could
+    be at its end before.
+    """
+    job.signal_all(signal.SIGSTOP)
     second = start(config, job.folder, "1 rank")
-    if (code := second.end(120)) != 2 or "another run writes there" not in second.output:
+    code = second.end(120)
+    job.signal_all(signal.SIGCONT)
+    if code != 2 or "another run writes there" not in second.output:
         tally.problems.append(f"a second start ended with {code}: {second.output[-300:]}")
     second.log.unlink()
 

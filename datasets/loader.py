@@ -7,49 +7,21 @@ import math
 import shutil
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from archives.archive import Archive
-from datasets.memory_archive import MemoryArchive
+from datasets.field_dataset import FieldDataset
+from datasets.read_ahead import ThreadedLoader
 from errors import UserError
 
 NEVER = 2**62
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
-
-class FieldDataset(Dataset):
-    """Samples of K dates each, read as whole batches. Negative indices count from the end; a date of -1 is
-    not there.
-    """
-
-    def __init__(
-        self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
-    ) -> None:
-        self.archive, self.variables, self.samples = archive, list(variables), samples  # (n, K) indices
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """fields (B, K, V, H, W) float32, NaN where missing, and first dates (B,), seconds since 1970."""
-        dates = self.samples[list(indices)]
-        batch = np.stack([[self._read(int(i)) for i in row] for row in dates])
-        seconds = self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64)
-        return torch.from_numpy(batch), torch.from_numpy(seconds)
-
-    def _read(self, date: int) -> np.ndarray:
-        """(V, H, W); NaN for a date that is not there."""
-        if date >= 0:
-            return self.archive.read(date, self.variables)
-        return np.full((len(self.variables), *self.archive.grid.shape), np.nan, np.float32)
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -109,18 +81,21 @@ class EvaluationSampler(Sampler[list[int]]):
         return len(self.batches)
 
 
+Loader = ThreadedLoader | StatefulDataLoader
+
+
 class TrainLoader:
     """Endless batches from any sample on. Its state is a number of samples: resuming costs no replay."""
 
     def __init__(
         self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool
     ):
-        self.sampler = sampler
+        self.dataset, self.sampler = dataset, sampler
         self.loader = build_loader(dataset, sampler, num_workers, prefetch, pin)
 
     def iterate(self, taken: int, shuffle: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches after `taken` samples: fields (B, K, V, H, W), first dates (B,). `shuffle` numbers
-        the order of samples: another one after going back.
+        """Micro-batches after `taken` samples: fields (B, K, V, H, W) that `dataset.unpack` makes physical,
+        first dates (B,). `shuffle` numbers the order of samples: another one after going back.
         """
         self.sampler.taken, self.sampler.shuffle = taken, shuffle
         return in_one_line(self.loader)
@@ -132,14 +107,23 @@ def build_loader(
     num_workers: int = 0,
     prefetch: int = 2,
     pin: bool = False,
-) -> StatefulDataLoader:
-    """A loader that reads whole batches; with `num_workers` 0 it reads in this process."""
+) -> Loader:
+    """A loader that reads whole batches: by threads where these serve, else by processes, which stay; with
+    `num_workers` 0 it reads in this thread.
+    """
+    if dataset.by_threads:
+        return ThreadedLoader(dataset, sampler, num_workers, prefetch, pin)
     fits = not num_workers or _fits(dataset, sampler, num_workers * (prefetch + 1))
     workers = (
-        {"prefetch_factor": prefetch, "multiprocessing_context": "spawn", "worker_init_fn": ignore_interrupts}
+        {
+            "prefetch_factor": prefetch,
+            "multiprocessing_context": "spawn",  # zarr's event loop and HDF5's locks do not survive a fork
+            "worker_init_fn": ignore_interrupts,
+            "persistent_workers": True,  # a start takes seconds, and there is one at every validation
+        }
         if num_workers
         else {}
-    )  # spawn: zarr's event loop and HDF5's locks do not survive a fork
+    )
     return StatefulDataLoader(
         dataset,
         batch_sampler=sampler,
@@ -167,6 +151,8 @@ def in_one_line(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, Te
         if not lines[0].startswith("Caught"):
             raise
         raise type(error)(lines[-1].partition(": ")[2]) from None
+    except (ConnectionError, EOFError) as error:  # it died while it handed a batch over
+        raise RuntimeError(f"DataLoader worker exited unexpectedly ({type(error).__name__})") from None
 
 
 def ignore_interrupts(worker: int) -> None:
@@ -184,7 +170,6 @@ def _as_arrays(batch: Any) -> Any:
 
 def _fits(dataset: FieldDataset, sampler: Any, num_batches: int) -> bool:
     """Whether the batches that loader processes read ahead find room in /dev/shm, where torch puts them."""
-    shape = dataset.archive.read(int(dataset.samples[0, 0]), dataset.variables).shape
     samples = getattr(sampler, "local_batch_size", 0) or len(sampler.batches[0])
-    batch = 4 * samples * dataset.samples.shape[1] * math.prod(shape)
+    batch = 4 * samples * dataset.samples.shape[1] * math.prod(dataset.field_shape)
     return batch * num_batches < shutil.disk_usage("/dev/shm").free

@@ -1,45 +1,17 @@
-"""Fields that are small enough to be read once and kept, in memory that loader processes share."""
+"""Fields that are small enough to be read once and kept."""
 
-import math
-import os
-import weakref
-from collections.abc import Sequence
-from mmap import mmap
-from multiprocessing.reduction import DupFd
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from archives.archive import Archive
+from archives.field_chunks import Task
 from datasets.statistics import stream
 
 
-class SharedFields:
-    """Numbers that loader processes map instead of copying them: a memfd, which is memory without a name.
-
-    Not /dev/shm: a container keeps that at 64 MB, and what dies leaves its files there.
-    """
-
-    def __init__(self, *shape: int) -> None:
-        self._map(os.memfd_create("rossby-fields"), shape)
-
-    def _map(self, descriptor: int, shape: tuple[int, ...]) -> None:
-        self.descriptor, self.shape, size = descriptor, shape, 4 * math.prod(shape)
-        os.ftruncate(descriptor, max(size, 1))
-        weakref.finalize(self, os.close, descriptor)
-        self.values = np.frombuffer(mmap(descriptor, max(size, 1)), np.float32, math.prod(shape)).reshape(
-            shape
-        )
-
-    def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
-        return DupFd(self.descriptor), self.shape
-
-    def __setstate__(self, state: tuple[Any, tuple[int, ...]]) -> None:
-        self._map(state[0].detach(), state[1])
-
-
 class MemoryArchive:
-    """Some dates of an archive read once into shared memory, under the archive's own indices."""
+    """Some dates of an archive read once into memory, under the archive's own indices."""
 
     in_memory = True
 
@@ -49,9 +21,9 @@ class MemoryArchive:
         self.files_state, self.file_marks = archive.files_state, archive.file_marks
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
-        self.fields = SharedFields(len(dates), len(variables), *archive.grid.shape)
+        self.fields = np.empty((len(dates), len(variables), *archive.grid.shape), np.float32)
         for row, (_, field) in enumerate(stream(archive, variables, dates)):
-            self.fields.values[row] = field
+            self.fields[row] = field
 
     def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
         """(V, H, W) float32."""
@@ -60,7 +32,18 @@ class MemoryArchive:
     def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
         """(n, V, H, W) float32."""
         assert list(variables) == self.variables and self.rows[start] >= 0
-        return self.fields.values[self.rows[start] : self.rows[start] + stop - start]
+        return self.fields[self.rows[start] : self.rows[start] + stop - start]
+
+    def reading(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
+        """What fills `out` (n, V, H, W) with the dates from `start` on."""
+        yield partial(np.copyto, out, self.read_block(start, start + len(out), variables))
+
+    def by_threads(self, variables: Sequence[str]) -> bool:
+        """Threads read it well."""
+        return True
+
+    def float16_packing(self, variables: Sequence[str]) -> None:
+        """It holds physical values."""
 
 
 def cache_if_small(

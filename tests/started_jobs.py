@@ -104,9 +104,13 @@ class Job:
 
     def kill_all(self) -> None:
         """The launcher and all that it started die at once, as when the power fails."""
-        for pid in [self.process.pid, *_children(self.process.pid)] if self.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
+        self.signal_all(signal.SIGKILL)
         self.process.wait()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """To the launcher and all that it started."""
+        for pid in [self.process.pid, *_children(self.process.pid)] if self.process.poll() is None else []:
+            os.kill(pid, number)
 
     def end(self, timeout: float = 120) -> int:
         """The exit code, once it has ended."""

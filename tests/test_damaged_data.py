@@ -10,17 +10,19 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 import zarr
-from numcodecs import LZ4, Blosc, Zlib, Zstd
+from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
 from archives.archive import open_archive
-from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from datasets.memory_archive import MemoryArchive
+from datasets.field_dataset import FieldDataset
+from datasets.loader import TrainLoader, TrainSampler
 from errors import DataError
 from tests.started_jobs import write_config
 
 DATE = "2020-01-01T12:00:00"  # the third
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
+CODECS["lzma"] = LZMA()  # left to zarr-python, and to loader processes
 
 
 def fields() -> np.ndarray:
@@ -112,9 +114,9 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
         archive.read_block(0, 5, ["2m_temperature"])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_process_says_it_in_one_line_too(tmp_path, workers):
-    damage(store(tmp_path / "data.zarr", "zlib"))
+@pytest.mark.parametrize(("codec", "workers"), [("zlib", 0), ("zlib", 2), ("lzma", 0), ("lzma", 2)])
+def test_a_loader_says_it_in_one_line_too(tmp_path, codec, workers):
+    damage(store(tmp_path / "data.zarr", codec))
     archive = open_archive(str(tmp_path / "data.zarr"))
     samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
     loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), workers, 2, pin=False)
@@ -126,7 +128,10 @@ def test_a_loader_process_says_it_in_one_line_too(tmp_path, workers):
 
 
 def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
-    job = start_job(write_config(tmp_path), tmp_path / "run", "--data.num_workers", "1")
+    config_file, data = write_config(tmp_path), tmp_path / "data.nc"
+    xr.open_zarr(tmp_path / "wb.zarr").to_netcdf(data, engine="h5netcdf")
+    words = ["--data.path", str(data), "--data.cache_gib", "0", "--data.num_workers", "1"]
+    job = start_job(config_file, tmp_path / "run", *words)
     job.wait_for_step(3)
     listed = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     loaders = [pid for pid in listed if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -134,7 +139,7 @@ def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
     assert job.end() == 1, job.output
     last = job.output.splitlines()[-1]
     # Who notices first, torch's signal handler or its queue, says it in words of its own.
-    assert re.match(rf"rossby: DataLoader worker \(pid.* {loaders[0]}\) (is killed|exited)", last), last
+    assert re.match(r"rossby: DataLoader worker (\(pid.*\) )?(is killed|exited)", last), last
     assert "Traceback" not in job.output
 
 
@@ -149,9 +154,9 @@ def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, caplog):
 
 
 def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
-    """Docker gives /dev/shm 64 MB: fields go through a pipe, and the cache is not there at all."""
-    store(tmp_path / "data.zarr", "raw")
-    archive = MemoryArchive(open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5))
+    """Docker gives /dev/shm 64 MB: what loader processes read goes through a pipe."""
+    store(tmp_path / "data.zarr", "lzma")
+    archive = open_archive(str(tmp_path / "data.zarr"))
     samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
 
     def batches() -> list[torch.Tensor]:

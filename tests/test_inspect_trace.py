@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from command_line import load_config
-from datasets.loader import FieldDataset
+from datasets.field_dataset import FieldDataset
 from models.build import build_model
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
@@ -67,9 +67,9 @@ def test_flops_are_those_of_torchs_counter(tmp_path):
 
 
 class SlowDataset(FieldDataset):
-    def __getitems__(self, indices):
+    def seconds(self, dates):  # once a batch, in the thread that takes it
         time.sleep(STALL)
-        return super().__getitems__(indices)
+        return super().seconds(dates)
 
 
 def run_with_stalls(folder: Path, *options: str) -> Path:

@@ -10,11 +10,10 @@ from archives.archive import open_archive
 from datasets.loader import (
     EvaluationSampler,
     FieldDataset,
-    MemoryArchive,
     TrainLoader,
     TrainSampler,
 )
-from datasets.memory_archive import cache_if_small
+from datasets.memory_archive import MemoryArchive, cache_if_small
 from tests.archives import NAMES, analyses, values, weatherbench
 
 

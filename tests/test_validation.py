@@ -6,7 +6,7 @@ import torch
 
 from archives.archive import open_archive
 from archives.grid import area_weights
-from datasets.loader import FieldDataset
+from datasets.field_dataset import FieldDataset
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.archives import NAMES, analyses, values, weatherbench

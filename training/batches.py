@@ -1,6 +1,7 @@
 """The micro-batches of each step on the device, wherever the run's progress stands."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from checkpoints.run_state import Progress
 from config import Config
-from datasets.loader import FieldDataset, TrainLoader, TrainSampler
+from datasets.field_dataset import FieldDataset
+from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
 
 Batch = tuple[Tensor, Tensor]  # fields (B, 2, V, H, W) float32, NaN where missing; first dates (B,), seconds
@@ -48,7 +50,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         progress = self.progress
         if self.at != (progress.samples, progress.rollbacks):
-            self.iterator = self.loader.iterate(progress.samples, progress.rollbacks)
+            self.iterator = on_device(self.loader.iterate(progress.samples, progress.rollbacks), self.device)
         self.at, self.seconds, self.bytes = None, 0.0, 0
         for _ in range(len(self)):
             yield self._next()
@@ -60,4 +62,31 @@ class Batches:
             fields, times = next(self.iterator)
             self.seconds += time.perf_counter() - started
             self.bytes += fields.nbytes
-            return fields.to(self.device, non_blocking=True), times.to(self.device, non_blocking=True)
+            return self.loader.dataset.unpack(fields), times
+
+
+COPIES_AHEAD = 2
+
+
+def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches on the device. On a GPU copies have a stream of their own and are two batches ahead:
+    they travel while the batch before them is computed.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream, waiting = torch.cuda.Stream(device), deque()
+    for fields, times in batches:
+        with torch.cuda.stream(stream):
+            copies = fields.to(device, non_blocking=True), times.to(device, non_blocking=True)
+        waiting.append((copies, stream.record_event()))
+        if len(waiting) > COPIES_AHEAD:
+            yield _arrived(*waiting.popleft())
+
+
+def _arrived(copies: Batch, copied: torch.cuda.Event) -> Batch:
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
+    for tensor in copies:  # its memory is not given out again while this stream may read it
+        tensor.record_stream(current)
+    return copies

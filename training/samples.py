@@ -8,7 +8,7 @@ import numpy as np
 
 from archives.grid import area_weights
 from config import Data
-from datasets.loader import FieldDataset
+from datasets.field_dataset import FieldDataset
 from datasets.memory_archive import cache_if_small
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Source, known_empty_dates, sampled_pairs

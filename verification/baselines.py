@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archives.archive import Archive
-from datasets.loader import EvaluationSampler, FieldDataset, build_loader
+from datasets.field_dataset import FieldDataset
+from datasets.loader import EvaluationSampler, build_loader
 from verification.rollout import Forecast
 
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
@@ -55,7 +56,8 @@ def fit_baselines(
     sums = torch.zeros(2, len(leads), len(mean_field), dtype=torch.float64, device=mean_field.device)
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
-        fields = fields[torch.tensor(indices) >= 0].to(mean_field.device)  # -1: a sample of another rank
+        own = fields[torch.tensor(indices) >= 0]  # -1: a sample of another rank
+        fields = training.unpack(own.to(mean_field.device))
         anomalies = (fields - mean_field).double()  # (B, 1 + L, V, H, W), NaN where missing
         now, later = anomalies[:, :1], anomalies[:, 1:]
         valid = torch.isfinite(now) & torch.isfinite(later)

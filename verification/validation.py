@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from datasets.loader import EvaluationSampler, FieldDataset, build_loader, in_one_line
+from datasets.field_dataset import FieldDataset
+from datasets.loader import EvaluationSampler, build_loader, in_one_line
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
 
@@ -99,9 +100,10 @@ class Validation:
             # -1: a date that is another rank's
             mine = [row for row, index in enumerate(indices) if index >= 0]
             dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)
-            state, times = fields[:, 0].to(self.device), times.to(self.device)
+            fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
+            state = fields[:, 0]
             # Cells missing at the start count for nobody: persistence would have nothing to say there.
-            truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:].to(self.device), torch.nan)
+            truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:], torch.nan)
             for name, forecast in forecasts.items():
                 predicted = forecast(state, times, self.lead_steps)  # (B, L, V, H, W)
                 squares = mean_squared_error(predicted, truth, self.area)  # (B, L, V)
