@@ -85,8 +85,9 @@ class Data:
     cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = 1.0
     # dates that statistics are computed from, in pairs one step apart; 0: every date of the training period
     statistics_dates: Count = 0
-    num_workers: Processes = 0  # loader processes a rank; 0: read in the training process
-    prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches each loader process reads ahead
+    # that read ahead, a rank: threads for Zarr and fields in memory, else processes; 0: read when needed
+    num_workers: Processes = 0
+    prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches that are read ahead; of processes, by each
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def killed(stage: Stage) -> Iterator[Case]:
 
         return act
 
-    workers = [*SLOW, "--data.num_workers", "1", "--checkpoint.enable=false"]
+    workers = [*SLOW, *stage.by_processes(1), "--checkpoint.enable=false"]
     yield played(
         stage, "a loader process killed", workers, then(until_step(5), kill(b"spawn_main")), one_of(1)
     )
@@ -269,7 +269,7 @@ def shared_memory(stage: Stage) -> Iterator[Case]:
     """/dev/shm of 64 MB, as Docker gives it, with loader processes and two ranks."""
     for ranks in ("1", "2"):
         folder = stage.fresh(f"shm {ranks}")
-        words = [RUN_TRAIN, *stage.options(folder, "--data.num_workers", "2", *CALM)]
+        words = [RUN_TRAIN, *stage.options(folder, *stage.by_processes(2), *CALM)]
         shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
         command = ["unshare", "-m", "bash", "-c", shell, "bash", *words]
         yield Case(KIND, f"/dev/shm of 64 MB, {ranks} ranks", command, runs(), {"NGPU": ranks}, limit=LIMIT)

@@ -79,6 +79,13 @@ class Stage:
         theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (self.run, folder))
         return ", ".join(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
 
+    def by_processes(self, count: int) -> list[str]:
+        """Options of a run whose loader has processes: HDF5 holds a lock, so that threads do not serve."""
+        path = self.scratch / "waves.nc"
+        if not path.exists():
+            waves().to_netcdf(path, engine="h5netcdf")
+        return ["--data.path", str(path), "--data.cache_gib", "0", "--data.num_workers", str(count)]
+
     def goes_on(self, folder: Path) -> Callable[[], str]:
         """What is wrong with a run that was resumed: its losses after the step that it resumed from."""
 

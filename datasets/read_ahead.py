@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from archives.field_chunks import Task
 from datasets.field_dataset import FieldDataset
 
 Copy = tuple[np.ndarray, np.ndarray]  # from, to
+READ_HERE = "SingleProcessRead"  # in a trace, as torch's loader calls it when it has no processes
 FREE = 3  # references to an array that nobody uses: of the list, of the loop, of the call that counts them
 
 
@@ -110,7 +112,8 @@ class ThreadedLoader:
         if self.pool:
             return self.pool.submit(task)
         done: Future[None] = Future()
-        task()
+        with record_function(READ_HERE):
+            task()
         done.set_result(None)
         return done
 

@@ -126,7 +126,7 @@ def test_a_slow_loader_with_processes_is_named(tmp_path):
     folder = run_with_stalls(tmp_path, "--data.num_workers", "1", "--training.global_batch_size", "8")
     (timeline,) = inspect(folder)
     assert timeline.by_class["data wait"] > STALL * 1e3
-    assert "the loader's processes are slower" in advice(timeline, rates_of(timeline))
+    assert "the loader's threads or processes are slower" in advice(timeline, rates_of(timeline))
 
 
 def test_flops_of_a_trace_are_those_of_the_model(stalled):

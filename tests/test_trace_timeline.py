@@ -110,7 +110,7 @@ def test_time_of_a_cpu_by_class(tmp_path):
     assert timeline.idle_by_cause["gap after optimizer"] == pytest.approx(2.5)
     assert [(w.what, w.where, w.count) for w in timeline.waits] == [("aten::item", "after optimizer", 1)]
     text = advice(timeline, rates_of(timeline))
-    assert "gap after optimizer" in text and "the loader's processes are slower" in text
+    assert "gap after optimizer" in text and "the loader's threads or processes are slower" in text
 
 
 @given(

@@ -44,11 +44,11 @@ def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> 
 
 def data(timeline: Timeline) -> Loss:
     """The loop waits for a batch."""
-    who = "the loader's processes are slower than the step"
+    who = "the loader's threads or processes are slower than the step"
     fix = "raise data.num_workers, and data.prefetch_factor where reading is uneven"
     if any("SingleProcess" in event.name for event in timeline.trace.loop_events):
         who = "the training process reads them itself (data.num_workers = 0)"
-        fix = "let processes read ahead with data.num_workers, or keep all in memory with data.cache_gib"
+        fix = "read ahead with data.num_workers, or keep all in memory with data.cache_gib"
     time = timeline.by_class[DATA_WAIT]
     return time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}"
 
