@@ -1,0 +1,299 @@
+"""Reading batches: the codec alone, zarr-python, xarray in a DataLoader, the tutorial's h5py, and Rossby.
+
+    .venv/bin/python benchmarks/loader.py [--rounds 5] [--quick]
+
+Two archives of simulated fields, 17 x 1024 x 2048 as float16 and 20 x 181 x 360 as float32, each with lz4 and
+zstd (blosc, bit shuffle) and chunks of 1 and 24 dates, read at random dates with a warm page cache by two
+threads or processes. GB/s are of decoded numbers as they are stored. All take turns, and a figure is the
+median of the rounds. Needs no GPU; 8 GB below --scratch and 30 minutes without --quick, which takes smaller
+archives.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import h5py
+import numpy as np
+import torch
+import xarray as xr
+import zarr
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from zarr.codecs import BloscCodec, BloscShuffle
+
+from archives.archive import open_archive
+from archives.field_chunks import chunks_of
+from benchmarks.results_file import record
+from datasets.field_dataset import FieldDataset
+from datasets.read_ahead import ThreadedLoader
+from tests.conftest import memory_kib
+
+THREADS, BATCH = 2, 4
+DIMS = ("time", "latitude", "longitude")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an archive."""
+
+    name: str
+    variables: int
+    grid: tuple[int, int]
+    dtype: str
+    dates: int
+
+    @property
+    def date_bytes(self) -> int:
+        return self.variables * self.grid[0] * self.grid[1] * np.dtype(self.dtype).itemsize
+
+
+LARGE = Shape("17 x 1024 x 2048 float16", 17, (1024, 2048), "f2", 24)
+SMALL = Shape("20 x 181 x 360 float32", 20, (181, 360), "f4", 192)
+QUICK = (
+    Shape("4 x 512 x 1024 float16", 4, (512, 1024), "f2", 24),
+    Shape("6 x 91 x 180", 6, (91, 180), "f4", 48),
+)
+
+
+def weather(shape: Shape, date: int, variable: int) -> np.ndarray:
+    """(H, W): waves that move, and noise of what an analysis resolves; near 0, as packed fields are."""
+    y, x = (
+        np.linspace(0, 2 * np.pi, n)[s] for n, s in zip(shape.grid, ((..., None), (None, ...)), strict=True)
+    )
+    noise = np.random.default_rng(1000 * variable + date).normal(size=shape.grid)
+    waves = np.sin(3 * y + variable) * np.cos(5 * x + 0.3 * date) + 0.3 * np.sin(17 * x + 9 * y)
+    return (waves + 0.01 * noise).astype(shape.dtype)
+
+
+def names(shape: Shape) -> list[str]:
+    return [f"temperature:{1000 - 10 * number}" for number in range(shape.variables)]
+
+
+def write_zarr(path: Path, shape: Shape, codec: str, dates_a_chunk: int) -> None:
+    """As datasets.convert writes: an array a variable-level; chunks of one date lie in shards."""
+    root = zarr.open_group(str(path), mode="w", zarr_format=3)
+    compressor = BloscCodec(cname=codec, clevel=5, shuffle=BloscShuffle.bitshuffle)  # type: ignore[arg-type]
+    shards: dict[str, Any] = {"shards": (min(shape.dates, 24), *shape.grid)} if dates_a_chunk == 1 else {}
+    for number, name in enumerate(names(shape)):
+        array = root.create_array(
+            name.replace(":", "_"),
+            shape=(shape.dates, *shape.grid),
+            chunks=(dates_a_chunk, *shape.grid),
+            dtype=shape.dtype,
+            compressors=[compressor],
+            fill_value=np.nan,
+            dimension_names=DIMS,
+            attributes={"variable": name},
+            **shards,
+        )
+        for first in range(0, shape.dates, 24):
+            array[first : first + 24] = np.stack(
+                [weather(shape, d, number) for d in range(first, first + 24)]
+            )
+    for dim, values in zip(DIMS, coordinates(shape), strict=True):
+        units: dict[str, Any] = {"units": "hours since 2000-01-01"} if dim == "time" else {}
+        root.create_array(dim, data=values, dimension_names=(dim,), attributes=units)
+
+
+def coordinates(shape: Shape) -> tuple[np.ndarray, ...]:
+    height, width = shape.grid
+    latitude = 90 - (np.arange(height) + 0.5) * 180 / height
+    return 6 * np.arange(shape.dates), latitude, np.arange(width) * 360 / width
+
+
+def write_hdf5(path: Path, shape: Shape) -> None:
+    """The tutorial's: fields[time, channel, latitude, longitude], neither chunks nor a codec."""
+    with h5py.File(path, "w") as file:
+        size = (shape.dates, shape.variables, *shape.grid)
+        fields = file.create_dataset("fields", size, dtype=shape.dtype)
+        for date in range(shape.dates):
+            fields[date] = np.stack([weather(shape, date, number) for number in range(shape.variables)])
+
+
+# -- those that read: each takes dates in order, and gives the bytes that it has made of them
+
+
+def codec_alone(path: Path, shape: Shape) -> Read:
+    """Chunks whose bytes are in memory, decoded by as many threads into one piece of memory each."""
+    archive = open_archive(str(path))
+    fields = [archive._find(name)[0][1] for name in archive.variables]
+    arrays = [array for field in fields if (array := chunks_of(field))]
+    dates_a_chunk = arrays[0].chunks[0]
+    found = {
+        (array.prefix, chunk): bytes(array._content((chunk, 0, 0)) or b"")
+        for array in arrays
+        for chunk in range(-(-shape.dates // dates_a_chunk))
+    }
+    outs = [np.empty(arrays[0].nbytes, np.uint8) for _ in range(THREADS)]
+
+    def decode(part: int, dates: np.ndarray) -> None:
+        for date in dates:
+            for array in arrays[part::THREADS]:
+                codec: Any = array.codec
+                codec.decode(found[array.prefix, date // dates_a_chunk], out=outs[part])
+
+    def read(dates: np.ndarray) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(decode, range(THREADS), [dates] * THREADS))
+
+    return read
+
+
+def zarr_python(path: Path, shape: Shape) -> Read:
+    root: Any = zarr.open_group(str(path), mode="r")
+    arrays = [root[name.replace(":", "_")] for name in names(shape)]
+
+    def read(dates: np.ndarray) -> None:
+        for date in dates:
+            np.stack([array[int(date)] for array in arrays])
+
+    return read
+
+
+class Slices(TorchDataset):
+    """What `open` gives, a date at a time, opened in each process."""
+
+    def __init__(self, open: Callable[[str], OneDate], path: str, dates: np.ndarray) -> None:
+        self.open, self.path, self.dates, self.read = open, path, dates, None
+
+    def __len__(self) -> int:
+        return len(self.dates)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        self.read = self.read or self.open(self.path)
+        return self.read(int(self.dates[i]))
+
+
+def open_xarray(path: str) -> OneDate:
+    stored = xr.open_zarr(path, chunks=None, mask_and_scale=False, consolidated=False)
+    chosen = [name for name in stored.data_vars if stored[name].ndim == 3]
+    return lambda date: np.stack([stored[name].isel(time=date).values for name in chosen])
+
+
+def open_h5py(path: str) -> OneDate:
+    fields: Any = h5py.File(path)["fields"]
+    return lambda date: fields[date]
+
+
+def by_processes(open: Callable[[str], OneDate], path: Path) -> Read:
+    def read(dates: np.ndarray) -> None:
+        loader = DataLoader(
+            Slices(open, str(path), dates), BATCH, num_workers=THREADS, multiprocessing_context="spawn"
+        )
+        batches = iter(loader)
+        next(batches)  # a start is not what is measured
+        read.started = time.perf_counter()
+        for _ in batches:
+            pass
+
+    return read
+
+
+def rossby(path: Path, shape: Shape) -> Read:
+    archive = open_archive(str(path))
+    dataset = FieldDataset(archive, names(shape), np.arange(shape.dates)[:, None])
+    loader = ThreadedLoader(dataset, [], THREADS, 2, pin=False)
+
+    def read(dates: np.ndarray) -> None:
+        loader.sampler = [part.tolist() for part in np.array_split(dates, len(dates) // BATCH)]
+        for _ in loader:
+            pass
+
+    return read
+
+
+def rate(read: Any, shape: Shape, dates: np.ndarray) -> float:
+    """GB/s of decoded numbers."""
+    read.started = time.perf_counter()
+    read(dates)
+    seconds = time.perf_counter() - read.started
+    counted = len(dates) - BATCH * (read.__qualname__.startswith("by_processes"))
+    return counted * shape.date_bytes / seconds / 1e9
+
+
+def cases(shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, str, int]]:
+    for shape in shapes:
+        for codec in ("lz4", "zstd"):
+            for dates_a_chunk in (1, 24):
+                yield shape, codec, dates_a_chunk
+
+
+def measure(scratch: Path, shape: Shape, codec: str, dates_a_chunk: int, rounds: int) -> dict[str, Any]:
+    path, tutorial = scratch / "store.zarr", scratch / f"{shape.dtype}.h5"
+    write_zarr(path, shape, codec, dates_a_chunk)
+    if not tutorial.exists():
+        write_hdf5(tutorial, shape)
+    readers = {
+        "codec alone": codec_alone(path, shape),
+        "zarr-python": zarr_python(path, shape),
+        "xarray, DataLoader": by_processes(open_xarray, path),
+        "h5py, DataLoader": by_processes(open_h5py, tutorial),
+        "rossby": rossby(path, shape),
+    }
+    rng, found = np.random.default_rng(0), {name: [] for name in readers}
+    memory = 0
+    for _ in range(rounds):
+        for name, read in readers.items():
+            few = 24 if dates_a_chunk > 1 else 48
+            found[name].append(rate(read, shape, rng.integers(0, shape.dates, few)))
+            if name == "rossby":
+                memory = max(memory, memory_kib())
+    stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    pairs = zip(found["rossby"], found["codec alone"], strict=True)
+    return {
+        "store": shape.name,
+        "codec": codec,
+        "dates a chunk": dates_a_chunk,
+        "ratio": shape.dates * shape.date_bytes / stored,
+        "GB/s": {name: statistics.median(rates) for name, rates in found.items()},
+        "of the codec": statistics.median(
+            a / b for a, b in zip(found["rossby"], found["codec alone"], strict=True)
+        ),
+        "memory_gib": memory / 2**20,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    readers = list(rows[0]["GB/s"])
+    head = f"{'store':26}{'codec':>6}{'dates':>6}" + "".join(f"{name:>20}" for name in readers)
+    lines = [f"GB/s decoded, {THREADS} threads or processes", head + f"{'of the codec':>14}{'x zarr':>8}"]
+    for row in rows:
+        rates = row["GB/s"]
+        line = f"{row['store']:26}{row['codec']:>6}{row['dates a chunk']:>6}"
+        line += "".join(f"{rates[name]:>20.2f}" for name in readers)
+        lines.append(line + f"{row['of the codec']:>13.0%}{rates['rossby'] / rates['zarr-python']:>9.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scratch", default=None, help="a folder with room for an archive")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for shape, codec, dates_a_chunk in cases(QUICK if options.quick else (LARGE, SMALL)):
+        with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+            rows.append(measure(Path(scratch), shape, codec, dates_a_chunk, options.rounds))
+        print(table(rows[-1:]).splitlines()[-1], f"{rows[-1]['memory_gib']:.2f} GiB", flush=True)
+    if not options.quick:
+        record("loader", rows, ("zarr", "numcodecs", "xarray", "h5py"))
+    print()
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
