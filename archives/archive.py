@@ -153,6 +153,15 @@ class Archive:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
         return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
 
+    def stored_together(self, variables: Sequence[str]) -> list[list[str]]:
+        """The variables in groups that lie in one array of a file, each group in the order given: reading one
+        of a group costs what reading all of it does, where the chunks hold all levels.
+        """
+        groups: dict[StoredField, list[str]] = {}
+        for name in variables:
+            groups.setdefault(self._find(name)[0][1], []).append(name)
+        return list(groups.values())
+
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
         """The variables (V, H, W) float32 at times[i], NaN where missing; DataError for a name that is not
         there.
