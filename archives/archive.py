@@ -153,6 +153,11 @@ class Archive:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
         return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
 
+    def file_of(self, i: int, name: str) -> str:
+        """The file that a variable of times[i] is read from; "" where there is none."""
+        owner = self._locate(self._axes_of(name))[0][i]
+        return self._find(name)[owner][1].file.path if owner >= 0 else ""
+
     def stored_together(self, variables: Sequence[str]) -> list[list[str]]:
         """The variables in groups that lie in one array of a file, each group in the order given: reading one
         of a group costs what reading all of it does, where the chunks hold all levels.

@@ -120,8 +120,8 @@ def _coordinate(root: zarr.Group, name: str, values: np.ndarray, attributes: Any
 
 def _create_dates(root: zarr.Group, times: np.ndarray, variables: list[str]) -> None:
     """The dates, and for each which variables have a value somewhere."""
-    attributes = {"units": SINCE, "calendar": "proleptic_gregorian", "standard_name": "time"}
-    array = root.create_array(
+    attributes: Any = {"units": SINCE, "calendar": "proleptic_gregorian", "standard_name": "time"}
+    array: Any = root.create_array(
         "time",
         shape=times.shape,
         dtype="int64",

@@ -63,13 +63,19 @@ def chosen_dates(source: Source, period: Sequence[str]) -> np.ndarray:
     """(n,) rows of the archive's dates in the period that have any of the variables. ConfigError: none."""
     archive = source.archive
     chosen = np.any([archive.has([name]) for name in source.variables], axis=0)
-    span = parse_period("--period", tuple(period))
-    if span:
-        first, last = (np.datetime64(end, "s") for end in span)
-        chosen &= (archive.times >= first) & (archive.times <= last)
+    chosen &= dates_in(archive.times, period)
     if not chosen.any():
         raise ConfigError(f"--period {' '.join(period)}: no date of it is in {archive}")
     return np.flatnonzero(chosen)
+
+
+def dates_in(times: np.ndarray, period: Sequence[str]) -> np.ndarray:
+    """(T,) bool: the dates of --period, all without one. ConfigError: it is none."""
+    span = parse_period("--period", tuple(period))
+    if not span:
+        return np.ones(len(times), bool)
+    first, last = (np.datetime64(end, "s") for end in span)
+    return (times >= first) & (times <= last)
 
 
 def static_fields(source: Source, names: Sequence[str] | None) -> dict[str, np.ndarray]:

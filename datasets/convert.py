@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     if options.check:  # imported here: torch takes seconds, and a misspelt option is to be said before
         from datasets.check_source import check_source
 
-        return check_source(options.source, options.select)
+        return check_source(options)
     from datasets.conversion_run import convert
 
     convert(options)

@@ -41,19 +41,25 @@ RANGES = {
 def refuse_fills(field: np.ndarray, variables: Sequence[str], date: Any) -> None:
     """field (V, H, W). DataError naming variable, value and date: a fill value that is not declared."""
     for values, name in zip(field, variables, strict=True):
-        finite = values[np.isfinite(values)]
-        if not finite.size:
-            continue
-        low, high = finite.min(), finite.max()
-        fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
-        least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
-        for known in FILLS if fill is None else ():
-            often = low <= known <= high and np.count_nonzero(finite == known) > 1
-            fill = known if often and not least <= known <= most else fill
+        fill = undeclared_fill(values, name)
         if fill is not None:
-            count = np.count_nonzero(finite == fill)
+            count = np.count_nonzero(values == fill)
             what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
             raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
+
+
+def undeclared_fill(values: np.ndarray, name: str) -> float | None:
+    """The value in a field (H, W) of this variable that can only stand for a missing one."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return None
+    low, high = finite.min(), finite.max()
+    fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
+    least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
+    for known in FILLS if fill is None else ():
+        often = low <= known <= high and np.count_nonzero(finite == known) > 1
+        fill = known if often and not least <= known <= most else fill
+    return fill
 
 
 class Plausibility:
