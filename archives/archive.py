@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from archives.files import DATA_FILES, is_url, is_zarr, open_file, stored_state
+from archives.files import DATA_FILES, StoredArray, is_url, is_zarr, open_file, stored_state
 from archives.grid import Grid
 from archives.layouts import stored_fields
 from archives.regrid import Regridder
@@ -152,6 +152,11 @@ class Archive:
     def time_chunk(self, variables: Sequence[str]) -> int:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
         return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
+
+    def array_of(self, name: str) -> StoredArray:
+        """The array that holds the first dates of a variable: its type, chunks and attributes."""
+        field = self._find(name)[0][1]
+        return field.file.arrays[field.array]
 
     def file_of(self, i: int, name: str) -> str:
         """The file that a variable of times[i] is read from; "" where there is none."""

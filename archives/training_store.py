@@ -202,6 +202,10 @@ class TrainingStore:
         """(T,) datetime64[s]: all that it has, or is to have."""
         return np.asarray(self._array("time")[:]).astype("datetime64[s]")
 
+    def valid(self) -> np.ndarray:
+        """(T, V) bool: which variables have a value on which dates."""
+        return np.asarray(self._array("valid")[:]).astype(bool)
+
     def fields(self) -> list[Field]:
         return [self._field(name) for name in self.variables]
 

@@ -162,6 +162,48 @@ def westwards_with_cyclic_column(path: Path, ds: xr.Dataset) -> str:
     return str(path / "cyclic.nc")
 
 
+def grib(path: Path, ds: xr.Dataset, edition: int = 2) -> str:
+    """A message a field, at 24 bits; the static one has one date. eccodes has to be there."""
+    with open(path / "a.grib", "wb") as file:
+        for date in ds.time.values:
+            for name in ds.data_vars if date == ds.time.values[0] else list(ds.data_vars)[:-1]:
+                for level in LEVELS if "level" in ds[name].dims else [0]:
+                    field = ds[name].sel(time=date) if "time" in ds[name].dims else ds[name]
+                    field = field.sel(level=level) if level else field
+                    _write_message(file, field, str(name), level, date, edition)
+    return str(path / "a.grib")
+
+
+def _write_message(file, field: xr.DataArray, name: str, level: int, date, edition: int) -> None:
+    import eccodes
+
+    message = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if level else 'sfc'}_grib{edition}")
+    north, east, day = field.latitude.values, field.longitude.values, str(date)
+    values = np.nan_to_num(field.values.astype("f8"), nan=9999)
+    for key, value in {
+        "jScansPositively": int(north[0] < north[-1]),
+        "Ni": len(east),
+        "Nj": len(north),
+        "latitudeOfFirstGridPointInDegrees": float(north[0]),
+        "latitudeOfLastGridPointInDegrees": float(north[-1]),
+        "longitudeOfFirstGridPointInDegrees": float(east[0]),
+        "longitudeOfLastGridPointInDegrees": float(east[-1]),
+        "iDirectionIncrementInDegrees": float(east[1] - east[0]),
+        "jDirectionIncrementInDegrees": float(abs(north[1] - north[0])),
+        "dataDate": int(day[:10].replace("-", "")),
+        "dataTime": int(day[11:16].replace(":", "")),
+        "shortName": SHORT.get(name, name).replace("t2m", "2t"),
+        **({"level": level} if level else {}),
+        "bitsPerValue": 24,
+        "bitmapPresent": int(np.isnan(field.values).any()),
+        "missingValue": 9999,
+    }.items():
+        eccodes.codes_set(message, key, value)
+    eccodes.codes_set_values(message, values.ravel())
+    eccodes.codes_write(message, file)
+    eccodes.codes_release(message)
+
+
 def shuffled_and_repeated(path: Path, ds: xr.Dataset) -> str:
     """Dates out of order; those repeated hold rubbish the second time."""
     ds = ds.isel(time=[3, 0, 1, 4, 2, 1, 0])

@@ -255,7 +255,7 @@ def test_errors_name_path_and_reason(tmp_path: Path, truth: xr.Dataset):
     for name, reason in {
         "empty.nc": "it is empty",
         "rubbish.nc": "neither Zarr, NetCDF nor HDF5",
-        "weather.grib": "it is GRIB",
+        "weather.grib": "GRIB",
         "cut.nc": "OSError",
         "cut3.nc": "Error",
         "folder": "the folder holds no Zarr, NetCDF or HDF5",
