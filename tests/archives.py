@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
 import xarray as xr
+import zarr
 
 from archives.archive import Archive, open_archive
 
@@ -160,6 +162,31 @@ def westwards_with_cyclic_column(path: Path, ds: xr.Dataset) -> str:
     ds = xr.concat([ds, again], "longitude", data_vars="minimal").isel(longitude=slice(None, None, -1))
     ds.to_netcdf(path / "cyclic.nc", engine="h5netcdf")
     return str(path / "cyclic.nc")
+
+
+def tutorial(path: Path, ds: xr.Dataset) -> str:
+    """The NERSC tutorial's yearly files, cut short: 20 channels, rows of ERA5 without its last one."""
+    fields = np.random.default_rng(1).normal(size=(2, 3, 20, 4, 8)).astype("f4")
+    for year, part in zip((2015, 2016), fields, strict=True):
+        with h5py.File(path / f"{year}.h5", "w") as file:
+            file["fields"] = part
+    return str(path)
+
+
+def anemoi(path: Path, ds: xr.Dataset) -> str:
+    """data(time, variable, ensemble, cell), the land-sea mask among the variables."""
+    group = zarr.open_group(path / "anemoi.zarr", mode="w", zarr_format=2)
+    group.attrs.update(variables=["t_500", "2t", "lsm"], field_shape=[6, 8])
+    lat, lon = np.meshgrid(ds.latitude.values, ds.longitude.values, indexing="ij")
+    t, t2m = ds.temperature.values[:, 0], ds["2m_temperature"].values
+    mask = np.broadcast_to(ds.land_sea_mask.values, t.shape)
+    data = np.stack([t, t2m, mask], 1).reshape(5, 3, 1, 48)
+    dates = ds.time.values.astype("datetime64[s]")
+    arrays = {"data": data, "latitudes": lat.ravel(), "longitudes": lon.ravel(), "dates": dates}
+    dims = {"data": ["time", "variable", "ensemble", "cell"], "dates": ["time"]}
+    for name, array in arrays.items():
+        group.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = dims.get(name, ["cell"])
+    return str(path / "anemoi.zarr")
 
 
 def grib(path: Path, ds: xr.Dataset, edition: int = 2) -> str:

@@ -20,7 +20,7 @@ from datasets.conversion_run import only_writer
 from datasets.conversion_source import crop, parse_grid
 from datasets.convert import main
 from errors import ConfigError, DataError
-from tests.archives import EXACT, NAMES, analyses, cds_old, packed_zarr, values
+from tests.archives import EXACT, NAMES, analyses, anemoi, cds_old, packed_zarr, tutorial, values
 from tests.test_archive import needs
 from tests.test_grid import globe
 
@@ -81,6 +81,28 @@ def test_every_layout_comes_back(layout: Callable, tmp_path: Path, truth: xr.Dat
             found.read_static("land_sea_mask") if "land_sea_mask" in found.static_variables else 0,
             archive.read_static("land_sea_mask") if "land_sea_mask" in archive.static_variables else 0,
         )
+
+
+def test_the_tutorial_comes_back(tmp_path: Path, truth: xr.Dataset) -> None:
+    """Plain HDF5 without coordinates, two years that do not follow each other closely."""
+    (tmp_path / "in").mkdir()
+    source = open_archive(tutorial(tmp_path / "in", truth))
+    found = convert(source.path, tmp_path / "out", "--dtype", "float32")
+    assert (found.times == source.times).all() and found.grid.same_as(source.grid)
+    assert sorted(found.variables) == sorted(source.variables)
+    wanted, block = (each.read_block(0, 6, source.variables) for each in (source, found))
+    np.testing.assert_array_equal(block, wanted)
+
+
+def test_anemoi_comes_back_and_its_mask_without_dates(tmp_path: Path, truth: xr.Dataset) -> None:
+    found = convert(
+        anemoi(tmp_path, truth), tmp_path / "out", "--static", "land_sea_mask", "--dtype", "float32"
+    )
+    assert sorted(found.variables) == ["2m_temperature", "temperature:500"]
+    assert found.static_variables == ["land_sea_mask"]
+    t2m = found.read_block(0, 5, ["2m_temperature"])[:, 0]
+    np.testing.assert_array_equal(t2m, truth["2m_temperature"].values)
+    np.testing.assert_array_equal(found.read_static("land_sea_mask"), truth.land_sea_mask.values)
 
 
 @pytest.mark.parametrize(
