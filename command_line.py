@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from datetime import date, time
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -320,6 +320,18 @@ def to_toml(config: Config) -> str:
     values = dataclasses.asdict(config)
     values["job"] = {"dump_folder": str(config.job_folder)}
     return without_secrets(tomli_w.dumps(_with_paths(values, for_a_file)))
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Of a module's command, without a configuration: its errors are ours, in one line."""
+
+    def __init__(self, module: str, doc: str | None) -> None:
+        as_written = argparse.RawDescriptionHelpFormatter
+        named = f"python -m {module}"
+        super().__init__(prog=named, description=doc, formatter_class=as_written, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.replace('argument ', '')}; --help says what there is")
 
 
 def own_options(**defaults: Any) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from archives.field_chunks import Task, Wanted, chunk_tasks, chunks_of
-from archives.files import METADATA, file_lines, find_files, open_file
+from archives.files import METADATA, StoredArray, file_lines, find_files, open_file
 from archives.grid import Grid
 from archives.layouts import stored_fields
 from archives.regrid import Regridder
@@ -138,6 +138,25 @@ class Archive:
     def time_chunk(self, variables: Sequence[str]) -> int:
         """How many dates are decoded together: reading fewer at once reads the same chunks again."""
         return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
+
+    def array_of(self, name: str) -> StoredArray:
+        """The array that holds the first dates of a variable: its type, chunks and attributes."""
+        field = self._find(name)[0][1]
+        return field.file.arrays[field.array]
+
+    def file_of(self, i: int, name: str) -> str:
+        """The file that a variable of times[i] is read from; "" where there is none."""
+        owner = self._locate(self._axes_of(name))[0][i]
+        return self._find(name)[owner][1].file.path if owner >= 0 else ""
+
+    def stored_together(self, variables: Sequence[str]) -> list[list[str]]:
+        """The variables in groups that lie in one array of a file, each group in the order given: reading one
+        of a group costs what reading all of it does, where the chunks hold all levels.
+        """
+        groups: dict[StoredField, list[str]] = {}
+        for name in variables:
+            groups.setdefault(self._find(name)[0][1], []).append(name)
+        return list(groups.values())
 
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
         """The variables (V, H, W) float32 at times[i], NaN where missing; DataError for a name that is not

@@ -1,4 +1,4 @@
-"""Files of analyses, described and read without knowing what is in them: Zarr 2 and 3, NetCDF 3 and 4, HDF5.
+"""Files of analyses, described and read without knowing what is in them: Zarr, NetCDF 3 and 4, HDF5, GRIB.
 
 Arrays are read as slices, straight from zarr, h5py or scipy: a training sample is read thousands of times,
 and there xarray's milliseconds an access count. What the arrays mean is archives/layouts.py's affair.
@@ -20,7 +20,17 @@ from archives.chunks import ChunkedArray, LocalObjects, chunked
 from errors import DataError
 
 METADATA = (".zarray", ".zattrs", "zarr.json")  # of an array of a Zarr store
-DATA_FILES = (".nc", ".nc4", ".cdf", ".netcdf", ".h5", ".hdf5", ".he5")  # what counts in a folder
+GRIB_FILES = (".grib", ".grib1", ".grib2", ".grb", ".grb2")
+DATA_FILES = (
+    ".nc",
+    ".nc4",
+    ".cdf",
+    ".netcdf",
+    ".h5",
+    ".hdf5",
+    ".he5",
+    *GRIB_FILES,
+)  # what counts in a folder
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,10 @@ def _open(file: StoredFile) -> Any:
         import h5py
 
         return h5py.File(file.path, "r")
+    if file.kind == "grib":
+        from archives.grib import open_grib
+
+        return open_grib(file.path)
     from scipy.io import netcdf_file
 
     return netcdf_file(file.path, "r", mmap=True)
@@ -156,7 +170,7 @@ def _files_below(path: str) -> list[str]:
 
 
 def file_kind(path: str) -> str:
-    """One of "zarr", "hdf5", "netcdf3", from a folder's marker or the first bytes; DataError for others."""
+    """One of "zarr", "hdf5", "netcdf3", "grib", from a folder's marker or first bytes; DataError: another."""
     if is_url(path) or is_zarr(path):
         return "zarr"
     if not os.path.isfile(path):  # a pipe or a device: reading it may never end
@@ -167,9 +181,10 @@ def file_kind(path: str) -> str:
         return "hdf5"
     if start[:4] in (b"CDF\x01", b"CDF\x02"):
         return "netcdf3"
+    if start[:4] == b"GRIB":
+        return "grib"
     known = {
         b"": "it is empty",
-        b"GRIB": "it is GRIB: convert it to NetCDF or Zarr",
         b"PK\x03\x04": "unzip it first",
     }
     reason = known.get(start[:4], f"it is neither Zarr, NetCDF nor HDF5 (begins with {start!r})")
@@ -195,7 +210,8 @@ def open_file(path: str) -> StoredFile:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: " + " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if isinstance(error, DataError) else f"{type(error).__name__}: {text}"
 
 
 def _require_protocol(path: str) -> None:
@@ -262,7 +278,22 @@ def _describe_netcdf3(root: Any) -> tuple[dict, dict]:
     return arrays, _plain(root._attributes)
 
 
-_DESCRIBERS = {"zarr": _describe_zarr, "hdf5": _describe_hdf5, "netcdf3": _describe_netcdf3}
+def _describe_grib(root: Any) -> tuple[dict, dict]:
+    from archives.grib import attributes_of, dims_of
+
+    arrays = {}
+    for name, array in root.items():
+        attributes, dtype = attributes_of(name, array), getattr(array, "dtype", np.dtype("f4"))
+        arrays[name] = StoredArray(dims_of(name, array), array.shape, dtype, attributes, None)
+    return arrays, {}
+
+
+_DESCRIBERS = {
+    "zarr": _describe_zarr,
+    "hdf5": _describe_hdf5,
+    "netcdf3": _describe_netcdf3,
+    "grib": _describe_grib,
+}
 
 
 # -- chunks that a Zarr store does not have, and that read as its fill value: as zeros, most often. Where that

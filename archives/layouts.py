@@ -19,6 +19,7 @@ from archives.stored_field import AXES, Packing, StoredField, orientation, packi
 from archives.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name
 from errors import DataError
 
+TRAINING_STORE = "rossby_training_store"  # the attribute of archives/training_store.py's format
 # The lower-case names of coordinates. Other dimensions are read only where they have one element.
 ROLES = {
     "time": ("time", "valid_time", "timestep", "dates"),
@@ -102,6 +103,10 @@ def _fields_of(
     file: StoredFile, more_roles: Mapping[str, str], picks: Mapping[str, str]
 ) -> tuple[list[StoredField], dict[str, str]]:
     """By what the file has inside."""
+    if not file.attrs.get("complete", True) and TRAINING_STORE in file.attrs:
+        raise DataError(
+            "its conversion has not ended; run the same command again: python -m datasets.convert ..."
+        )
     if "fields" in file.arrays and file.arrays["fields"].dims == ("",) * 4:
         return _tutorial_fields(file), {}
     if "cell" in file.arrays.get("data", _NOTHING).dims and "variables" in file.attrs:
@@ -220,6 +225,8 @@ def _names(file: StoredFile, name: str, level_dim: str | None) -> tuple[str, ...
         (each for each, a in file.arrays.items() if coordinate_role(file, each) == "level" and a.shape == ()),
         None,
     )
+    if TRAINING_STORE in file.attrs and "variable" in file.arrays[name].attrs:
+        return (str(file.arrays[name].attrs["variable"]),)
     if "reftime" in file.arrays and name in STORM and not level_dim:
         digits = re.search(r"\d+", os.path.basename(file.path))
         return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)

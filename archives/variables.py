@@ -138,6 +138,37 @@ def units(variable: str) -> str:
     return VARIABLES.get(split_name(variable)[0], ("", ""))[0]
 
 
+# What others write for units: those of the data store, of GRIB, of NetCDF's older conventions.
+SPELLINGS = {
+    "(0 - 1)": "1",
+    "0-1": "1",
+    "~": "1",
+    "-": "1",
+    "dimensionless": "1",
+    "kelvin": "K",
+    "degk": "K",
+    "pascal": "Pa",
+    "pascals": "Pa",
+    "percent": "%",
+    "kg/kg": "kg kg-1",
+    "m/s": "m s-1",
+    "m/sec": "m s-1",
+    "pa/s": "Pa s-1",
+    "m^2/s^2": "m2 s-2",
+    "m2/s2": "m2 s-2",
+    "kg/m2": "kg m-2",
+    "kg/m^2": "kg m-2",
+    "j/m^2": "J m-2",
+    "m of water equivalent": "m",
+}
+
+
+def plain_units(text: str) -> str:
+    """Units as this project spells them: "m**2 s**-2" and "m2/s2" -> "m2 s-2"; what is not known stays."""
+    plain = " ".join(text.replace("**", "").split())
+    return SPELLINGS.get(plain.lower(), SPELLINGS.get(text.strip().lower(), plain))
+
+
 def short_label(variable: str) -> str:
     """A label for tables and plots: "geopotential:500" -> "z500", "2m_temperature" -> "t2m".
 

@@ -75,6 +75,7 @@ class Tally:
     lost: list[int] = field(default_factory=list)
     runs: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    truncated: set[Path] = field(default_factory=set)  # checkpoints that a trial has cut a file of
 
 
 def start(config: Path, folder: Path, layout: str) -> Job:
@@ -153,7 +154,7 @@ def start_again(job: Job, config: Path, tally: Tally) -> None:
     second.log.unlink()
 
 
-def truncate_something(folder: Path, rng: random.Random) -> None:
+def truncate_something(folder: Path, tally: Tally, rng: random.Random) -> None:
     """A file of the newest of several checkpoints, or one of the run's own."""
     steps = complete_steps(folder / "checkpoints")
     newest = list(step_folder(folder / "checkpoints", steps[-1]).iterdir()) if len(steps) > 1 else []
@@ -161,6 +162,7 @@ def truncate_something(folder: Path, rng: random.Random) -> None:
     if not newest + files or list((folder / "checkpoints").glob("*.damaged")):
         return  # one damaged checkpoint a run: the second could be the last
     path = rng.choice(newest or files)
+    tally.truncated.add(path.parent)
     size = path.stat().st_size
     os.truncate(path, rng.choice([0, size // 2, max(size - 1, 0)]))
 
@@ -188,8 +190,13 @@ def hit(job: Job, before: float) -> str:
 
 
 def check_trial(folder: Path, tally: Tally, trial: int, full: bool = False) -> None:
-    """After a kill: the newest checkpoint is whole and, unless the disk was full, not too far behind."""
-    steps, step = complete_steps(folder / "checkpoints"), last_step(folder)
+    """After a kill: the newest checkpoint is whole and, unless the disk was full, not too far behind.
+
+    One that was truncated may still be there, if nobody came as far as to read it.
+    """
+    step, every = last_step(folder), complete_steps(folder / "checkpoints")
+    steps = [done for done in every if step_folder(folder / "checkpoints", done) not in tally.truncated]
+    full = full or steps != every
     newest = steps[-1] if steps else 0
     lost = step - newest
     tally.lost.append(max(lost, 0))
@@ -270,7 +277,7 @@ def one_run(
         check_trial(folder, tally, len(tally.lost), trouble == "full disk")
         print(f"trial {len(tally.lost)}: {layouts[-1]}, step {last_step(folder)} {trouble}", flush=True)
         if trouble == "truncated file":
-            truncate_something(folder, rng)
+            truncate_something(folder, tally, rng)
         if trouble == "link and stranger":
             add_strangers(folder)
 

@@ -65,6 +65,10 @@ QUICK = (
 )
 
 
+Read = Callable[[np.ndarray], None]  # these dates, in this order
+OneDate = Callable[[int], np.ndarray]
+
+
 def weather(shape: Shape, date: int, variable: int) -> np.ndarray:
     """(H, W): waves that move, and noise of what an analysis resolves; near 0, as packed fields are."""
     y, x = (
@@ -256,9 +260,7 @@ def measure(scratch: Path, shape: Shape, codec: str, dates_a_chunk: int, rounds:
         "dates a chunk": dates_a_chunk,
         "ratio": shape.dates * shape.date_bytes / stored,
         "GB/s": {name: statistics.median(rates) for name, rates in found.items()},
-        "of the codec": statistics.median(
-            a / b for a, b in zip(found["rossby"], found["codec alone"], strict=True)
-        ),
+        "of the codec": statistics.median(ours / codec for ours, codec in pairs),
         "memory_gib": memory / 2**20,
     }
 

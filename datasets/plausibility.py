@@ -47,18 +47,24 @@ def refuse_fills(field: np.ndarray, variables: Sequence[str], date: Any) -> None
 
 def refuse_fill(finite: np.ndarray, name: str, date: Any) -> None:
     """The same of one variable's values that are numbers."""
+    fill = undeclared_fill(finite, name)
+    if fill is not None:
+        count = np.count_nonzero(finite == fill)
+        what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
+        raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
+
+
+def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
+    """The one of a variable's values that are numbers which can only stand for a missing one."""
     if not finite.size:
-        return
+        return None
     low, high = finite.min(), finite.max()
     fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
     least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
     for known in FILLS if fill is None else ():
         if low <= known <= high and not least <= known <= most and np.count_nonzero(finite == known) > 1:
             fill = known
-    if fill is not None:
-        count = np.count_nonzero(finite == fill)
-        what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
-        raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
+    return fill
 
 
 def unlikely(values: np.ndarray, finite: np.ndarray, name: str) -> dict[str, int]:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
 import xarray as xr
+import zarr
 
 from archives.archive import Archive, open_archive
 
@@ -160,6 +162,73 @@ def westwards_with_cyclic_column(path: Path, ds: xr.Dataset) -> str:
     ds = xr.concat([ds, again], "longitude", data_vars="minimal").isel(longitude=slice(None, None, -1))
     ds.to_netcdf(path / "cyclic.nc", engine="h5netcdf")
     return str(path / "cyclic.nc")
+
+
+def tutorial(path: Path, ds: xr.Dataset) -> str:
+    """The NERSC tutorial's yearly files, cut short: 20 channels, rows of ERA5 without its last one."""
+    fields = np.random.default_rng(1).normal(size=(2, 3, 20, 4, 8)).astype("f4")
+    for year, part in zip((2015, 2016), fields, strict=True):
+        with h5py.File(path / f"{year}.h5", "w") as file:
+            file["fields"] = part
+    return str(path)
+
+
+def anemoi(path: Path, ds: xr.Dataset) -> str:
+    """data(time, variable, ensemble, cell), the land-sea mask among the variables."""
+    group = zarr.open_group(path / "anemoi.zarr", mode="w", zarr_format=2)
+    group.attrs.update(variables=["t_500", "2t", "lsm"], field_shape=[6, 8])
+    lat, lon = np.meshgrid(ds.latitude.values, ds.longitude.values, indexing="ij")
+    t, t2m = ds.temperature.values[:, 0], ds["2m_temperature"].values
+    mask = np.broadcast_to(ds.land_sea_mask.values, t.shape)
+    data = np.stack([t, t2m, mask], 1).reshape(5, 3, 1, 48)
+    dates = ds.time.values.astype("datetime64[s]")
+    arrays = {"data": data, "latitudes": lat.ravel(), "longitudes": lon.ravel(), "dates": dates}
+    dims = {"data": ["time", "variable", "ensemble", "cell"], "dates": ["time"]}
+    for name, array in arrays.items():
+        group.create_array(name, data=array).attrs["_ARRAY_DIMENSIONS"] = dims.get(name, ["cell"])
+    return str(path / "anemoi.zarr")
+
+
+def grib(path: Path, ds: xr.Dataset, edition: int = 2) -> str:
+    """A message a field, at 24 bits; the static one has one date. eccodes has to be there."""
+    with open(path / "a.grib", "wb") as file:
+        for date in ds.time.values:
+            for name in ds.data_vars if date == ds.time.values[0] else list(ds.data_vars)[:-1]:
+                for level in LEVELS if "level" in ds[name].dims else [0]:
+                    field = ds[name].sel(time=date) if "time" in ds[name].dims else ds[name]
+                    field = field.sel(level=level) if level else field
+                    _write_message(file, field, str(name), level, date, edition)
+    return str(path / "a.grib")
+
+
+def _write_message(file, field: xr.DataArray, name: str, level: int, date, edition: int) -> None:
+    import eccodes
+
+    message = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if level else 'sfc'}_grib{edition}")
+    north, east, day = field.latitude.values, field.longitude.values, str(date)
+    values = np.nan_to_num(field.values.astype("f8"), nan=9999)
+    for key, value in {
+        "jScansPositively": int(north[0] < north[-1]),
+        "Ni": len(east),
+        "Nj": len(north),
+        "latitudeOfFirstGridPointInDegrees": float(north[0]),
+        "latitudeOfLastGridPointInDegrees": float(north[-1]),
+        "longitudeOfFirstGridPointInDegrees": float(east[0]),
+        "longitudeOfLastGridPointInDegrees": float(east[-1]),
+        "iDirectionIncrementInDegrees": float(east[1] - east[0]),
+        "jDirectionIncrementInDegrees": float(abs(north[1] - north[0])),
+        "dataDate": int(day[:10].replace("-", "")),
+        "dataTime": int(day[11:16].replace(":", "")),
+        "shortName": SHORT.get(name, name).replace("t2m", "2t"),
+        **({"level": level} if level else {}),
+        "bitsPerValue": 24,
+        "bitmapPresent": int(np.isnan(field.values).any()),
+        "missingValue": 9999,
+    }.items():
+        eccodes.codes_set(message, key, value)
+    eccodes.codes_set_values(message, values.ravel())
+    eccodes.codes_write(message, file)
+    eccodes.codes_release(message)
 
 
 def shuffled_and_repeated(path: Path, ds: xr.Dataset) -> str:
