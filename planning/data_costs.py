@@ -19,8 +19,9 @@ from text_tables import text_table
 INPUTS = Path(__file__).with_name("data_inputs.toml")
 OPTIONS = own_options(inputs="")
 FLOAT32 = 4
-LEGEND = """read: {ratio} of the decoded bytes, as stored. egress: what the owner of the bucket pays; gs://weatherbench2 asks
-its readers for nothing. kept: the fields that a run uses, stored alike, and what that costs in a bucket"""
+LEGEND = """\
+read: {ratio} of the decoded bytes, as stored; egress: what that costs the owner of the bucket, and no reader
+of gs://weatherbench2; kept: the fields that a run uses, stored alike, and what that costs in a bucket"""
 
 
 @dataclass(frozen=True)
