@@ -125,8 +125,8 @@ class UrlObjects:
     def _marker(self, key: str) -> bytes | Exception:
         """Who may not list a bucket is forbidden (403) to read what is not there."""
         try:
-            return self._persistently(key, lambda: self._cat(key, 0, None), refusal=(PermissionError,))
-        except (FileNotFoundError, PermissionError) as error:
+            return self._persistently(key, lambda: self._cat(key, 0, None), may_be_refused=True)
+        except (*ABSENT, PermissionError) as error:
             return error
 
     @property
@@ -166,11 +166,9 @@ class UrlObjects:
         assert isinstance(content, bytes), type(content)
         return content if length is None or start >= 0 else content[:length]
 
-    def _persistently(
-        self, key: str, attempt: Callable[[], Any], refusal: tuple[type[Exception], ...] = ()
-    ) -> Any:
+    def _persistently(self, key: str, attempt: Callable[[], Any], may_be_refused: bool = False) -> Any:
         """What `attempt` gives, tried again while it may help. Raises FileNotFoundError and the like, and
-        `refusal`; DataError for all else.
+        PermissionError where asked to; DataError for all else.
         """
         began, wait = time.monotonic(), FIRST_WAIT
         while True:
@@ -180,9 +178,11 @@ class UrlObjects:
                 self._given_up.clear()
                 return content
             except Exception as error:  # each file system raises what it pleases
-                if isinstance(error, (*ABSENT, *refusal)):
+                if isinstance(error, ABSENT):
                     self.has_answered = True
                     raise
+                if may_be_refused and is_refused(error):
+                    raise PermissionError(*error.args) from None
                 patience = PATIENCE if self.has_answered else PATIENCE_AT_FIRST
                 passed = time.monotonic() - began
                 if not is_passing(error):
@@ -210,7 +210,7 @@ class UrlObjects:
         where = f"cannot read {self.url + '/' + key!r}: {self._reason(error)}"
         if is_passing(error):
             return f"{where}; tried for {passed:.0f} s: is the address right, and the network there?"
-        if isinstance(error, PermissionError) or "credential" in str(error).lower():
+        if is_refused(error) or "credential" in str(error).lower():
             fix = 'give credentials in the environment, or data.storage_options = ["anon=true"] for none'
             return f"{where}; {fix}"
         return f"{where}; look at data.path and data.storage_options"
@@ -235,6 +235,12 @@ def is_passing(error: BaseException | None) -> bool:
     return False
 
 
+def is_refused(error: BaseException) -> bool:
+    """401 or 403; gcsfs makes an OSError of it."""
+    forbidden = str(error).startswith("Forbidden")
+    return isinstance(error, PermissionError) or forbidden or _status(error) in (401, 403)
+
+
 def _status(error: BaseException) -> int:
     """Of HTTP, as botocore, aiohttp and gcsfs give it; 0: none."""
     response = getattr(error, "response", None)
@@ -256,6 +262,9 @@ def _open_filesystem(url: str, access: Access) -> tuple[Any, str]:
     if anonymous := anonymous_options(protocol, options):
         logger.info(f"{protocol}://: no credentials found, so none are used")
     options = {**_DEFAULTS.get(protocol, {}), **anonymous, **options}
+    # gcsfs 2026.10 asks over gRPC how a bucket is laid out before it reads anything: a minute where nobody
+    # answers that. It looks at this when it is imported.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         files, root = fsspec.url_to_fs(url, **({protocol: options} if "::" in url else options))
     except ImportError as error:
@@ -264,6 +273,7 @@ def _open_filesystem(url: str, access: Access) -> tuple[Any, str]:
         raise DataError(f"cannot read {url!r}: {protocol}:// needs another package{fix}") from None
     except (ValueError, TypeError) as error:
         raise DataError(f"cannot read {url!r}: {' '.join(str(error).split())}") from None
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs with tracebacks what it raises as well
     if protocol in S3 and hasattr(files, "retries"):
         files.retries = 1
     return files, root.rstrip("/")

@@ -6,7 +6,7 @@ Standard library and TOML only: the check of a command line imports this, and an
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ MACHINE = Path("/sys/class/dmi/id")  # "Amazon EC2", "Google": a machine there h
 class Access:
     """How URLs are read: options of the file system, and a folder that keeps what was read. Hashable."""
 
-    storage_options: tuple[str, ...] = ()
+    storage_options: tuple[str, ...] = field(default=(), repr=False)  # with secrets, perhaps
     protocol: str = ""  # of data.path, whose options these are: no other protocol gets them; "": all do
     cache_path: str = ""  # "": nothing is kept
     cache_gib: float = 0.0

@@ -20,6 +20,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,8 @@ def _refuse(start: Callable[..., Any], status: str, code: str) -> Iterable[bytes
 
 def fill(folders: Mapping[str, str]) -> None:
     """Buckets with the files below local folders, without a request for each."""
-    from moto.s3.models import get_canned_acl, s3_backends  # here: it takes a second
-
-    backend, public = s3_backends["123456789012"]["aws"], get_canned_acl("public-read")
+    models: Any = import_module("moto.s3.models")  # here: it takes a second, and is an extra
+    backend, public = models.s3_backends["123456789012"]["aws"], models.get_canned_acl("public-read")
     for name, folder in folders.items():
         bucket, _, prefix = name.partition("/")
         if bucket not in backend.buckets:
@@ -160,7 +160,7 @@ def fill(folders: Mapping[str, str]) -> None:
 
 def serve(folders: Mapping[str, str]) -> None:
     """Until this process is killed, or its parent dies."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    moto: Any = import_module("moto.moto_server.werkzeug_app")
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Silent(WSGIRequestHandler):
@@ -170,7 +170,7 @@ def serve(folders: Mapping[str, str]) -> None:
             pass
 
     fill(folders)
-    application = Unreliable(DomainDispatcherApplication(create_backend_app))
+    application = Unreliable(moto.DomainDispatcherApplication(moto.create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Silent)
     print(server.port, flush=True)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

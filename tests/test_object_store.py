@@ -27,6 +27,8 @@ from tests.s3_server import ROOT, S3Server
 from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
 from train import train
+from verification.climatology import open_climatology
+from verification.forecast_layouts import open_forecast
 
 URL = "s3://bucket/wb.zarr"
 
@@ -144,6 +146,27 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
         (tmp_path / run / "forecast.zarr/geopotential/0.0.0.0.0").read_bytes() for run in ("local", "remote")
     ]
     assert chunks[0] == chunks[1] and DiskCache(tmp_path / "cache", 10**8).size() > 0
+
+
+def test_forecasts_and_climatologies_may_be_behind_urls_too(server, folder, tmp_path):
+    truth, leads = analyses()[["2m_temperature"]], np.array([6, 12], "timedelta64[h]")
+    made = truth.expand_dims(prediction_timedelta=leads.astype("timedelta64[ns]"), axis=1)
+    hours = truth.isel(time=slice(0, 4)).rename(time="hour").assign_coords(hour=[0, 6, 12, 18])
+    for name, dataset in (("forecast.zarr", made), ("climatology.zarr", hours)):
+        dataset.to_zarr(tmp_path / name, zarr_format=2, consolidated=True)
+        upload(server, tmp_path / name, f"bucket/{name}")
+    access = Access(server.options, "s3")
+    found = open_forecast("s3://bucket/forecast.zarr", access=access)
+    assert found.leads.tolist() == leads.astype("timedelta64[s]").tolist() and len(found.times) == 5
+    fields = found.read_block(slice(0, 5), slice(0, 2), ["2m_temperature"])
+    np.testing.assert_array_equal(fields[:, 1, 0], truth["2m_temperature"].values)
+    assert open_climatology("s3://bucket/climatology.zarr", access).hours.tolist() == [0, 6, 12, 18]
+
+
+def upload(server: S3Server, folder: Path, key: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            server.put(f"{key}/{path.relative_to(folder)}", path.read_bytes())
 
 
 def json_lines(path: Path) -> list[dict]:
@@ -283,10 +306,7 @@ def test_what_was_read_once_is_not_asked_for_again(server, tmp_path):
 
 def test_a_changed_store_is_read_anew(server, folder, tmp_path):
     key = "bucket/changed.zarr"
-    for name in ("wb.zarr",):
-        for path in (folder / name).rglob("*"):
-            if path.is_file():
-                server.put(f"{key}/{path.relative_to(folder / name)}", path.read_bytes())
+    upload(server, folder / "wb.zarr", key)
     before = open_objects(f"s3://{key}", cached(server, tmp_path)).read("geopotential/0.0.0.0")
     time.sleep(1.1)  # S3 knows seconds
     server.put(f"{key}/geopotential/0.0.0.0", b"other")
