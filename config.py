@@ -69,6 +69,11 @@ class Job:
 class Data:
     # "simulated" (generated on first use), or a Zarr store, NetCDF file, folder, glob or fsspec URL
     path: str = "simulated"
+    # of the file system behind a URL: ["anon=true", "endpoint_url=https://host"]; secrets: in the environment
+    storage_options: tuple[str, ...] = ()
+    # folder on a fast local disk that keeps what was read behind a URL, for all ranks of a node; empty: none
+    disk_cache_path: str = ""
+    disk_cache_gib: Annotated[float, Range(0.0, MOST, above=True)] = 100.0  # up to which it is filled
     source: str = ""  # where these data come from, which is said where data.path cannot be read
     variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
     levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"

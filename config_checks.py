@@ -6,6 +6,7 @@ import math
 
 from archives.dates import parse_period
 from archives.picks import parse_picks
+from archives.storage_options import parse_storage_options
 from archives.variables import expand_levels, named_by, nearest_name
 from config import Config, Data, Model, Validation
 from errors import nearest, refuse
@@ -65,6 +66,7 @@ def _check_data(data: Data) -> None:
         refuse("data.variables", [], f"name what is predicted, for example {example}")
     predicted_variables(data)
     parse_picks(data.select)
+    parse_storage_options(data.storage_options)
     for key in ("static_variables", "forcings"):
         names = list(getattr(data, key))
         if twice := [name for name in names if names.count(name) > 1]:

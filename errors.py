@@ -16,6 +16,14 @@ SECRET_VALUE = re.compile(
     r"([?&;][^=&\s'\"]*(?:key|token|secret|sig|signature|credential|password|passwd|pwd|auth)[^=&\s'\"]*=)[^&\s'\"]+",
     re.IGNORECASE,
 )
+# Names of options whose values are secrets: "key", "aws_secret_access_key", "sas_token". In a text they stand
+# in quotes, "secret=abc", as data.storage_options does; where to look for some ("token=cloud") is no secret.
+SECRET_NAME = r"(?:\w*[_.-])?(?:key|secret|token|password|passwd|pwd|credentials?|connection_string)(?:_id)?"
+SECRET_OPTION = re.compile(
+    r"(?P<quote>[\"'])(?P<name>" + SECRET_NAME + r"\s*=\s*)"
+    r"(?!(?:anon|cloud|google_default|browser|cache)(?P=quote))(?:\\.|(?!(?P=quote))[^\\\n])+(?P=quote)",
+    re.IGNORECASE,
+)
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -46,8 +54,11 @@ def shown(value: Any) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text whose URLs say neither password nor key: user:password@ and ?token=... become ***."""
-    return SECRET_VALUE.sub(r"\1***", SECRET_USER.sub(r"\1***@", text))
+    """A text whose URLs and options say neither password nor key: user:password@, ?token=... and "secret=..."
+    become ***.
+    """
+    text = SECRET_VALUE.sub(r"\1***", SECRET_USER.sub(r"\1***@", text))
+    return SECRET_OPTION.sub(r"\g<quote>\g<name>***\g<quote>", text)
 
 
 def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:

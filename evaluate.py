@@ -53,9 +53,10 @@ from tqdm import tqdm
 from archives.archive import Archive, open_archive
 from archives.grid import area_weights
 from archives.picks import parse_picks
+from archives.storage_options import Access
 from config import Config
 from datasets.field_dataset import FieldDataset
-from datasets.selection import Selection, open_selection
+from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
@@ -99,7 +100,9 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     return options, rest
 
 
-def open_forecasts(texts: list[str], folder: Path, picks: dict[str, str]) -> dict[str, ForecastFields]:
+def open_forecasts(
+    texts: list[str], folder: Path, picks: dict[str, str], access: Access
+) -> dict[str, ForecastFields]:
     """Name -> forecast. ConfigError where a path is not there or a name stands twice."""
     found: dict[str, ForecastFields] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
@@ -109,7 +112,7 @@ def open_forecasts(texts: list[str], folder: Path, picks: dict[str, str]) -> dic
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
             raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
-        found[name] = open_forecast(path, picks)
+        found[name] = open_forecast(path, picks, access)
     return found
 
 
@@ -138,14 +141,19 @@ def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
 
 
 def find_climatology(
-    options: Namespace, folder: Path, selection: Selection, first: ForecastFields, truth: Archive
+    options: Namespace,
+    folder: Path,
+    selection: Selection,
+    first: ForecastFields,
+    truth: Archive,
+    access: Access,
 ) -> Climatology | None:
     """The one named or computed. None where nobody asks for one or it lacks hours of the day, said why."""
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
         return None
     path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
-    climatology = open_climatology(path)
+    climatology = open_climatology(path, access)
     valid_times = np.unique(first.times[:, None] + first.leads)
     if hours := climatology.missing_hours(np.intersect1d(valid_times, truth.times)):
         has = ", ".join(map(str, climatology.hours))
@@ -303,9 +311,9 @@ def run(config: Config, options: Namespace) -> int:
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
     selection = open_selection(config.data, config.model.patch_size, ())
-    picks = parse_picks(config.data.select)
-    truth = open_archive(options.truth, picks) if options.truth else selection.archive
-    forecasts = open_forecasts(options.forecast, folder, picks)
+    picks, access = parse_picks(config.data.select), access_of(config.data)
+    truth = open_archive(options.truth, picks, access) if options.truth else selection.archive
+    forecasts = open_forecasts(options.forecast, folder, picks, access)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
     for gate in options.gates:
@@ -313,7 +321,7 @@ def run(config: Config, options: Namespace) -> int:
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
-    climatology = find_climatology(options, folder, selection, first, truth)
+    climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = opponent(options.against, forecasts, len(options.forecast))
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device)

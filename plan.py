@@ -54,6 +54,7 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import costs_of
+from planning.data_feed import feed_table
 from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
 from planning.scenarios import scenario_tables
@@ -123,7 +124,8 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
         return 0 if fitting else 1
-    print("\n\n".join(tables(plans, made, cluster, cost.table(made.time.total))))
+    feed = feed_table(made.work, config.data, made.time.samples_per_second, cluster)
+    print("\n\n".join([*tables(plans, made, cluster), feed, cost.table(made.time.total)]))
     if not fitting:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
         print(f"\n{nowhere}{advice(made, cluster)}")
@@ -155,12 +157,12 @@ def num_variables(config: Config) -> int:
     return len(expand_levels(config.data.variables, config.data.levels))
 
 
-def tables(plans: list[Plan], made: Plan, cluster: Cluster, cost: str) -> list[str]:
+def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:
     found = [describe(made.work, cluster)]
     if plans:
         why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
         found.append("\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work)}"]))
-    return [*found, memory_table(made.memory, cluster), time_table(made.work, made.time, cluster), cost]
+    return [*found, memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
 
 
 def advice(made: Plan, cluster: Cluster) -> str:

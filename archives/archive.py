@@ -20,6 +20,7 @@ from archives.files import METADATA, StoredArray, file_lines, find_files, open_f
 from archives.grid import Grid
 from archives.layouts import stored_fields
 from archives.regrid import Regridder
+from archives.storage_options import NO_OPTIONS, Access
 from archives.stored_field import StoredField
 from archives.variables import full_name, nearest_name, units
 from errors import DataError
@@ -345,28 +346,33 @@ def _extra_dimensions(fields: Sequence[StoredField]) -> dict[str, int]:
 
 
 def _all_fields(
-    path: str, picks: Mapping[str, str] | None = None
+    path: str, picks: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
 ) -> tuple[list[StoredField], dict[str, str]]:
     """The fields of all files that a path stands for, and the arrays that cannot be read, with the reason."""
     fields, unreadable = [], {}
     for name in find_files(path):
-        found, reasons = stored_fields(open_file(name), picks=picks)
+        found, reasons = stored_fields(open_file(name, access), picks=picks)
         fields += found
         unreadable |= reasons
     return fields, unreadable
 
 
-def open_archive(path: str, picks: Mapping[str, str] | None = None) -> Archive:
+def open_archive(path: str, picks: Mapping[str, str] | None = None, access: Access = NO_OPTIONS) -> Archive:
     """Open analyses: a Zarr store (folder or fsspec URL), a NetCDF or HDF5 file, a folder or a glob of them.
 
-    picks: name of a dimension that is no axis of analyses -> the label of what is read of it. DataError, one
-    line naming path and reason, for anything that cannot be read as analyses on one grid.
+    picks: name of a dimension that is no axis of analyses -> the label of what is read of it. access: how a
+    URL is read. DataError, one line naming path and reason, for anything that cannot be read as analyses on
+    one grid.
     """
-    return Archive(path, *_all_fields(path, picks), picks)
+    return Archive(path, *_all_fields(path, picks, access), picks)
 
 
 def read_static_field(
-    path: str, name: str, target: Grid, picks: Mapping[str, str] | None = None
+    path: str,
+    name: str,
+    target: Grid,
+    picks: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
 ) -> np.ndarray:
     """A field (H, W) float32 of some file, conservatively regridded if it does not lie on the target grid.
 
@@ -374,7 +380,7 @@ def read_static_field(
     "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. DataError where the name is not
     in the file, or the file's grid lies wholly outside the target.
     """
-    fields, unreadable = _all_fields(path, picks)
+    fields, unreadable = _all_fields(path, picks, access)
     names = [each for field in fields for each in field.names]
     location = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
     if location is None:

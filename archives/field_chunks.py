@@ -13,6 +13,7 @@ import numpy as np
 from archives.chunks import ChunkedArray, Index
 from archives.stored_field import StoredField
 from archives.variables import OFTEN_ZERO
+from errors import DataError
 
 Task = Callable[[], None]
 PLAIN = ("time", "level", "latitude", "longitude")  # the order in which nearly all stores have them
@@ -59,7 +60,7 @@ def _fill(
     decoded = places[0][1].reshape(array.chunks) if direct else _scratch(array)
     try:
         there = array.decode(chunk, decoded)
-    except MemoryError:
+    except (MemoryError, DataError):  # behind a URL the reason is the store's, not the chunk's
         raise
     except Exception as error:  # every codec raises what it pleases
         raise field.unreadable(error, chunk[0] * array.chunks[0] + places[0][0][0]) from None

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from archives.chunks import ChunkedArray, LocalObjects, chunked
+from archives.chunks import ChunkedArray, LocalObjects, Objects, chunked
+from archives.storage_options import NO_OPTIONS, Access
 from errors import DataError
 
 METADATA = (".zarray", ".zattrs", "zarr.json")  # of an array of a Zarr store
@@ -53,6 +54,7 @@ class StoredFile:
     arrays: dict[str, StoredArray] = field(default_factory=dict)
     attrs: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # arrays that something was said of once
+    access: Access = NO_OPTIONS  # how a URL is read
 
     def fetch(self, name: str, selection: Any = ...) -> np.ndarray:
         """The values of a slice as they are stored: packed, in the file's own order."""
@@ -70,8 +72,15 @@ class StoredFile:
         root, found = _handles(self)
         key = f"{name} by chunks"
         if key not in found:
-            found[key] = None if is_url(self.path) else chunked(root[name], LocalObjects(self.path))
+            found[key] = chunked(root[name], self._objects())
         return found[key]
+
+    def _objects(self) -> Objects:
+        if not is_url(self.path):
+            return LocalObjects(self.path)
+        from archives.object_store import open_objects
+
+        return open_objects(self.path, self.access)
 
     def holes(self, name: str, selection: Any, stored: np.ndarray) -> list[Any]:
         """Parts of what was fetched that the store does not have, and that are no values therefore."""
@@ -103,6 +112,10 @@ def _open(file: StoredFile) -> Any:
 
         import archives.stores  # noqa: F401  # which zarr decodes with from here on
 
+        if is_url(file.path):
+            from archives.object_store import open_zarr
+
+            return open_zarr(file.path, file.access)
         return zarr.open_group(file.path, mode="r")
     if file.kind == "hdf5":
         import h5py
@@ -198,12 +211,13 @@ def is_zarr(path: str) -> bool:
     )
 
 
-def open_file(path: str) -> StoredFile:
+def open_file(path: str, access: Access = NO_OPTIONS) -> StoredFile:
     """Describe the arrays of one file; DataError naming the path and the reason where it cannot be read."""
-    _require_protocol(path)
-    file = StoredFile(path, file_kind(path))
+    file = StoredFile(path, file_kind(path), access=access)
     try:
         file.arrays, file.attrs = _DESCRIBERS[file.kind](_handles(file)[0])
+    except DataError:
+        raise  # of a URL
     except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
         raise DataError(f"cannot read {path!r}: {_one_line(error)}") from error
     return file
@@ -212,21 +226,6 @@ def open_file(path: str) -> StoredFile:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, DataError) else f"{type(error).__name__}: {text}"
-
-
-def _require_protocol(path: str) -> None:
-    """DataError naming the package that a URL needs and this environment lacks, before zarr wraps it in a
-    traceback.
-    """
-    if not is_url(path):
-        return
-    import fsspec
-
-    for part in path.split("::"):
-        try:
-            fsspec.get_filesystem_class(part.split("://")[0])
-        except (ImportError, ValueError) as error:
-            raise DataError(f"cannot read {path!r}: {_one_line(error)}") from error
 
 
 def _plain(attrs: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class StoredField:
         """DataError: the bytes are damaged, or not there; which of the dates it is, is looked for."""
         try:
             return self.file.fetch(self.array, selection)
-        except MemoryError:
+        except (MemoryError, DataError):  # the latter: of a URL, said already
             raise
         except Exception as error:  # every codec raises what it pleases
             raise self.unreadable(error, self._first_damaged(selection)) from None

@@ -14,6 +14,7 @@ import numpy as np
 from archives.archive import Archive, open_archive, read_static_field
 from archives.dates import is_whole_day, parse_period
 from archives.picks import check_used, parse_picks
+from archives.storage_options import Access, protocol_of
 from archives.variables import expand_levels, nearest_name
 from config import Data
 from datasets import simulated
@@ -141,10 +142,10 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     """
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
-    picks = parse_picks(data.select)
+    picks, access = parse_picks(data.select), access_of(data)
     simulated_path = _simulated_path(data, variables) if data.path == SIMULATED else ""
     with _naming_source(data.source):
-        archive = open_archive(simulated_path or data.path, picks)
+        archive = open_archive(simulated_path or data.path, picks, access)
     check_used(picks, archive.extra_dimensions, archive.path)
     try:
         # A missing variable or level says so here.
@@ -155,11 +156,18 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
     path, names = data.static_path, data.static_variables
     with _naming_source(data.source):
         static = {
-            name: read_static_field(path, name, archive.grid, picks) if path else archive.read_static(name)
+            name: read_static_field(path, name, archive.grid, picks, access)
+            if path
+            else archive.read_static(name)
             for name in names
         }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, train=nothing, validation=nothing)
+
+
+def access_of(data: Data) -> Access:
+    """How the URLs of a run are read: data.path, and others of the same protocol."""
+    return Access(data.storage_options, protocol_of(data.path), data.disk_cache_path, data.disk_cache_gib)
 
 
 @contextmanager

@@ -32,10 +32,11 @@ KEYS: dict[str, type | tuple[str, ...]] = {
     **dict.fromkeys(("attention_forward", "attention_backward"), HEAD_SIZES),
     **dict.fromkeys(("inside", "between"), LINK),
     **dict.fromkeys(("devices_per_node", "host_memory", "host_bandwidth", "host_link", "storage"), ()),
+    "cores": (),
     **dict.fromkeys(("on_demand", "spot", "spot_interruptions", "failures", "pue"), ()),
     "shared": bool,
 }
-OPTIONAL = ("like", "known_as", "shared")
+OPTIONAL = ("like", "known_as", "shared", "cores")
 MAY_BE_ZERO = ("reserved", "launch", "on_demand", "spot", "spot_interruptions", "failures")
 WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
 

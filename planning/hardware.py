@@ -109,6 +109,7 @@ class Cluster:
     spot_interruptions: float  # a node-hour, for spot nodes
     failures: float  # a node-hour, of every node
     pue: float  # power of the whole centre over that of its computers
+    cores: float = 0  # of a node's processors; 0: not known
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
     measured: Any = None  # the Calibration of this machine, which stands in for the device's rates
 

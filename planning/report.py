@@ -3,9 +3,10 @@
 from typing import Any
 
 from planning.compute import hardware_flops
+from planning.data_feed import read_rate
 from planning.error_bands import band_line, band_of, classes_of
 from planning.hardware import Cluster
-from planning.memory import FLOAT32, GIB, Memory
+from planning.memory import GIB, Memory
 from planning.search import Plan, capacity, fits
 from planning.step_time import StepTime
 from planning.workload import Workload
@@ -76,29 +77,8 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
             f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
             f"({time.exposed / time.total:.1%})",
             band_line(work, cluster, time.total),
-            data_line(work, time, cluster),
         ]
     )
-
-
-def data_line(work: Workload, time: StepTime, cluster: Cluster) -> str:
-    """What the loader has to bring, beside what the storage of all nodes gives."""
-    needed, given = read_rate(work, time, cluster), cluster.nodes * cluster.storage
-    short = ": TOO SLOW, steps wait for their data" if needed > given else ""
-    return (
-        f"data to be read {needed / 1e9:,.2f} GB/s (float32, {work.states_read} states a sample); "
-        f"storage gives {given / 1e9:,.1f} GB/s ({number_of(cluster.nodes, 'node')} x "
-        f"{cluster.storage / 1e9:,.1f}){short}"
-    )
-
-
-def read_rate(work: Workload, time: StepTime, cluster: Cluster) -> float:
-    """Bytes a second from the storage, as float32 without compression. A node reads each of its samples once:
-    ranks that share one (tp, cp, pp) and stand in other nodes read it again.
-    """
-    sharing = work.degrees.world // work.degrees.dp
-    nodes = max(sharing // cluster.devices_per_node, 1)
-    return time.samples_per_second * nodes * work.states_read * FLOAT32 * work.field_values
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
@@ -179,7 +159,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
-        "read_bytes_per_second": read_rate(work, time, cluster),
+        "read_bytes_per_second": read_rate(work, time.samples_per_second, cluster),
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
         "cost": cost,

@@ -48,6 +48,7 @@ class Workload:
     )
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
+    arrays: int = 1  # of the archive that a state is read from: those on levels are one each
 
     @property
     def itemsize(self) -> int:
@@ -154,6 +155,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
         asynchronous=config.checkpoint.async_mode != "disabled",
+        arrays=len({name.partition(":")[0] for name in config.data.variables}),
     )
 
 

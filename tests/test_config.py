@@ -251,6 +251,15 @@ COMMAND_LINES = [
         "--model.attention_backend cudnn --comm.backend gloo",
         'attention_backend = "cudnn": needs a CUDA device',
     ),
+    (
+        "--data.storage_options \"['anon']\"",
+        "data.storage_options = '...': write an option of the file system and its",
+    ),
+    (
+        "--data.storage_options \"['secret=***']\"",
+        "data.storage_options = 'secret=***': secrets are not written down",
+    ),
+    ("--data.disk_cache_gib 0", "data.disk_cache_gib = 0.0: must be above 0"),
     ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
     ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' stands twice; keep one"),
     (

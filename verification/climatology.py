@@ -24,6 +24,7 @@ from archives.fields_by_name import FieldsByName
 from archives.files import find_files, open_file
 from archives.grid import Grid
 from archives.layouts import coordinate_role, stored_fields
+from archives.storage_options import NO_OPTIONS, Access
 from archives.stored_field import StoredField
 from archives.stores import all_levels, create_store
 from archives.variables import split_name
@@ -162,9 +163,9 @@ class Climatology(FieldsByName):
         return self.read_fields(variables, ("hour", "dayofyear"), wanted)[0, 0]
 
 
-def open_climatology(path: str) -> Climatology:
+def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     """Open a climatology in WeatherBench2's schema; DataError naming the path where it is none."""
-    file = open_file(find_files(path)[0])
+    file = open_file(find_files(path)[0], access)
     found, _ = stored_fields(file, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:

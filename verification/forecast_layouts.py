@@ -20,6 +20,7 @@ from archives.layouts import (
     durations,
     stored_fields,
 )
+from archives.storage_options import NO_OPTIONS, Access
 from errors import DataError
 
 FORECAST_ROLES = {
@@ -64,18 +65,20 @@ class StoredForecast(FieldsByName):
         return fields if self.num_members else fields[:, :, 0]
 
 
-def open_forecast(path: str, picks: Mapping[str, str] | None = None) -> StoredForecast:
+def open_forecast(
+    path: str, picks: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
+) -> StoredForecast:
     """Open forecasts in a Zarr store (folder or fsspec URL) or a NetCDF file.
 
-    picks: name of a dimension that is no axis of forecasts -> the label of what is read of it. DataError, one
-    line naming path and reason, where there is none.
+    picks: name of a dimension that is no axis of forecasts -> the label of what is read of it. access: how a
+    URL is read. DataError, one line naming path and reason, where there is none.
     """
     files = find_files(path)
     if len(files) > 1:
         raise DataError(
             f"{path!r} holds {len(files)} files: name one store of forecasts, such as {files[0]!r}"
         )
-    file = open_file(files[0])
+    file = open_file(files[0], access)
     found, unreadable = stored_fields(file, FORECAST_ROLES, picks)
     fields = [field for field in found if "lead" in field.roles]
     if not fields:
