@@ -40,7 +40,7 @@ from training.batches import build_batches
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
 from training.host_memory import keep_freed_memory
-from training.metrics import Metrics, peak_tflops
+from training.metrics import Metrics, peak_tflops, what_is_there
 from training.samples import Samples
 from training.step import train_step
 from training.validator import Validator
@@ -103,6 +103,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         tensorboard=config.metrics.enable_tensorboard,
         flops_per_sample=3 * meta_model.flops() / others.number,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
+        readers=config.data.num_workers,
     )
     validator = Validator(config, samples, assembly, objective, run, saves, metrics)
     name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
@@ -188,7 +189,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if scores and config.validation.plots:
         validator.plot(folder, scores, samples)
     if is_first:
-        print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
+        print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
     leave(watchdog, agreement, held)
     end(0, unsaved)
 

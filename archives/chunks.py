@@ -9,6 +9,7 @@ import math
 import os
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,30 @@ Index = tuple[int, ...]  # of a chunk: its number along each dim
 ABSENT = 2**64 - 1  # offset and size of a chunk that a shard does not hold
 UNPACKED_AT = slice(4, 8)  # of blosc's header: the size of what was packed
 KEPT_INDEXES = 1024  # of shards, 16 bytes a chunk
+
+
+class Work:
+    """Seconds that threads have spent on chunks, and the bytes that came of it; of this process."""
+
+    def __init__(self) -> None:
+        self.reading = self.decoding = 0.0
+        self.bytes, self.lock = 0, threading.Lock()
+
+    def add(self, reading: float, decoding: float, num_bytes: int) -> None:
+        with self.lock:
+            self.reading += reading
+            self.decoding += decoding
+            self.bytes += num_bytes
+
+    def take(self) -> tuple[float, float, int]:
+        """Since it was asked last: seconds of reading, of decoding, bytes decoded."""
+        with self.lock:
+            taken = self.reading, self.decoding, self.bytes
+            self.reading, self.decoding, self.bytes = 0.0, 0.0, 0
+        return taken
+
+
+work = Work()
 
 
 class Objects(Protocol):
@@ -103,9 +128,11 @@ class ChunkedArray:
 
         Whatever a codec raises on damaged bytes, and OSError.
         """
+        started = time.perf_counter()
         content = self._content(chunk)
         if content is None:
             return False
+        read = time.perf_counter()
         flat: Any = out.reshape(-1).view(np.uint8)
         codec: Any = self.codec
         decoded: Any = content
@@ -119,6 +146,7 @@ class ChunkedArray:
             raise ValueError(f"a chunk of {size} bytes, where {self.nbytes} are due")
         if decoded is not flat:
             flat[:] = np.frombuffer(decoded, np.uint8)
+        work.add(read - started, time.perf_counter() - read, self.nbytes)
         return True
 
     def _content(self, chunk: Index) -> Any | None:

@@ -65,15 +65,16 @@ class DiskCache:
         try:
             if beside := self._reserve(name, HEADER.size + len(content)):
                 _fill(beside, content)
-                os.replace(beside, self._path(name))
+                with self._locked():  # who counts sees it under one of its names
+                    os.replace(beside, self._path(name))
         except OSError as error:
             self.broken = str(error)
             logger.warning(f"data.disk_cache_path: {error}: no more is kept there by this process")
 
     def size(self) -> int:
         """Bytes of all files, unfinished ones as large as they will be."""
-        # By their names: one that is renamed while we look is seen twice.
-        return sum({path.name.strip(".")[:40]: size for _, size, path in self._entries()}.values())
+        with self._locked():
+            return sum(size for _, size, _ in self._entries())
 
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from traces.profiler import MOST_MARKS, PartTimes
+from training.data_wait import Reading, advice
 from training.journal import Journal, read_records
 from training.metrics import Metrics, dense_line
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second".split()
+    "data_gb_per_second epoch".split()
 )
 
 
@@ -24,7 +26,9 @@ def log(folder, steps, resume_step=0, loss=1.0):
         folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_sample=1e9, peak=0.0
     )
     for step in steps:
-        metrics.count(8, SimpleNamespace(seconds=0.001, bytes=0))  # type: ignore[arg-type]
+        loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
+        batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, loader=loader)
+        metrics.count(8, batches)  # type: ignore[arg-type]
         metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), 1e-3, torch.device("cpu"))
     metrics.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -76,8 +80,39 @@ def test_every_part_of_a_long_interval_counts(on_gpu, monkeypatch):
 
 
 def test_dense_line():
-    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0], strict=True))
-    assert "data wait 20.0%" in dense_line(record) and "mfu 40.0%" in dense_line(record)
+    record = dict(
+        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25], strict=True)
+    )
+    line = dense_line(record, steps=400, seconds_left=3725)
+    assert "data wait 20.0%" in line and "mfu 40.0%" in line
+    assert line.startswith("step  10/400  epoch 2.25  1:02:05 left  loss 0.50000")
+
+
+@pytest.mark.parametrize(
+    ("reading", "said"),
+    [
+        (
+            Reading(0.1, 0.1, 10**9, 2.0, 10.0, 0, True),
+            "20% of the time .*: it reads them itself",
+        ),
+        (
+            Reading(9.0, 0.5, 10**9, 2.0, 10.0, 1, True),
+            "reading from the store .* data.num_workers, now 1, or",
+        ),
+        (
+            Reading(0.5, 9.0, 10**9, 2.0, 10.0, 1, True),
+            "decoding takes most, at 0.10 .*num_workers, now 1$",
+        ),
+        (Reading(0.5, 1.0, 10**9, 2.0, 10.0, 2, True), "raise data.prefetch_factor"),
+        (Reading(0.0, 0.0, 0, 2.0, 10.0, 2, False), "side by side; convert them"),
+    ],
+)
+def test_a_loop_that_waits_says_what_for(reading, said):
+    assert reading.is_slow and re.search(said, advice(reading)), advice(reading)
+
+
+def test_a_loop_that_does_not_wait_says_nothing():
+    assert not Reading(5.0, 5.0, 10**9, 0.1, 10.0, 2, True).is_slow
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):

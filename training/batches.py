@@ -47,6 +47,11 @@ class Batches:
         """Micro-batches a step."""
         return self.loader.sampler.accumulation
 
+    @property
+    def epoch(self) -> float:
+        """How often the run has seen its samples."""
+        return self.progress.samples / self.loader.sampler.num_samples
+
     def __iter__(self) -> Iterator[Batch]:
         progress = self.progress
         if self.at != (progress.samples, progress.rollbacks):

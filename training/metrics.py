@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from archives.chunks import work
 from traces.profiler import part_times
 from training.batches import Batches
+from training.data_wait import Reading, advice
 from training.journal import Journal
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0, "V100": 125.0}
+WORTH_JUDGING = 0.5  # seconds between logged steps: the first ones wait for what is not there yet
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
@@ -54,8 +58,10 @@ class Metrics:
         tensorboard: bool,
         flops_per_sample: float,
         peak: float,
+        readers: int = 0,
     ) -> None:
         self.is_first = dist.get_rank() == 0
+        self.steps, self.readers, self.began, self.first_step = steps, readers, time.monotonic(), resume_step
         self.journal = Journal(folder / "metrics.jsonl")
         self.flops_per_sample, self.peak_tflops = flops_per_sample, peak
         self.tensorboard = self.bar = None
@@ -65,7 +71,7 @@ class Metrics:
                 self.tensorboard = TensorBoard(folder / "tensorboard", resume_step)
             if sys.stderr.isatty():
                 self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
-        self.last_line = 0.0
+        self.last_line, self.epoch, self.has_advised = 0.0, 0.0, False
         self.start_interval()
 
     def start_interval(self) -> None:
@@ -73,6 +79,7 @@ class Metrics:
         self.started, self.data_seconds, self.samples, self.num_steps = time.perf_counter(), 0.0, 0, 0
         self.data_bytes = 0
         part_times.read(1)
+        work.take()
 
     def count(self, samples: int, batches: Batches) -> None:
         """One step has been launched: `samples` over all ranks, with what this rank waited for and got."""
@@ -80,6 +87,7 @@ class Metrics:
         self.data_seconds += batches.seconds
         self.data_bytes += batches.bytes
         self.num_steps += 1
+        self.epoch, self.by_threads = batches.epoch, batches.loader.dataset.by_threads
 
     def log_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, device: torch.device) -> None:
         """Waits for the device, then writes the means of the steps since the last logged one."""
@@ -100,7 +108,9 @@ class Metrics:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             # What the loader gave over what it was waited for: with loader processes, at least its bandwidth.
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
+            "epoch": self.epoch,
         }
+        record |= self._reading(seconds * self.num_steps)
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
         if self.bar is not None:
@@ -108,11 +118,27 @@ class Metrics:
         self._say(record)
         self.start_interval()
 
+    def _reading(self, seconds: float) -> dict[str, float]:
+        """What this rank's readers did; where the loop waits for them, once, why."""
+        reading = Reading(*work.take(), self.data_seconds, seconds, self.readers, self.by_threads)
+        if self.is_first and reading.is_slow and seconds > WORTH_JUDGING and not self.has_advised:
+            self.has_advised = True
+            logger.warning(advice(reading))
+        if not reading.bytes:
+            return {}
+        threads = reading.reading + reading.decoding
+        return {
+            "decoded_gb_per_second": reading.bytes / seconds / 1e9,
+            "decoded_gb_per_thread_second": reading.bytes / max(threads, 1e-9) / 1e9,
+        }
+
     def _say(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
         if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
-            logger.info(dense_line(record))
+            done = max(record["step"] - self.first_step, 1)
+            left = (now - self.began) / done * (self.steps - record["step"])
+            logger.info(dense_line(record, self.steps, left))
 
     def write(self, record: dict[str, Any]) -> None:
         """One object into metrics.jsonl and its numbers into TensorBoard; not-a-number becomes null."""
@@ -170,12 +196,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def dense_line(record: dict[str, Any]) -> str:
+def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
     return (
-        f"step {record['step']:>7}  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
+        f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
+        f"  {timedelta(seconds=round(seconds_left))} left"
+        f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
         f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
         f"  {record['step_seconds']:.3f} s/step"
         f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
     )
+
+
+def what_is_there(folder: Path) -> str:
+    """Lines for the end of a run: where to look."""
+    found = [f"the run's folder: {folder}"]
+    plots = sorted(path.name for path in (folder / "plots").glob("*.png"))
+    found += [f"plots:            {folder / 'plots'}: {', '.join(plots)}"] if plots else []
+    if (folder / "tensorboard").exists():
+        found.append(f"TensorBoard:      tensorboard --logdir {folder / 'tensorboard'}")
+    if (folder / "traces").exists():
+        found.append(f"traces:           python -m traces.inspect_trace {folder}")
+    return "\n".join(found)

@@ -107,8 +107,9 @@ class Validator:
                 counted(self.forecast, bar), self.baselines, self.objective.of_fields
             )
         self.model.train()
-        logger.info(f"validated {max(scores.num_dates)} dates in {time.monotonic() - started:.1f} s")
-        self.metrics.write(scores.record(step))
+        seconds = time.monotonic() - started
+        logger.info(f"validated {max(scores.num_dates)} dates in {seconds:.1f} s")
+        self.metrics.write(scores.record(step) | {"validation_seconds": seconds})
         return scores
 
     def plot(self, folder: Path, scores: Scores, samples: Samples) -> None:
