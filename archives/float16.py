@@ -35,10 +35,7 @@ class Packed:
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
         """float16 -> float32, as an archive reads it."""
-        values = stored.astype(np.float32)
-        values *= np.float32(self.scale)
-        values += np.float32(self.offset)
-        return values
+        return (stored.astype(np.float64) * self.scale + self.offset).astype(np.float32)
 
 
 def choose_packing(mean: float, deviation: float) -> Packed:
