@@ -35,10 +35,7 @@ class Packed:
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
         """float16 -> float32, as an archive reads it."""
-        values = stored.astype(np.float32)
-        values *= np.float32(self.scale)
-        values += np.float32(self.offset)
-        return values
+        return (stored.astype(np.float64) * self.scale + self.offset).astype(np.float32)
 
 
 def choose_packing(mean: float, deviation: float) -> Packed:
@@ -57,7 +54,9 @@ def largest_error(values: np.ndarray, stored: np.ndarray, packed: Packed) -> flo
     finite = np.isfinite(values)
     if not finite.any():
         return 0.0
-    exact, found = values[finite].astype(np.float64), packed.decode(stored[finite]).astype(np.float64)
+    if not finite.all():
+        values, stored = values[finite], stored[finite]
+    exact, found = values.astype(np.float64), packed.decode(stored).astype(np.float64)
     error = np.abs(found - exact)
     allowed = RELATIVE * np.abs(exact - packed.offset) + ABSOLUTE * packed.scale + FLOAT32 * np.abs(exact)
     way_out = f"in float16 of scale {packed.scale:g}: write it with --dtype float32"

@@ -13,10 +13,12 @@ a function of the fields and the options alone. Shapes: n dates, H latitudes, W 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import zarr
@@ -27,7 +29,7 @@ import archives.stores  # noqa: F401  # codecs that refuse what was cut short
 from archives.float16 import Packed
 from archives.grid import Grid
 from archives.layouts import TRAINING_STORE
-from durable_files import append_whole, replacing, write_durably
+from durable_files import append_whole, sync_folder, write_durably
 from errors import DataError
 
 FORMAT, VERSION = TRAINING_STORE, 1
@@ -81,10 +83,12 @@ def create(
     times: np.ndarray,
     rows: int,
     attributes: Mapping[str, Any],
+    run: Mapping[str, Any],
 ) -> None:
     """All of a store but its fields, which are to be written; `path` is not there, or empty.
 
-    static: name -> (H, W) and units. times: (n,) datetime64[s]. rows: latitudes of a chunk, 0: all.
+    static: name -> (H, W) and units. times: (n,) datetime64[s]. rows: latitudes of a chunk, 0: all. run: as
+    `begin` has it.
     """
     root = zarr.create_group(str(path), zarr_format=3, attributes={FORMAT: VERSION, **attributes})
     _coordinate(root, "latitude", grid.latitude, {"units": "degrees_north", "standard_name": "latitude"})
@@ -98,7 +102,12 @@ def create(
         _create_fields(root, field, shape, chunk, (dates, height, chunk[2]))
     for name, (values, own_units) in static.items():
         _create_static(root, name, values, own_units)
-    header = {"done": 0, "times": _seconds(times).tolist()}
+    _write_header(path, 0, times, run)
+
+
+def _write_header(path: Path, done: int, times: np.ndarray, run: Mapping[str, Any]) -> None:
+    """The journal's first line: dates (n,) are to be written after those that are done."""
+    header = {"done": done, "times": _seconds(times).tolist(), "run": run}
     write_durably(path / JOURNAL, json.dumps(header) + "\n")
 
 
@@ -235,16 +244,19 @@ class TrainingStore:
             path.unlink(missing_ok=True)
             return
         assert array.dtype == stored.dtype
-        with replacing(path) as beside:
-            beside.write_bytes(content)
+        _write_whole(path, content)
 
     # -- what is done: the journal's first line says which dates are being written, each other what is
 
-    def begin(self, times: np.ndarray) -> None:
-        """Makes room for dates (n,) after the last. Killed in between, `resume` goes on with it."""
-        header = {"done": len(self.times), "times": _seconds(times).tolist()}
-        write_durably(self.path / JOURNAL, json.dumps(header) + "\n")
-        self.resume()
+    def begin(self, times: np.ndarray, run: Mapping[str, Any]) -> None:
+        """Dates (n,) are to be written after the last. run: what they are made of, plain data, which who goes
+        on with it has to name again.
+        """
+        _write_header(self.path, len(self.times), times, run)
+
+    def begun_run(self) -> dict[str, Any]:
+        """The `run` of the dates that are being written."""
+        return _whole_lines(self.path / JOURNAL)[0]["run"]
 
     def resume(self) -> tuple[int, dict[str, Any]]:
         """How many dates had been there before, and the parts that are done since: name -> its summary.
@@ -305,6 +317,23 @@ class TrainingStore:
                 "metadata": dict(sorted(found.items())),
             }
         write_durably(self.path / "zarr.json", json.dumps(root, indent=2))
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Under a name of its own, then renamed: a worker of a cluster may go on with what its client was killed
+    over, while another begins the same.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from archives.variables import plain_units, units
 from datasets.conversion import Source, convert_part, cut_into_parts, estimate_packing, memory_of
 from datasets.conversion_source import chosen_dates, open_source, static_fields
 from datasets.parallel_parts import Progress, run_parts
-from errors import ConfigError, without_secrets
+from errors import ConfigError, RunFailed, without_secrets
 
 # What a store is made with, and what may differ when dates are appended to one that is complete.
 FIXED = ("variables", "levels", "static", "region", "grid", "grid_like", "method", "dtype", "rows", "select")
@@ -35,7 +35,24 @@ def convert(options: Namespace) -> None:
     rows = chosen_dates(source, options.period)
     target = Path(options.target)
     check_target(target)
-    target.mkdir(parents=True, exist_ok=True)
+    with failing_in_one_line(target):
+        target.mkdir(parents=True, exist_ok=True)
+        write(target, source, rows, options)
+
+
+@contextmanager
+def failing_in_one_line(target: Path) -> Iterator[None]:
+    """RunFailed for what a disk does."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{type(error).__name__}: {error.strerror or error}"
+        again = "the same command goes on where this stopped"
+        raise RunFailed(f"TARGET {str(target)!r} cannot be written ({reason}); {again}") from None
+
+
+def write(target: Path, source: Source, rows: np.ndarray, options: Namespace) -> None:
+    """What `convert` promises, with the target to itself."""
     with only_writer(target):
         if not is_begun(target):
             begin(target, source, rows, options)
@@ -46,7 +63,7 @@ def convert(options: Namespace) -> None:
         store.tidy()
         later = later_dates(store, source.archive.times[rows])
         if len(later):
-            store.begin(later)
+            store.begin(later, of_this_run(options))
             write_dates(store, source, options)
         tell_size(store)
 
@@ -94,10 +111,11 @@ def begin(target: Path, source: Source, rows: np.ndarray, options: Namespace) ->
     fields = [Field(name, units_of(source, name), packing.get(name)) for name in source.variables]
     static = static_fields(source, options.static)
     shown = {name: (values, units_of(source, name)) for name, values in static.items()}
-    attributes = {"complete": False, "options": fixed(options), "run": of_this_run(options)}
+    attributes = {"complete": False, "options": fixed(options)}
     attributes |= {"sources": [named_source(options)]}
     attributes |= {"accuracy": STATEMENT if packing else "as in the source", "largest_error": {}}
-    create(target, fields, shown, source.grid, source.archive.times[rows], options.rows, attributes)
+    times, run = source.archive.times[rows], of_this_run(options)
+    create(target, fields, shown, source.grid, times, options.rows, attributes, run)
 
 
 def units_of(source: Source, name: str) -> str:
@@ -123,8 +141,8 @@ def named_source(options: Namespace) -> str:
 def check_options(store: TrainingStore, source: Source, options: Namespace) -> None:
     """ConfigError naming the first option that the store was not begun with."""
     asked, known = fixed(options), store.attributes["options"]
-    if not store.complete:
-        asked, known = asked | of_this_run(options), known | store.attributes["run"]
+    if store.is_begun():
+        asked, known = asked | of_this_run(options), known | store.begun_run()
     for name, value in asked.items():
         if value != known[name]:
             shown = "SOURCE" if name == "source" else f"--{name}"
@@ -179,8 +197,8 @@ def finish(store: TrainingStore, parts: list, old: int, options: Namespace) -> N
         for name, error in zip(summary["variables"], summary["error"], strict=True):
             largest[name] = max(largest.get(name, 0.0), error)
     sources = dict.fromkeys([*store.attributes["sources"], named_source(options)])
-    own = {"sources": list(sources), "run": of_this_run(options)}
-    store.finish(valid, {**own, "largest_error": {name: largest[name] for name in store.variables}})
+    errors = {name: largest[name] for name in store.variables}
+    store.finish(valid, {"sources": list(sources), "largest_error": errors})
 
 
 def tell_plan(store: TrainingStore, parts: list, pending: list, dates: int, options: Namespace) -> None:

@@ -16,6 +16,7 @@ import archives.training_store
 from archives.archive import Archive, open_archive
 from archives.float16 import Packed, choose_packing, largest_error
 from archives.grid import area_weights
+from archives.training_store import TrainingStore
 from datasets.conversion_run import only_writer
 from datasets.conversion_source import crop, parse_grid
 from datasets.convert import main
@@ -325,17 +326,21 @@ def test_later_dates_are_appended(tmp_path: Path) -> None:
     np.testing.assert_allclose(block, exact.read_block(0, 19, ["2m_temperature"]), atol=0.02)
 
 
-def test_an_append_that_is_killed_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_an_append_that_is_killed_goes_on(later: bool, tmp_path: Path) -> None:
     before, after = long_source(tmp_path, 14), long_source(tmp_path, 19)
     convert(before, tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     convert(after, tmp_path / "a")
-    store = archives.training_store.TrainingStore(tmp_path / "b")
+    store = TrainingStore(tmp_path / "b")
     times = open_archive(after).times[14:]
-    archives.training_store.write_durably(
-        store.path / "conversion.jsonl", json.dumps({"done": 14, "times": times.astype(int).tolist()}) + "\n"
-    )
-    assert store.is_begun() and store.complete  # killed before anything else
+    store.begin(times, {"source": after, "period": []})
+    assert store.is_begun() and store.complete  # killed before anything else, then before the first date
+    if later:
+        store.resume()
+        assert not TrainingStore(tmp_path / "b").complete
+        with pytest.raises(ConfigError, match="SOURCE .* was begun with"):
+            main([before, str(tmp_path / "b")])
     convert(after, tmp_path / "b")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
