@@ -13,13 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from archives.field_chunks import Task, Wanted, chunk_tasks, chunks_of
 from archives.files import METADATA, StoredArray, file_lines, find_files, open_file
 from archives.grid import Grid
 from archives.layouts import stored_fields
-from archives.regrid import Regridder
 from archives.storage_options import NO_OPTIONS, Access
 from archives.stored_field import StoredField
 from archives.variables import full_name, nearest_name, units
@@ -214,7 +212,7 @@ class Archive:
         there.
         """
         if name in self._static:
-            return _read_one(*self._static[name])
+            return read_one(*self._static[name])
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
     def _content(self) -> str:
@@ -316,7 +314,7 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(cuts[:-1], cuts[1:], strict=True)
 
 
-def _read_one(field: StoredField, position: int, row: int = 0) -> np.ndarray:
+def read_one(field: StoredField, position: int, row: int = 0) -> np.ndarray:
     """(H, W) float32: one level of a field, at one row of its time axis if it has one."""
     return field.read(slice(row, row + 1), slice(position, position + 1))[0, 0].astype(np.float32)
 
@@ -345,7 +343,7 @@ def _extra_dimensions(fields: Sequence[StoredField]) -> dict[str, int]:
     return {array.dims[i]: array.shape[i] for array, i in extra}
 
 
-def _all_fields(
+def all_fields(
     path: str, picks: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
 ) -> tuple[list[StoredField], dict[str, str]]:
     """The fields of all files that a path stands for, and the arrays that cannot be read, with the reason."""
@@ -364,34 +362,4 @@ def open_archive(path: str, picks: Mapping[str, str] | None = None, access: Acce
     URL is read. DataError, one line naming path and reason, for anything that cannot be read as analyses on
     one grid.
     """
-    return Archive(path, *_all_fields(path, picks, access), picks)
-
-
-def read_static_field(
-    path: str,
-    name: str,
-    target: Grid,
-    picks: Mapping[str, str] | None = None,
-    access: Access = NO_OPTIONS,
-) -> np.ndarray:
-    """A field (H, W) float32 of some file, conservatively regridded if it does not lie on the target grid.
-
-    The file need not have times; of a variable with times the first date counts. NCAR's LSMASK is read as
-    "land_sea_mask": land, islands and ice shelves are 1, oceans and lakes 0. DataError where the name is not
-    in the file, or the file's grid lies wholly outside the target.
-    """
-    fields, unreadable = _all_fields(path, picks, access)
-    names = [each for field in fields for each in field.names]
-    location = next(((f, f.names.index(name)) for f in fields if name in f.names), None)
-    if location is None:
-        why = unreadable.get(name)
-        raise DataError(f"{path!r} has no field {name!r}{f': {why}' if why else nearest_name(name, names)}")
-    source, values = location[0].orientation.grid, _read_one(*location)
-    if source.same_as(target):
-        return values
-    regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()
-    if np.isnan(regridded).all():
-        raise DataError(
-            f"{path!r} has {name!r} nowhere on the grid wanted: latitudes {target.latitude[[0, -1]]}"
-        )
-    return regridded
+    return Archive(path, *all_fields(path, picks, access), picks)

@@ -28,8 +28,8 @@ import numpy as np
 from archives.archive import Archive, open_archive
 from archives.training_store import TrainingStore
 from benchmarks.results_file import record
+from conversion.description import data_section
 from datasets.convert import main as convert
-from datasets.description import data_section
 from tests import archives
 from text_tables import text_table
 

@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
     """The exit code. Raises ConfigError, DataError, RunFailed."""
     options = parse(argv)
     if options.check:  # imported here: torch takes seconds, and a misspelt option is to be said before
-        from datasets.check_source import check_source
+        from conversion.check_source import check_source
 
         return check_source(options)
-    from datasets.conversion_run import convert
+    from conversion.run import convert
 
     convert(options)
     return 0

@@ -27,7 +27,7 @@ def parse(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> None:
     """Raises ConfigError, DataError."""
     options = parse(argv)
-    from datasets.description import describe  # here: torch takes seconds, a misspelt option none
+    from conversion.description import describe  # here: torch takes seconds, a misspelt option none
 
     print(describe(options.store, options.select))
 

@@ -11,9 +11,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from archives.archive import Archive, open_archive, read_static_field
+from archives.archive import Archive, open_archive
 from archives.dates import is_whole_day, parse_period
 from archives.picks import check_used, parse_picks
+from archives.static_field import read_static_field
 from archives.storage_options import Access, protocol_of
 from archives.variables import expand_levels, nearest_name
 from config import Data

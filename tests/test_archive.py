@@ -11,9 +11,10 @@ import pytest
 import torch
 import xarray as xr
 
-from archives.archive import Archive, open_archive, read_static_field
+from archives.archive import Archive, open_archive
 from archives.grid import Grid, area_weights
 from archives.regrid import Regridder
+from archives.static_field import read_static_field
 from tests.archives import (
     NAMES,
     analyses,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from conversion.field_watch import upside_down
 from datasets.convert import main
-from datasets.field_watch import upside_down
 from tests.archives import file_a_year
 from tests.test_archive import needs
 

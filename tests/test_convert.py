@@ -17,8 +17,8 @@ from archives.archive import Archive, open_archive
 from archives.float16 import Packed, choose_packing, largest_error
 from archives.grid import area_weights
 from archives.training_store import TrainingStore
-from datasets.conversion_run import only_writer
-from datasets.conversion_source import crop, parse_grid
+from conversion.run import only_writer
+from conversion.source import crop, parse_grid
 from datasets.convert import main
 from errors import ConfigError, DataError
 from tests.archives import EXACT, NAMES, analyses, anemoi, cds_old, packed_zarr, tutorial, values

@@ -9,12 +9,12 @@ import pytest
 import xarray as xr
 
 import archives.training_store
-import datasets.description
+import conversion.description
 from command_line import load_config
 from config import Data
+from conversion.description import split_periods
 from datasets.convert import main as convert
 from datasets.describe import main
-from datasets.description import split_periods
 from datasets.selection import open_selection
 from errors import ConfigError
 from tests.archives import EXACT, NAMES, analyses
@@ -23,7 +23,7 @@ from tests.test_archive import needs
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.description, "READ_FOR", 0.05)
+    monkeypatch.setattr(conversion.description, "READ_FOR", 0.05)
     monkeypatch.setattr(archives.training_store, "SHARD_DATES", 4)
 
 

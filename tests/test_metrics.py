@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from datasets.data_wait import Reading, advice
 from traces.profiler import MOST_MARKS, PartTimes
-from training.data_wait import Reading, advice
 from training.journal import Journal, read_records
 from training.metrics import Metrics, dense_line
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from archives.chunks import work
+from datasets.data_wait import Reading, advice
 from traces.profiler import part_times
 from training.batches import Batches
-from training.data_wait import Reading, advice
 from training.journal import Journal
 
 logger = logging.getLogger(__name__)

@@ -189,7 +189,7 @@ def summarise(block: np.ndarray) -> dict[str, list]:
     """What is kept of a block of fields (n, V, H, W) float32 beside the fields: name -> a list.
 
     Statistics that a store is to hold belong here: a part calls this for each of its blocks, the journal
-    keeps what it returns, and `finish` in datasets/conversion_run.py puts it into the store.
+    keeps what it returns, and `finish` in conversion/run.py puts it into the store.
     """
     valid = np.isfinite(block).any(axis=(2, 3)).astype(int)
     return {"valid": valid.tolist(), "error": []}

@@ -16,9 +16,9 @@ from archives.layouts import stored_fields
 from archives.picks import check_used, parse_picks
 from archives.stored_field import StoredField
 from archives.variables import plain_units, split_name, units
-from datasets.conversion_source import chosen_variables, dates_in
-from datasets.field_watch import FieldWatch
-from datasets.parallel_parts import Progress
+from conversion.field_watch import FieldWatch
+from conversion.parallel import Progress
+from conversion.source import chosen_variables, dates_in
 from errors import DataError
 from text_tables import text_table
 

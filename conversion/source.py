@@ -13,7 +13,7 @@ from archives.grid import Grid, global_grid
 from archives.picks import check_used, parse_picks
 from archives.regrid import SparseRegridder
 from archives.variables import ON_LEVELS, expand_levels, named_by, nearest_name, split_name
-from datasets.conversion import Source, Window
+from conversion.parts import Source, Window
 from errors import ConfigError
 
 MOST_POINTS = 100_000  # of one axis of a grid

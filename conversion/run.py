@@ -19,9 +19,9 @@ from archives.files import is_url
 from archives.float16 import STATEMENT
 from archives.training_store import FORMAT, JOURNAL, Field, TrainingStore, create, read_attributes
 from archives.variables import plain_units, units
-from datasets.conversion import Source, convert_part, cut_into_parts, estimate_packing, memory_of
-from datasets.conversion_source import chosen_dates, open_source, static_fields
-from datasets.parallel_parts import Progress, run_parts
+from conversion.parallel import Progress, run_parts
+from conversion.parts import Source, convert_part, cut_into_parts, estimate_packing, memory_of
+from conversion.source import chosen_dates, open_source, static_fields
 from errors import ConfigError, RunFailed, without_secrets
 
 # What a store is made with, and what may differ when dates are appended to one that is complete.
