@@ -1,11 +1,13 @@
 """Batches that threads read: the same as one by one, into memory that nobody else uses any more."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 import zarr
 from zarr.codecs import ZstdCodec
 
@@ -13,6 +15,7 @@ from archives.archive import Archive, open_archive
 from archives.field_chunks import chunks_of
 from datasets.field_dataset import FieldDataset
 from datasets.read_ahead import Buffers, ThreadedLoader
+from datasets.store_advice import conversion_advice
 from errors import DataError
 from tests.archives import (
     EXACT,
@@ -23,6 +26,7 @@ from tests.archives import (
     packed_zarr,
     values,
     weatherbench,
+    zarr_chunked,
 )
 
 SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
@@ -176,3 +180,20 @@ def test_layouts_that_chunks_serve(tmp_path):
         np.testing.assert_allclose(archive.read_block(0, 5, NAMES), values(analyses()), rtol=1e-3, atol=0.02)
     zarrs = {"weatherbench", "one_level_a_chunk", "arco", "zarr3", "fill_in_zarr3", "packed_zarr"}
     assert zarrs <= served and not served & {"weatherbench_transposed", "cds_new", "cds_old"}
+
+
+# -- what a conversion would gain
+
+
+def test_chunks_of_many_dates_are_told_of(tmp_path):
+    """On one of five dates a chunk: five times the decoding, and zarr-python's own time."""
+    rng = np.random.default_rng(0)
+    times = np.datetime64("2020-01-01", "ns") + np.arange(8) * np.timedelta64(6, "h")
+    noise = rng.normal(280, 9, (8, 64, 128)).astype("f4")
+    grid = {"latitude": np.linspace(88, -88, 64), "longitude": np.arange(128) * 360 / 128}
+    ds = xr.Dataset({"2m_temperature": (("time", "latitude", "longitude"), noise)}, {"time": times, **grid})
+    many = zarr_chunked(tmp_path / "many.zarr", ds, {"time": 8})
+    told = conversion_advice(open_archive(many), ["2m_temperature"], np.arange(8))
+    assert re.search(
+        r"times faster; its chunks hold 8 dates, of which one is wanted: python -m datasets", told
+    )

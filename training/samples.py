@@ -12,6 +12,7 @@ from datasets.field_dataset import FieldDataset
 from datasets.memory_archive import cache_if_small
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Source, known_empty_dates, sampled_pairs
+from datasets.store_advice import conversion_advice
 from parallelisms.mesh import from_first_rank
 from training.shared_statistics import load_or_count
 
@@ -31,6 +32,8 @@ class Samples:
         self.selection, variables = selection, selection.variables
         dates = np.union1d(selection.train, selection.validation)
         self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
+        if self.archive is selection.archive:
+            self._advise(dates)
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
         source = Source(self.archive, variables, selection.train, selection.step, self.area)
         source = source._replace(dates=sampled_pairs(source, data.statistics_dates))
@@ -41,6 +44,13 @@ class Samples:
                 lambda: known_empty_dates(self.archive, variables, selection.validation)
             ),
         }
+
+    def _advise(self, dates: np.ndarray) -> None:
+        """On rank 0, for fields that are read from files at every step."""
+        archive, variables = self.selection.archive, self.selection.variables
+        line = from_first_rank(lambda: conversion_advice(archive, variables, dates))
+        if line:
+            logger.info(line)
 
     def dataset(self, period: str, offsets: Sequence[int]) -> FieldDataset:
         """Samples of the dates t + offset x step in a period."""
