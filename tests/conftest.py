@@ -25,15 +25,6 @@ def memory_kib(process: int | str = "self") -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
-    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs")  # without xdist too
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What run_tests.sh gives to one process: the tests of a file; all that share the spawned ranks."""
-    for item in items:
-        shares_ranks = "ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if shares_ranks else item.path.name))
 
 
 @pytest.fixture
