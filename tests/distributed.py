@@ -1,10 +1,12 @@
 """Gloo ranks spawned once and given many checks: starting one takes longer than stepping a tiny model."""
 
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -70,6 +72,25 @@ class Ranks:
             process.start()
 
     def run(self, check: Check, *arguments: Any, timeout: float = 120) -> list[Any]:
+        """What the check returns on each rank. AssertionError: it failed on one of them.
+
+        Gloo's own thread has ended a rank with SIGSEGV once in a dozen runs of all tests (torch 2.13,
+        gloo_tcp_loop in malloc): such a check is tried once more, and pytest shows a warning.
+        """
+        try:
+            return self._run(check, arguments, timeout)
+        except AssertionError as error:
+            if not self.crashed:
+                raise
+            warnings.warn(f"a rank was ended by a signal, tried again: {error}", stacklevel=2)
+            return self._run(check, arguments, timeout)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether a rank's process was ended by a signal that nobody here sends."""
+        return any(process.exitcode == -signal.SIGSEGV for process in self.processes)
+
+    def _run(self, check: Check, arguments: tuple[Any, ...], timeout: float) -> list[Any]:
         if not all(process.is_alive() for process in self.processes):
             self.start()  # a check that failed ended them: the next one shall not fail for it
         for inbox in self.inboxes:
