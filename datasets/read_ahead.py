@@ -93,6 +93,7 @@ class ThreadedLoader:
             for batch in waiting:
                 for future in batch.reading:
                     future.cancel()
+            self.buffers.kept.clear()  # the next validation is an hour away
 
     def _begin(self, indices: Sequence[int], before: dict[int, np.ndarray]) -> Unfinished:
         dates = self.dataset.samples[list(indices)]  # (B, K)

@@ -84,7 +84,8 @@ class Validation:
         self.dataset, self.variables, self.num_samples = dataset, dataset.variables, len(dataset)
         self.counts = counts
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
-        self.loader = build_loader(dataset, self.sampler, num_workers, pin=area.device.type == "cuda")
+        # One batch ahead: each has the truth at every lead.
+        self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=area.device.type == "cuda")
         self.known: dict[str, Tensor] = {}
 
     @torch.no_grad()
