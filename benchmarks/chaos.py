@@ -76,6 +76,7 @@ class Tally:
     lost: list[int] = field(default_factory=list)
     runs: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    excused: tuple[Path, int] | None = None  # a run whose newest checkpoint may lie further back
     truncated: set[Path] = field(default_factory=set)  # checkpoints that a trial has cut a file of
 
 
@@ -197,8 +198,10 @@ def check_trial(folder: Path, tally: Tally, trial: int, full: bool = False) -> N
     """
     step, every = last_step(folder), complete_steps(folder / "checkpoints")
     steps = [done for done in every if step_folder(folder / "checkpoints", done) not in tally.truncated]
-    full = full or steps != every
     newest = steps[-1] if steps else 0
+    # What a full disk or a truncated file has cost stays lost until the next save.
+    full = full or steps != every or tally.excused == (folder, newest)
+    tally.excused = (folder, newest) if full else tally.excused
     lost = step - newest
     tally.lost.append(max(lost, 0))
     if lost > 2 * INTERVAL and not full:
