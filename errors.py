@@ -57,8 +57,10 @@ def without_secrets(text: str) -> str:
     """A text whose URLs and options say neither password nor key: user:password@, ?token=... and "secret=..."
     become ***.
     """
-    text = SECRET_VALUE.sub(r"\1***", SECRET_USER.sub(r"\1***@", text))
-    return SECRET_OPTION.sub(r"\g<quote>\g<name>***\g<quote>", text)
+    # Functions: a template is looked up in a module, and there is none any more when Python shuts down.
+    text = SECRET_USER.sub(lambda found: f"{found[1]}***@", text)
+    text = SECRET_VALUE.sub(lambda found: f"{found[1]}***", text)
+    return SECRET_OPTION.sub(lambda found: f"{found['quote']}{found['name']}***{found['quote']}", text)
 
 
 def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:

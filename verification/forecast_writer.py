@@ -78,18 +78,21 @@ class ForecastStore:
         os.replace(unfinished, self.path)
 
     def _restore_metadata(self) -> None:
-        """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast."""
-        try:
-            repeated = json.loads((self.path / ".zmetadata").read_text())["metadata"]
-            own = {name: json.loads((self.path / name).read_text()) for name in repeated}
-            whole = repeated == own
-        except (OSError, ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
+        """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast.
+
+        ConfigError: they say different things, and nobody knows which of them is damaged.
+        """
+        repeated = _read_json(self.path / ".zmetadata").get("metadata", {})
+        if not repeated:
             logger.warning("%s: is damaged; written again", self.path / ".zmetadata")
             (self.path / ".zmetadata").unlink(missing_ok=True)
             with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
                 zarr.consolidate_metadata(str(self.path), zarr_format=2)
+        for name, content in repeated.items():
+            own = _read_json(self.path / name)
+            if own and own != content:
+                reason = f"{name} and .zmetadata say different things: one of them is damaged"
+                raise ConfigError(f"forecast.path = '{self.path}': {reason}; remove the store")
 
     def _check_same(self, about: dict[str, Any]) -> None:
         """A store is gone on with only where every byte of it would be the same."""
@@ -178,3 +181,12 @@ class ForecastWriter:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 60 else f"{text[:40]} ... {text[-15:]}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What is in a file of metadata; nothing where it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
