@@ -216,8 +216,10 @@ def open_file(path: str, access: Access = NO_OPTIONS) -> StoredFile:
     file = StoredFile(path, file_kind(path), access=access)
     try:
         file.arrays, file.attrs = _DESCRIBERS[file.kind](_handles(file)[0])
-    except DataError:
-        raise  # of a URL
+    except DataError as error:
+        if is_url(path):
+            raise  # which says so itself
+        raise DataError(f"cannot read {path!r}: {error}") from error
     except (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
         raise DataError(f"cannot read {path!r}: {_one_line(error)}") from error
     return file

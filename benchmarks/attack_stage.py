@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.attack_case import Runner, contents
-from tests.archives import weatherbench
+from tests.sample_archives import weatherbench
 from tests.started_jobs import losses
 from tests.test_identity import waves
 

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/convert_layouts.py [--steps 20] [--folder DIR] [words]
 
-Words choose rows by their names. A row: an archive (synthetic ones of tests/archives.py, and the real ones of
-../shared/data where they are there) is converted to float16 and its fields are compared with the source's;
-the [data] section of datasets.describe is a configuration that train.py runs for some steps of a tiny ViT.
+Words choose rows by their names. A row: an archive (synthetic ones of tests/sample_archives.py, and the real
+ones of ../shared/data where they are there) is converted to float16 and its fields are compared with the
+source's; the [data] section of datasets.describe is a configuration that train.py runs for some steps of a tiny ViT.
 Ends with 1 where a field is further off than the store states, or a run does not end well.
 """
 
@@ -30,7 +30,7 @@ from archives.training_store import TrainingStore
 from benchmarks.results_file import record
 from conversion.description import data_section
 from datasets.convert import main as convert
-from tests import archives
+from tests import sample_archives as samples
 from text_tables import text_table
 
 ROOT = Path(__file__).parent.parent
@@ -61,12 +61,18 @@ enable = false
 
 def sources() -> dict[str, Callable[[Path], str]]:
     """Name of a row -> what writes its archive into a folder, or only says where it lies."""
-    written = [*archives.EXACT, archives.cds_old, archives.packed_zarr, archives.tutorial, archives.anemoi]
+    written = [
+        *samples.EXACT,
+        samples.cds_old,
+        samples.packed_zarr,
+        samples.tutorial,
+        samples.anemoi,
+    ]
     with contextlib.suppress(ImportError):
         import eccodes  # noqa: F401
 
-        written.append(archives.grib)
-    found = {each.__name__: lambda folder, each=each: each(folder, archives.analyses()) for each in written}
+        written.append(samples.grib)
+    found = {each.__name__: lambda folder, each=each: each(folder, samples.analyses()) for each in written}
     data = ROOT / "../shared/data"
     return found | {
         name: lambda folder, path=path: str(data / path)

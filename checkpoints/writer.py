@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
-from threading import Thread
 from typing import IO, Any, cast
 
 import torch
@@ -197,7 +197,7 @@ class Copying:
 
     def __init__(self, arena: Arena, tensors: dict[MetadataIndex, Tensor]) -> None:
         self.event: Any = None
-        self.thread = Thread(target=arena.fill, args=(tensors,), daemon=True)
+        self.thread = threading.Thread(target=arena.fill, args=(tensors,), daemon=True)
         if not arena.pinned:
             self.thread.start()
             return
@@ -219,6 +219,19 @@ class Copying:
 # -- the second process ------------------------------------------------------------------------------
 
 
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """What is started in it never hears a Ctrl-C, not even while it imports: the trainer saves first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class WriterProcess:
     """Started with the run, so that its imports do not fall into the first save."""
 
@@ -228,7 +241,8 @@ class WriterProcess:
         program = "from checkpoints.writer import main; main()"
         command = [sys.executable, "-c", program, str(theirs.fileno()), str(os.getpid())]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+        with without_interrupts():
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
         self.connection = Connection(ours.detach())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from tests.archives import weatherbench
+from tests.sample_archives import weatherbench
 
 ROOT = Path(__file__).parent.parent
 ENDLESS = 100_000  # steps

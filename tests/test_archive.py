@@ -15,7 +15,7 @@ from archives.archive import Archive, open_archive
 from archives.grid import Grid, area_weights
 from archives.regrid import Regridder
 from archives.static_field import read_static_field
-from tests.archives import (
+from tests.sample_archives import (
     NAMES,
     analyses,
     cds_new,

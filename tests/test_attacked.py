@@ -17,7 +17,7 @@ from errors import ConfigError, DataError
 from evaluate import parse_options
 from jobs.start_checks import check_machine, open_checked
 from planning.clusters import load_cluster
-from tests.archives import analyses, weatherbench
+from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from verification.climatology import open_climatology
 from verification.forecast_writer import ForecastStore, StoreIndex

@@ -9,7 +9,7 @@ import xarray as xr
 
 from conversion.field_watch import upside_down
 from datasets.convert import main
-from tests.archives import file_a_year
+from tests.sample_archives import file_a_year
 from tests.test_archive import needs
 
 T2M = "2m_temperature"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import start_checks
-from tests.archives import analyses, weatherbench
+from tests.sample_archives import analyses, weatherbench
 
 ROOT = Path(start_checks.__file__).parents[1]
 

@@ -21,7 +21,7 @@ from conversion.run import only_writer
 from conversion.source import crop, parse_grid
 from datasets.convert import main
 from errors import ConfigError, DataError
-from tests.archives import EXACT, NAMES, analyses, anemoi, cds_old, packed_zarr, tutorial, values
+from tests.sample_archives import EXACT, NAMES, analyses, anemoi, cds_old, packed_zarr, tutorial, values
 from tests.test_archive import needs
 from tests.test_grid import globe
 

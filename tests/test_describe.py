@@ -17,7 +17,7 @@ from datasets.convert import main as convert
 from datasets.describe import main
 from datasets.selection import open_selection
 from errors import ConfigError
-from tests.archives import EXACT, NAMES, analyses
+from tests.sample_archives import EXACT, NAMES, analyses
 from tests.test_archive import needs
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints.files import complete_steps, step_folder
 from command_line import load_config
-from tests.archives import weatherbench
+from tests.sample_archives import weatherbench
 from train import train
 
 STEPS, INTERVAL = 60, 5

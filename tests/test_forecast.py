@@ -24,7 +24,7 @@ from datasets.forcings import compute_forcings
 from errors import UserError
 from models.attention import Kernel
 from models.vit import VisionTransformer
-from tests.archives import zarr_chunked
+from tests.sample_archives import zarr_chunked
 from train import train
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size

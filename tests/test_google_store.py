@@ -16,7 +16,7 @@ from archives import storage_options
 from archives.archive import open_archive
 from archives.storage_options import Access
 from errors import DataError
-from tests.archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values, weatherbench
 
 # Looked for, not imported: who imports it first decides how it asks (archives/object_store.py).
 if find_spec("gcsfs") is None:

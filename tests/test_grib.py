@@ -10,7 +10,7 @@ import xarray as xr
 import archives.training_store
 from archives.archive import open_archive
 from datasets.convert import main
-from tests.archives import NAMES, analyses, grib, values
+from tests.sample_archives import NAMES, analyses, grib, values
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from checkpoints.run_folder import lock_folder
 from command_line import load_config
 from errors import ConfigError, DataError, UserError
 from jobs.start_checks import open_checked
-from tests.archives import weatherbench
+from tests.sample_archives import weatherbench
 from train import train
 
 NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")

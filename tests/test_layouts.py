@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from archives import object_store
 from archives.archive import open_archive
 from archives.files import StoredFile
 from archives.grid import Grid
 from archives.layouts import decode_times, stored_fields
-from tests.archives import (
+from tests.sample_archives import (
     CDS,
     EXACT,
     NAMES,
@@ -268,10 +269,13 @@ def test_errors_name_path_and_reason(tmp_path: Path, truth: xr.Dataset):
 
 
 def test_missing_protocol_is_named(monkeypatch: pytest.MonkeyPatch):
-    def absent(protocol: str):
+    object_store._opened.cache_clear()  # it is kept for a process
+
+    def absent(protocol: str, **_: object):
         raise ImportError("Please install gcsfs to access Google Storage")
 
     monkeypatch.setattr("fsspec.get_filesystem_class", absent)
+    monkeypatch.setattr("fsspec.url_to_fs", absent)
     with pytest.raises(ValueError, match="cannot read 'gs://bucket/era5.zarr': .*install gcsfs"):
         open_archive("gs://bucket/era5.zarr")
 

@@ -14,7 +14,7 @@ from datasets.loader import (
     TrainSampler,
 )
 from datasets.memory_archive import MemoryArchive, cache_if_small
-from tests.archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values, weatherbench
 
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:

@@ -8,7 +8,7 @@ from archives.archive import open_archive
 from archives.grid import area_weights
 from datasets.normalization import Normalizer
 from datasets.statistics import compute
-from tests.archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values, weatherbench
 
 STEP = np.timedelta64(6 * 3600, "s")
 

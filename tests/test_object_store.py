@@ -22,8 +22,8 @@ from archives.object_store import is_passing, open_objects
 from archives.storage_options import Access, anonymous_options, parse_storage_options
 from command_line import load_config, to_toml
 from errors import ConfigError, DataError, without_secrets
-from tests.archives import NAMES, analyses, values, weatherbench, zarr3
 from tests.s3_server import ROOT, S3Server
+from tests.sample_archives import NAMES, analyses, values, weatherbench, zarr3
 from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
 from train import train

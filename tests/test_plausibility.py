@@ -10,7 +10,7 @@ from archives.layouts import decode_times
 from datasets.plausibility import refuse_fills
 from datasets.statistics import compute
 from errors import DataError
-from tests.archives import analyses, weatherbench
+from tests.sample_archives import analyses, weatherbench
 
 NAME = "2m_temperature"
 STEP = np.timedelta64(6 * 3600, "s")

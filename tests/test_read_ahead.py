@@ -17,7 +17,7 @@ from datasets.field_dataset import FieldDataset
 from datasets.read_ahead import Buffers, ThreadedLoader
 from datasets.store_advice import conversion_advice
 from errors import DataError
-from tests.archives import (
+from tests.sample_archives import (
     EXACT,
     NAMES,
     analyses,

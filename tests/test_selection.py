@@ -9,7 +9,7 @@ import xarray as xr
 from archives.dates import parse_period
 from config import Data
 from datasets.selection import evenly_spaced, open_selection
-from tests.archives import analyses, weatherbench
+from tests.sample_archives import analyses, weatherbench
 
 NAMES = ("2m_temperature", "geopotential:500")
 NOTHING = np.zeros(0, int)

@@ -17,8 +17,8 @@ from datasets.memory_archive import MemoryArchive
 from datasets.statistics import Counting, Source, Statistics, compute, known_empty_dates, sampled_pairs
 from datasets.sums import Sums
 from errors import DataError
-from tests.archives import NAMES, analyses, values, weatherbench
 from tests.distributed import Ranks
+from tests.sample_archives import NAMES, analyses, values, weatherbench
 from training import shared_statistics
 from training.shared_statistics import load_or_count
 

@@ -1,5 +1,7 @@
 """What a step takes and what is due after it, beside what tests/test_parity.py holds it against."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,6 +48,8 @@ def test_a_validation_that_judges_has_its_checkpoint() -> None:
 
 class CountingLoader:
     """A loader whose batches say where they lie in the sequence of samples."""
+
+    dataset = SimpleNamespace(unpack=lambda fields: fields)
 
     def __init__(self, accumulation: int) -> None:
         self.sampler = TrainSampler(100, 0, 2, accumulation, 0, 1)

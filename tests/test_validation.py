@@ -9,7 +9,7 @@ from archives.grid import area_weights
 from datasets.field_dataset import FieldDataset
 from datasets.selection import Selection
 from errors import ConfigError
-from tests.archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values, weatherbench
 from verification.baselines import climatology, fit_baselines, persistence
 from verification.scores import mean_squared_error, rmse
 from verification.validation import Validation
