@@ -4,7 +4,8 @@
 
 Words choose rows by their names. A row: an archive (synthetic ones of tests/sample_archives.py, and the real
 ones of ../shared/data where they are there) is converted to float16 and its fields are compared with the
-source's; the [data] section of datasets.describe is a configuration that train.py runs for some steps of a tiny ViT.
+source's; the [data] section of datasets.describe is a configuration that train.py runs for some steps of a
+tiny ViT.
 Ends with 1 where a field is further off than the store states, or a run does not end well.
 """
 
