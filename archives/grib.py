@@ -111,7 +111,7 @@ def dims_of(name: str, value: Any) -> tuple[str, ...]:
 
 def _eccodes() -> Any:
     try:
-        import eccodes
+        import eccodes  # type: ignore[reportMissingImports]  # an extra
     except (ImportError, RuntimeError) as error:  # RuntimeError: the package is there, its library is not
         reason = " ".join(str(error).split())[:100]
         raise DataError(f"it is GRIB, which the package eccodes reads ({reason}): {INSTALL}") from None

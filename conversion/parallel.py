@@ -88,7 +88,7 @@ def _end_with(parent: int) -> None:
 
 def _on_cluster(tasks: Sequence[Any], done: Done, address: str) -> None:
     try:
-        from distributed import Client, as_completed
+        from distributed import Client, as_completed  # type: ignore[reportMissingImports]  # an extra
     except ImportError:
         fix = "pip install -r requirements-extras.txt, or its line with distributed"
         raise ConfigError(f"--scheduler {address}: the package distributed is not there; {fix}") from None

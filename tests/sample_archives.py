@@ -202,7 +202,7 @@ def grib(path: Path, ds: xr.Dataset, edition: int = 2) -> str:
 
 
 def _write_message(file, field: xr.DataArray, name: str, level: int, date, edition: int) -> None:
-    import eccodes
+    import eccodes  # type: ignore[reportMissingImports]  # an extra
 
     message = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if level else 'sfc'}_grib{edition}")
     north, east, day = field.latitude.values, field.longitude.values, str(date)
