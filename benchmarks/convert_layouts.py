@@ -11,6 +11,7 @@ Ends with 1 where a field is further off than the store states, or a run does no
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -69,9 +70,7 @@ def sources() -> dict[str, Callable[[Path], str]]:
         samples.tutorial,
         samples.anemoi,
     ]
-    with contextlib.suppress(ImportError):
-        import eccodes  # noqa: F401
-
+    if importlib.util.find_spec("eccodes"):
         written.append(samples.grib)
     found = {each.__name__: lambda folder, each=each: each(folder, samples.analyses()) for each in written}
     data = ROOT / "../shared/data"
