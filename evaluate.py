@@ -42,13 +42,13 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xarray as xr
-from tqdm import tqdm
 
 from archives.archive import Archive, open_archive
 from archives.grid import area_weights
@@ -60,6 +60,7 @@ from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
+from jobs.progress_bar import progress_bar
 from jobs.start_checks import check_folder
 from parallelisms.mesh import from_first_rank, start_ranks
 from training.shared_statistics import load_or_count
@@ -191,7 +192,7 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
     archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
     source = Source(archive, variables, selection.train, selection.step, area)
-    source = source._replace(dates=sampled_pairs(source, config.data.statistics_dates))
+    source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
     caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
     statistics = load_or_count(caches, source)
     samples = selection.samples_a_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
@@ -211,13 +212,13 @@ def score_all(
 ) -> dict[str, Evaluation]:
     """Every forecast on the variables, leads and dates that it has in common with the first."""
     found: dict[str, Evaluation] = {}
-    first, hour, later = next(iter(forecasts.values())), np.timedelta64(1, "h"), dist.get_rank() > 0
+    first, hour, is_first = next(iter(forecasts.values())), np.timedelta64(1, "h"), dist.get_rank() == 0
     for name, forecast in forecasts.items():
         dates = np.intersect1d(forecast.times, first.times)
         hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
         if not len(dates) or not hours:
             raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
-        with tqdm(total=len(dates), desc=name, unit="date", disable=later, leave=False) as bar:
+        with progress_bar(len(dates), "date", is_first, desc=name) as bar:
             found[name] = evaluate(
                 forecast,
                 truth,

@@ -37,6 +37,7 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
+from jobs.progress_bar import progress_bar
 from jobs.start_checks import check_folder, check_machine, check_model
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from training.assembly import Assembly, Fields, assemble
@@ -99,7 +100,7 @@ def forecast(config: Config) -> int:
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     start_from = InitialStates(config, selection, chosen, forecaster.trained)
     rounds = -(-len(missing) // dp)
-    writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, rank)
+    writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, "step", rank == 0)
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
@@ -251,17 +252,6 @@ def problems_of(
         elif len(leads):
             lead = (int(leads[0]) + 1) * step_hours
             yield pair, f"blew up at {lead} h: {', '.join(names[broken[leads[0], row]])}"
-
-
-def progress_bar(steps: int, rank: int) -> tqdm:
-    """On the first rank; into a file it writes a line every half minute."""
-    return tqdm(
-        total=steps,
-        disable=rank != 0,
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
-    )
 
 
 def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:

@@ -70,7 +70,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     held = RunFolder(config, selection)  # from here on nobody else writes into it
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
-    samples = Samples(selection, config.data, folder, held.trained)
+    samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
     train_set = samples.dataset("train", [0, 1])
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)

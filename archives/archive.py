@@ -148,13 +148,14 @@ class Archive:
         owner = self._locate(self._axes_of(name))[0][i]
         return self._find(name)[owner][1].file.path if owner >= 0 else ""
 
-    def stored_together(self, variables: Sequence[str]) -> list[list[str]]:
-        """The variables in groups that lie in one array of a file, each group in the order given: reading one
-        of a group costs what reading all of it does, where the chunks hold all levels.
+    def stored_together(self, variables: Sequence[str], in_chunks: bool = False) -> list[list[str]]:
+        """The variables in groups that lie in one array of a file, or even in its same chunks, each group in
+        the order given: reading one of a group costs what all of it does, where chunks hold all levels.
         """
-        groups: dict[StoredField, list[str]] = {}
+        groups: dict[tuple[StoredField, int], list[str]] = {}
         for name in variables:
-            groups.setdefault(self._find(name)[0][1], []).append(name)
+            _, field, level = self._find(name)[0]
+            groups.setdefault((field, level // field.chunk("level") if in_chunks else 0), []).append(name)
         return list(groups.values())
 
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:

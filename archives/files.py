@@ -169,14 +169,15 @@ def file_lines(path: str, array: str) -> list[bytes]:
     if is_url(path):
         return []
     root, lines = os.path.join(path, array) if os.path.isdir(path) else path, []
-    for name in sorted(_files_below(root)):
+    for name in sorted(files_below(root)):
         status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
         line = f"{inside} {status.st_size} {status.st_mtime_ns}\n"
         lines.append(line.encode("utf-8", "surrogateescape"))
     return lines
 
 
-def _files_below(path: str) -> list[str]:
+def files_below(path: str) -> list[str]:
+    """All files of a folder; of a file, itself."""
     if not os.path.isdir(path):
         return [path]
     return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]

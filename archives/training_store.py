@@ -36,6 +36,7 @@ FORMAT, VERSION = TRAINING_STORE, 1
 JOURNAL = "conversion.jsonl"
 SHARD_BYTES, SHARD_DATES = 2**28, 512  # at most, of an object that is decoded
 COORDINATE_CHUNK = 2**16  # dates of `time` and `valid` in one object, which grows with the store
+Shape = tuple[int, ...]
 SINCE = "seconds since 1970-01-01"
 
 
@@ -98,8 +99,16 @@ def create(
         chunk = (1, rows or grid.shape[0], grid.shape[1])
         height = -(-grid.shape[0] // chunk[1]) * chunk[1]  # of a shard, which is whole chunks
         dates = dates_of_shard(height * chunk[2] * field.dtype.itemsize)
-        shape = (len(times), *grid.shape)
-        _create_fields(root, field, shape, chunk, (dates, height, chunk[2]))
+        _field_array(
+            root.store,
+            field.dtype,
+            (len(times), *grid.shape),
+            chunk,
+            (dates, height, chunk[2]),
+            name=array_name(field.variable),
+            dimension_names=["time", "latitude", "longitude"],
+            attributes=field.attributes(),
+        )
     for name, (values, own_units) in static.items():
         _create_static(root, name, values, own_units)
     _write_header(path, 0, times, run)
@@ -150,23 +159,19 @@ def _create_dates(root: zarr.Group, times: np.ndarray, variables: list[str]) -> 
     )
 
 
-def _create_fields(
-    root: zarr.Group,
-    field: Field,
-    shape: tuple[int, ...],
-    chunks: tuple[int, ...],
-    shards: tuple[int, ...],
-) -> None:
-    root.create_array(
-        array_name(field.variable),
+def _field_array(
+    store: Any, dtype: np.dtype, shape: Shape, chunks: Shape, shards: Shape, **named: Any
+) -> Any:
+    """As all fields lie, on the disk and in the objects that `encoded` makes for it."""
+    return zarr.create_array(
+        store,
         shape=shape,
         chunks=chunks,
         shards=shards,
-        dtype=field.dtype,
-        compressors=compressor(field.dtype),
+        dtype=dtype,
+        compressors=compressor(dtype),
         fill_value=np.nan,
-        dimension_names=["time", "latitude", "longitude"],
-        attributes=field.attributes(),
+        **named,
     )
 
 
@@ -353,18 +358,10 @@ def read_attributes(path: Path) -> dict[str, Any]:
         return {}
 
 
-def encoded(stored: np.ndarray, shard: tuple[int, ...], chunks: tuple[int, ...]) -> bytes | None:
+def encoded(stored: np.ndarray, shard: Shape, chunks: Shape) -> bytes | None:
     """The object that holds these fields (n, H, W), from the shard's corner on; None: no value in them."""
     objects: dict[str, Any] = {}
-    array = zarr.create_array(
-        MemoryStore(objects),
-        shape=shard,
-        chunks=chunks,
-        shards=shard,
-        dtype=stored.dtype,
-        compressors=compressor(stored.dtype),
-        fill_value=np.nan,
-    )
+    array = _field_array(MemoryStore(objects), stored.dtype, shard, chunks, shard)
     whole = stored
     if stored.shape != shard:
         whole = np.full(shard, np.nan, stored.dtype)

@@ -173,32 +173,20 @@ def forged(stage: Stage) -> Iterator[Case]:
     def check(folder: Path) -> str:
         return "the pickle was executed" if proof.exists() else stage.goes_on(folder)()
 
-    folder = stage.fresh("resumed a malicious pickle")
-    yield resumed(
-        stage,
-        "a malicious pickle",
-        forge,
-        warned("damaged|refused|not those", lambda folder=folder: check(folder)),
-    )
+    def attempt(name: str, change: Callable[[Path], None], said: str) -> Case:
+        folder = stage.fresh(f"resumed {name}")
+        return resumed(stage, name, change, warned(said, lambda: check(folder)))
 
     def vouched(folder: Path) -> None:
         forge(folder)
         vouch(folder / NEWEST)
 
-    folder = stage.fresh("resumed a malicious pickle, vouched for")
-    right = warned("posix.mkdir", lambda folder=folder: check(folder))
-    yield resumed(stage, "a malicious pickle, vouched for", vouched, right)
-
     def statistics(folder: Path) -> None:
         np.savez(folder / "statistics.npz", mean=np.array(Exploit(proof), object))
 
-    folder = stage.fresh("resumed a pickle in statistics.npz")
-    yield resumed(
-        stage,
-        "a pickle in statistics.npz",
-        statistics,
-        warned("damaged", lambda folder=folder: check(folder)),
-    )
+    yield attempt("a malicious pickle", forge, "damaged|refused|not those")
+    yield attempt("a malicious pickle, vouched for", vouched, "posix.mkdir")
+    yield attempt("a pickle in statistics.npz", statistics, "damaged")
 
 
 def vouch(checkpoint: Path) -> None:

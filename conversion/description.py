@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from archives.archive import Archive, find_files, open_archive
-from archives.files import is_url
+from archives.files import files_below, is_url
 from archives.grid import Grid, latitude_bounds
 from archives.picks import check_used, parse_picks
 from archives.training_store import FORMAT, TrainingStore, read_attributes
@@ -135,15 +135,9 @@ def size_line(archive: Archive) -> str:
         return f"{decoded:.3g} GB as float32; what is stored lies behind a URL"
     stored, count = 0, 0
     for name in find_files(archive.path):
-        for file in _files_below(name):
+        for file in files_below(name):
             stored, count = stored + os.path.getsize(file), count + 1
     return f"{stored / 1e9:.3g} GB in {count} files; {decoded:.3g} GB as float32"
-
-
-def _files_below(path: str) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
-    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def rate_line(archive: Archive) -> str:

@@ -27,7 +27,8 @@ class FieldDataset(Dataset):
         self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
     ) -> None:
         self.archive, self.variables, self.samples = archive, list(variables), samples  # (n, K) indices
-        self.field_shape = (len(self.variables), *archive.grid.shape)
+        self.own = self.variables  # that are read here
+        self.field_shape = (len(self.own), *archive.grid.shape)
         self.by_threads = archive.by_threads(self.variables)
         packing = archive.float16_packing(self.variables) if self.by_threads else None
         self.dtype = np.dtype("float16" if packing else "float32")
@@ -50,13 +51,13 @@ class FieldDataset(Dataset):
         return torch.from_numpy(self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64))
 
     def reading(self, date: int, out: np.ndarray) -> Iterator[Task]:
-        """What fills `out` (V, H, W) with a date's fields as they are stored; NaN for a date that is not
+        """What fills `out` (own V, H, W) with a date's fields as they are stored; NaN for a date that is not
         there.
         """
         if date < 0:
             out.fill(np.nan)
         else:
-            yield from self.archive.reading(date, out[None], self.variables)
+            yield from self.archive.reading(date, out[None], self.own)
 
     def unpack(self, fields: Tensor) -> Tensor:
         """(..., V, H, W) as they are stored -> physical values, float32, on the same device."""

@@ -100,7 +100,7 @@ class ThreadedLoader:
         shape = (*dates.shape, *self.dataset.field_shape)
         array, tensor = self.buffers.take(shape, self.dataset.dtype)
         batch = Unfinished(tensor, self.dataset.seconds(dates), {}, [], [])
-        for date, place in zip(dates.flat, array.reshape(-1, *shape[2:]), strict=True):
+        for date, place in zip(dates.flat, array.reshape(dates.size, *shape[2:]), strict=True):
             known = batch.places.get(date, before.get(date)) if date >= 0 else None
             if known is not None:
                 batch.copies.append((known, place))

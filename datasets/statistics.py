@@ -10,8 +10,9 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -117,18 +118,19 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> Statistics:
     return Statistics(**own, sums=Sums.of_arrays(kept) if kept else None)  # type: ignore[reportArgumentType]
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Source:
     """What statistics are computed from."""
 
     fields: Fields
     variables: list[str]
     dates: np.ndarray  # indices into fields.times
     step: np.timedelta64  # of the model
-    weights: np.ndarray  # (H,) of area
+    weights: np.ndarray  # (H,) of area; missing cells count in no moment
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return fingerprint_of(*self[:4])
+        return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 
 def stored_statistics(caches: Sequence[Path], source: Source) -> Statistics | None:
@@ -152,7 +154,7 @@ def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[St
     if len(dates) < len(stored.dates):
         logger.info(f"{cache}: {len(stored.dates) - len(dates)} of its dates are not in the data any more")
         return stored, dates
-    return stored if stored.fingerprint == source._replace(dates=dates).fingerprint else None, dates
+    return stored if stored.fingerprint == replace(source, dates=dates).fingerprint else None, dates
 
 
 SAME = 1e-9  # relative: of the same fields another processor adds up other last digits
@@ -296,12 +298,9 @@ def first_shift(source: Source) -> np.ndarray:
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)
 
 
-def compute(
-    archive: Fields, variables: list[str], dates: np.ndarray, step: np.timedelta64, weights: np.ndarray
-) -> Statistics:
-    """By this process alone; weights (H,) are area weights; missing cells count in no moment."""
-    source = Source(archive, variables, dates, step, weights)
-    counting = Counting(source, dates, first_shift(source))
+def compute(source: Source) -> Statistics:
+    """By this process alone."""
+    counting = Counting(source, source.dates, first_shift(source))
     counting.go_on()
     return Statistics.of(counting.sums, source.fingerprint)
 

@@ -9,6 +9,7 @@ from archives.archive import Archive
 from archives.stores import COMPRESSOR
 
 WORTH_TELLING = 1.5  # times faster
+AT_ONCE = 1e-4  # seconds a date: nobody waits for that
 
 
 def conversion_advice(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> str:
@@ -24,9 +25,9 @@ def conversion_advice(archive: Archive, variables: Sequence[str], dates: np.ndar
     reading = _seconds(lambda: archive.read(date, variables))
     decoding = _seconds(lambda: [COMPRESSOR.decode(field, out=out) for field in packed])
     times = reading / max(decoding, 1e-9)
-    if times < WORTH_TELLING:
+    if times < WORTH_TELLING or reading < AT_ONCE:
         return ""
-    rates = f"a date takes {1e3 * reading:.0f} ms to read, {1e3 * decoding:.0f} ms from a training store"
+    rates = f"a date takes {1e3 * reading:.2g} ms to read, {1e3 * decoding:.2g} ms from a training store"
     many = archive.time_chunk(variables)
     chunks = f"; its chunks hold {many} dates, of which one is wanted" if many > 1 else ""
     return f"data.path: {rates}, {times:.1f} times faster{chunks}: python -m datasets.convert makes one"

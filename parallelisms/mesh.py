@@ -62,6 +62,7 @@ class Mesh:
     degrees: Degrees
     grid: DeviceMesh
     parameters: DeviceMesh
+    same_samples: dist.ProcessGroup | None  # those that read the same; None: this rank alone does
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.grid.get_group(axis)
@@ -85,7 +86,8 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group that this rank trains in."""
         axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
-        return [dist.distributed_c10d._get_default_group(), *axes]
+        sharing = [self.same_samples] if self.same_samples else []
+        return [dist.distributed_c10d._get_default_group(), *axes, *sharing]
 
     def picture(self) -> str:
         """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
@@ -108,7 +110,9 @@ def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] =
     grid = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     flat = ranks.view(pp, replicate, shard * cp, tp)
     parameters = DeviceMesh(device_type, flat, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-    return Mesh(degrees, grid, parameters)
+    sharing = ranks.permute(1, 2, 0, 3, 4).reshape(degrees.dp, -1).tolist()
+    own = dist.new_subgroups_by_enumeration(sharing)[0] if len(sharing[0]) > 1 else None
+    return Mesh(degrees, grid, parameters, own)  # type: ignore[reportArgumentType]  # every rank is in one
 
 
 def mesh_of(parallelism: Parallelism, device: torch.device) -> Mesh:

@@ -12,7 +12,7 @@ from archives.files import open_file
 from archives.grid import Grid, area_weights
 from checkpoints.files import clear_leftovers
 from command_line import load_config
-from datasets.statistics import compute
+from datasets.statistics import Source, compute
 from errors import ConfigError, DataError
 from evaluate import parse_options
 from jobs.start_checks import check_machine, open_checked
@@ -112,9 +112,8 @@ def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
     ds["2m_temperature"][:] = 280
     archive = open_archive(weatherbench(tmp_path, ds))
     area = area_weights(archive.grid.latitude)
-    compute(
-        archive, ["2m_temperature", "geopotential:500"], np.arange(5), np.timedelta64(6 * 3600, "s"), area
-    )
+    names, step = ["2m_temperature", "geopotential:500"], np.timedelta64(6 * 3600, "s")
+    compute(Source(archive, names, np.arange(5), step, area))
     assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text
 
 

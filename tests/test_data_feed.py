@@ -13,7 +13,7 @@ from planning.clusters import load_cluster
 from planning.data_costs import DataSet, bytes_of, load_inputs, table
 from planning.data_feed import feed_table, needs, read_rate
 from planning.workload import workload_of
-from tests.test_planning import ROOT
+from tests.planned import ROOT
 
 H200, LIMIT = load_cluster("h200x64"), 64 * 11.9  # samples/s at 4,096 tokens, at the compute limit
 

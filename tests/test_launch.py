@@ -74,7 +74,7 @@ def test_an_address_where_nobody_is_is_one_line():
     assert "192.0.2.1:29500" in ended.stderr and "nobody answers for 40 s" in ended.stderr
 
 
-@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
+@pytest.mark.parametrize("says", [b"", pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n", marks=pytest.mark.slow)])
 def test_a_port_of_somebody_else_is_one_line(says):
     """One that never says a word, and one that says another word and hangs up."""
     server = socket.create_server(("127.0.0.1", 0))

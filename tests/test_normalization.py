@@ -7,7 +7,7 @@ import torch
 from archives.archive import open_archive
 from archives.grid import area_weights
 from datasets.normalization import Normalizer
-from datasets.statistics import compute
+from datasets.statistics import Source, compute
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 
 STEP = np.timedelta64(6 * 3600, "s")
@@ -20,7 +20,7 @@ def archive(tmp_path):
 
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_normalizer(archive, predict):
-    statistics = compute(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude))
+    statistics = compute(Source(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude)))
     normalizer = Normalizer(statistics, predict)
     fields = torch.from_numpy(values(analyses()))
     state, mask = normalizer.normalize(fields)

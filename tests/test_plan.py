@@ -2,19 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.planned import run_plan
 
 
 def plan(*options: str, config: str = "vit1b", code: int = 0) -> str:
     """What plan.py prints; one line on stderr where it refuses."""
-    line = [sys.executable, "plan.py", "--job.config_file", f"train_configs/{config}.toml", *options]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_plan("--job.config_file", f"train_configs/{config}.toml", *options)
     assert done.returncode == code, done.stderr
     if code == 2:
         assert done.stderr.count("\n") == 1, done.stderr

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +21,8 @@ from planning.network import Route, ring_all_reduce, route, seconds
 from planning.search import best_layouts, capacity, changes_that_fit, plan
 from planning.step_time import step_time
 from planning.workload import Workload, architecture_of, workload_of
+from tests.planned import Ended, run_plan
 
-ROOT = Path(__file__).parent.parent
 GRID = (32, 64)
 BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_backend": "sdpa"}
 SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size": "4"}
@@ -205,9 +202,8 @@ def test_padding_and_cutting_by_hand():
     assert count(shapes) == 45
 
 
-def command(*options: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "plan.py", "--job.config_file", "train_configs/vit1b.toml", *options]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def command(*options: str) -> Ended:
+    return run_plan("--job.config_file", "train_configs/vit1b.toml", *options)
 
 
 def test_the_command_answers_in_tables_and_json(tmp_path):

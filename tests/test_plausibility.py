@@ -8,7 +8,7 @@ from archives.archive import open_archive
 from archives.grid import area_weights
 from archives.layouts import decode_times
 from datasets.plausibility import refuse_fills
-from datasets.statistics import compute
+from datasets.statistics import Source, compute
 from errors import DataError
 from tests.sample_archives import analyses, weatherbench
 
@@ -18,7 +18,7 @@ STEP = np.timedelta64(6 * 3600, "s")
 
 def statistics_of(tmp_path, ds: xr.Dataset) -> None:
     archive = open_archive(weatherbench(tmp_path, ds))
-    compute(archive, [NAME], np.arange(5), STEP, area_weights(archive.grid.latitude))
+    compute(Source(archive, [NAME], np.arange(5), STEP, area_weights(archive.grid.latitude)))
 
 
 @pytest.mark.parametrize("fill", [9.96921e36, 1e30, 1e20, -9999.0, -32767.0])

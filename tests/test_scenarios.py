@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ from planning.search import best_layouts
 from planning.step_time import spread, step_time
 
 ROOT = Path(__file__).parent.parent
+
+
+@cache
+def all_scenarios() -> str:
+    return scenario_tables("all")
 
 
 def named(rows: str) -> dict[str, str]:
@@ -74,7 +80,7 @@ def test_figures_of_the_tutorial_and_the_textbook():
 
 def test_every_figure_of_the_mission_has_a_row():
     """The sources' figures that sections 2 to 4 of the mission print, one by one."""
-    text = scenario_tables("all")
+    text = all_scenarios()
     for figure in """4.8 GB|9.6 GB|52 GB|71 GB|2.4 GB|26 GB|45 GB|3.8 GB|15 GB|34 GB|3.2 GB|0.85/s|6.4/s|44/s
         238 days|3,072|80 %|110 hours|7.0 ms|195 ms|1.18 s|0.9 s|83 %|3e-4|2.4e-3|0.1152|0.01|5-10 %|$24,640
         $3,080|$7,577|$118|$10,775|3.21|3.45|3.12|256, 4,096|8.8|12|37.5|42|54 GB|38 GB|72|51|0.13|16 x|35 %
@@ -111,7 +117,7 @@ def test_every_figure_of_the_mission_has_a_row():
 )
 def test_each_contradiction_of_the_mission_is_printed(number, source, true):
     """Section 6: both figures on one line, which names the number."""
-    lines = [line for line in scenario_tables("all").splitlines() if f"({number})" in line]
+    lines = [line for line in all_scenarios().splitlines() if f"({number})" in line]
     assert any(source in line and true in line.partition(source)[2] for line in lines), lines
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def test_statistics_are_those_of_all_dates_at_once(archive):
     fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
-    statistics = compute(archive, NAMES, np.arange(5), STEP, area)
+    statistics = compute(Source(archive, NAMES, np.arange(5), STEP, area))
     mean, std = moments(fields, area)
     np.testing.assert_allclose(statistics.mean, mean, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(statistics.std, std, rtol=1e-6)
@@ -52,7 +52,7 @@ def test_statistics_are_those_of_all_dates_at_once(archive):
 def test_changes_do_not_cross_gaps(archive):
     dates = np.array([0, 1, 3, 4])
     fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
-    statistics = compute(archive, NAMES, dates, STEP, area)
+    statistics = compute(Source(archive, NAMES, dates, STEP, area))
     changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
     np.testing.assert_allclose(statistics.change_std, moments(changes, area)[1], rtol=1e-5)
 
@@ -61,7 +61,7 @@ def test_dates_without_any_value_are_left_out(tmp_path):
     ds = analyses()
     ds["2m_temperature"][3] = np.nan
     archive = open_archive(weatherbench(tmp_path, ds))
-    statistics = compute(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude))
+    statistics = compute(Source(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude)))
     assert statistics.empty_in(archive.times).tolist() == [3]
     assert known_empty_dates(
         MemoryArchive(archive, NAMES, np.arange(5)), NAMES, np.arange(1, 5)
@@ -160,7 +160,7 @@ def weather(num_dates: int) -> Source:
     return Source(fields, ["2m_temperature"], np.arange(num_dates), STEP, area_weights(grid.latitude))
 
 
-@pytest.mark.parametrize("num_dates", [3001, 40_000])
+@pytest.mark.parametrize("num_dates", [3001, 12_000])
 def test_sampled_pairs_give_the_change_of_all_dates(num_dates):
     """Evenly spaced dates have no two one step apart, and can all be of one hour: 3,001 dates in 750 steps
     are.
@@ -168,7 +168,7 @@ def test_sampled_pairs_give_the_change_of_all_dates(num_dates):
     source = weather(num_dates)
     few = sampled_pairs(source, 400)
     assert 300 < len(few) <= 400
-    whole, some = (compute(*source._replace(dates=dates)) for dates in (source.dates, few))
+    whole, some = (compute(replace(source, dates=dates)) for dates in (source.dates, few))
     assert abs(some.change_std[0] / whole.change_std[0] - 1) < 0.05
     assert abs(some.std[0] / whole.std[0] - 1) < 0.05 and abs(some.mean[0] - whole.mean[0]) < 0.5
 
@@ -182,7 +182,7 @@ def test_two_dates_of_a_pair_both_count():
 def test_statistics_without_any_pair_are_refused():
     source = weather(100)
     with pytest.raises(DataError, match="no two dates a model step apart have values of all of them"):
-        compute(*source._replace(dates=np.arange(0, 100, 2)))
+        compute(replace(source, dates=np.arange(0, 100, 2)))
 
 
 # -- by many ranks, many times
@@ -213,7 +213,7 @@ def test_four_ranks_count_what_one_counts(ranks, tmp_path):
     ds["temperature"][1] = np.nan
     path = weatherbench(tmp_path, ds)
     together = ranks.run(of_a_rank, path, tmp_path / "run" / "statistics.npz", 5)
-    alone = compute(*source_of(path))
+    alone = compute(source_of(path))
     for statistics in together:
         equal_to_rounding(statistics, alone)
     assert not (tmp_path / "run" / "saved_statistics").exists()
@@ -268,7 +268,7 @@ def test_a_killed_count_goes_on_where_it_stood(one_rank, tmp_path, caplog):
     killed_half_way(source_of(path), cache)
     again = load_or_count([cache], source_of(path))
     assert "of 5 dates are counted already" in caplog.text
-    equal_to_rounding(again, compute(*source_of(path)))
+    equal_to_rounding(again, compute(source_of(path)))
     assert not (tmp_path / "saved_statistics").exists()
 
 
@@ -295,7 +295,7 @@ def test_dates_that_are_added_are_all_that_is_read(one_rank, tmp_path, monkeypat
     monkeypatch.setattr(Sums, "add", noting)
     grown = load_or_count([cache], source_of(path))
     assert len(looked) == 2
-    equal_to_rounding(grown, compute(*source_of(path)))
+    equal_to_rounding(grown, compute(source_of(path)))
 
 
 def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
@@ -304,4 +304,4 @@ def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
     files_of(tmp_path, range(3, 5))
     warmer = analyses().isel(time=[1]).drop_vars("land_sea_mask") + 5
     warmer.to_netcdf(tmp_path / "1.nc", engine="h5netcdf")
-    equal_to_rounding(load_or_count([cache], source_of(path)), compute(*source_of(path)))
+    equal_to_rounding(load_or_count([cache], source_of(path)), compute(source_of(path)))

@@ -31,7 +31,7 @@ def on_two_ranks(config_file: Path, folder: Path, *options: str) -> list[dict]: 
             ["--parallelism.domain_parallel_tiles", "[1,2]", "--activation_checkpoint.mode", "full"],
             marks=pytest.mark.slow,
         ),
-        ["--training.local_batch_size", "4"],
+        pytest.param(["--training.local_batch_size", "4"], marks=pytest.mark.slow),
     ],
     ids=["two bands of latitude", "two halves of the globe, recomputed", "FSDP"],
 )

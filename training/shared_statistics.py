@@ -6,11 +6,9 @@ on any number of ranks. Nobody waits for another for longer than a round.
 
 import logging
 import shutil
-import sys
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +33,7 @@ from datasets.sums import TABLES, Sums
 from durable_files import replacing
 from errors import UserError
 from jobs.heartbeat import activity
+from jobs.progress_bar import progress_bar
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger("rossby")
@@ -52,7 +51,7 @@ def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | Non
     cache = caches[-1]
     if trained:
         found, dates = from_first_rank(lambda: stored_as_trained(cache, source, trained))
-        source = source._replace(dates=dates)
+        source = replace(source, dates=dates)
     else:
         found = from_first_rank(lambda: stored_statistics(caches, source))
     if found:
@@ -74,24 +73,26 @@ def count_together(source: Source, cache: Path) -> Statistics:
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     folder, rank, world = cache.parent / SAVED, dist.get_rank(), dist.get_world_size()
     earlier: list[Sums] = []  # on rank 0
-    attempt, shift, done = from_first_rank(lambda: begin(folder, source, cache, earlier))
+    fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, cache, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
     counting = Counting(source, np.array_split(left, world)[rank], shift)
-    own = folder / f"{source.fingerprint}.{attempt}.{rank}.npz"
-    with progress_bar(len(source.dates), len(source.dates) - len(left)) as bar:
+    own = folder / f"{fingerprint}.{attempt}.{rank}.npz"
+    done_before = len(source.dates) - len(left)
+    with progress_bar(len(source.dates), "date", rank == 0, desc="statistics", done=done_before) as bar:
         rounds(counting, own, bar, group)
     sums = counting.sums
     for each in earlier:
         sums.merge(each)
     add_over_ranks(sums, group)
     dist.destroy_process_group(group)
-    return replace(Statistics.of(sums, source.fingerprint), files=source.fields.file_marks(source.variables))
+    return replace(Statistics.of(sums, fingerprint), files=source.fields.file_marks(source.variables))
 
 
 def begin(
     folder: Path, source: Source, cache: Path, earlier: list[Sums]
-) -> tuple[int, np.ndarray, np.ndarray]:
-    """Of rank 0: the number of this attempt, the shift (V,), the dates that were counted before.
+) -> tuple[str, int, np.ndarray, np.ndarray]:
+    """Of rank 0: the fingerprint, which costs looking at every file, the number of this attempt, the shift
+    (V,), the dates that were counted before.
 
     earlier: takes the sums over these, as one: of attempts that were killed, and of a run over fewer dates.
     """
@@ -105,7 +106,8 @@ def begin(
     if len(done):
         logger.info(f"statistics: {len(done)} of {len(source.dates)} dates are counted already")
     attempt = 1 + max((int(path.name.split(".")[1]) for path in saved), default=0)
-    return attempt, earlier[0].shift if earlier else first_shift(source), done
+    shift = earlier[0].shift if earlier else first_shift(source)
+    return source.fingerprint, attempt, shift, done
 
 
 def read_sums(path: Path) -> Sums | None:
@@ -171,21 +173,3 @@ def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
     for rank, (tables, found, _) in enumerate(told):
         if rank != dist.get_rank():
             sums.with_rows(tables).find(found)
-
-
-@contextmanager
-def progress_bar(total: int, done: int) -> Iterator[tqdm]:
-    """On the first rank; into a file only of a long count, a line every half minute."""
-    seconds = 0.0 if sys.stderr.isatty() else 30.0
-    with tqdm(
-        total=total,
-        initial=done,
-        desc="statistics",
-        unit="date",
-        leave=False,
-        dynamic_ncols=True,
-        disable=dist.get_rank() != 0,
-        delay=seconds,
-        mininterval=max(seconds, 0.1),
-    ) as bar:
-        yield bar

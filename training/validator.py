@@ -1,7 +1,6 @@
 """A run's own validation: forecasts over every date of the validation period, beside what costs nothing."""
 
 import logging
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from archives.variables import named_by
 from checkpoints.run_state import RunState
 from config import Config
+from jobs.progress_bar import progress_bar
 from traces.profiler import span
 from training.assembly import Assembly
 from training.metrics import Metrics
@@ -26,21 +26,6 @@ from verification.rollout import Forecast, model_forecast
 from verification.validation import Scores, Validation
 
 logger = logging.getLogger(__name__)
-
-
-def progress_bar(batches: int) -> tqdm:
-    """Of one validation, on the first rank; into a file only of a long one, a line every half minute."""
-    seconds = 0.0 if sys.stderr.isatty() else 30.0
-    return tqdm(
-        total=batches,
-        desc="validation",
-        unit="batch",
-        leave=False,
-        dynamic_ncols=True,
-        disable=dist.get_rank() != 0,
-        delay=seconds,
-        mininterval=max(seconds, 0.1),
-    )
 
 
 def counted(forecast: Forecast, bar: tqdm) -> Forecast:
@@ -102,7 +87,8 @@ class Validator:
         self.model.train(False)
         self.saves.before_update()  # averages take the place of weights that are still being copied
         started = time.monotonic()
-        with span("validation"), self._averaged(), progress_bar(len(self.validation.sampler)) as bar:
+        bar = progress_bar(len(self.validation.sampler), "batch", dist.get_rank() == 0, desc="validation")
+        with span("validation"), self._averaged(), bar:
             scores = self.validation.run(
                 counted(self.forecast, bar), self.baselines, self.objective.of_fields
             )
