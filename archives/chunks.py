@@ -111,8 +111,12 @@ class Inner:
 class ChunkedArray:
     """One array of a store, read chunk by chunk; `chunks` is the shape of what is decoded together."""
 
-    def __init__(self, array: Any, objects: Objects, codec: Codec | None, inner: Inner | None) -> None:
+    def __init__(
+        self, array: Any, objects: Objects, codec: Codec | None, inner: Inner | None, has_checksum: bool
+    ) -> None:
+        """has_checksum: whether the last four bytes of a chunk are one of those before them."""
         self.objects, self.codec, self.prefix, self.metadata = objects, codec, array.path, array.metadata
+        self.has_checksum = has_checksum
         self.shape, self.dtype, self.fill = tuple(array.shape), array.dtype, array.fill_value
         self.chunks = inner.chunks if inner else tuple(array.chunks)
         self.inner = inner
@@ -133,6 +137,7 @@ class ChunkedArray:
         if content is None:
             return False
         read = time.perf_counter()
+        content = without_checksum(content, "chunk") if self.has_checksum else content
         flat: Any = out.reshape(-1).view(np.uint8)
         codec: Any = self.codec
         decoded: Any = content
@@ -183,20 +188,24 @@ class ChunkedArray:
         content = self.objects.read(self._key(shard), start, size)
         if content is None:
             return None
-        content = bytes(content)
         if len(content) != size:
             raise ValueError(f"a shard's index of {len(content)} bytes, where {size} are due")
         if self.inner.index_has_checksum:
-            content, checksum = content[:-4], struct.unpack("<I", content[-4:])[0]
-            if google_crc32c.value(content) != checksum:
-                raise ValueError("a shard's index with another checksum than its own")
-        return np.frombuffer(content, "<u8").reshape(*self.inner.counts, 2)
+            content = without_checksum(content, "shard's index")
+        return np.frombuffer(bytes(content), "<u8").reshape(*self.inner.counts, 2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("lock", "indexes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=threading.Lock(), indexes=OrderedDict())
+
+
+def without_checksum(content: Any, what: str) -> Any:
+    """The bytes before the CRC-32C at their end. ValueError: they are not those that were written."""
+    if len(content) < 4 or google_crc32c.value(bytes(content[:-4])) != struct.unpack("<I", content[-4:])[0]:
+        raise ValueError(f"a {what} with another checksum than its own")
+    return content[:-4]
 
 
 def chunked(array: Any, objects: Objects) -> ChunkedArray | None:
@@ -207,7 +216,7 @@ def chunked(array: Any, objects: Objects) -> ChunkedArray | None:
     return ChunkedArray(array, objects, *found) if found else None
 
 
-Decoder = tuple[Codec | None, Inner | None]
+Decoder = tuple[Codec | None, Inner | None, bool]  # of a chunk, of a shard, whether a chunk has a checksum
 
 
 def _format2(metadata: Any) -> Decoder | None:
@@ -216,21 +225,23 @@ def _format2(metadata: Any) -> Decoder | None:
     compressor = metadata.compressor
     known = (numcodecs.Blosc, numcodecs.Zstd, numcodecs.LZ4, numcodecs.Zlib, numcodecs.GZip)
     if compressor is None or isinstance(compressor, known):
-        return compressor, None
+        return compressor, None, False
     return None
 
 
 def _format3(chain: Sequence[Any], inner: Inner | None = None) -> Decoder | None:
-    """bytes, or bytes and one compressor, and these in shards."""
+    """bytes, then perhaps one compressor, a checksum; and these in shards."""
     if len(chain) == 1 and isinstance(chain[0], codecs.ShardingCodec) and not inner:
         return _sharded(chain[0])
-    if not chain or not isinstance(chain[0], codecs.BytesCodec) or len(chain) > 2:
+    has_checksum = bool(chain) and isinstance(chain[-1], codecs.Crc32cCodec)
+    first, *compressors = chain[: len(chain) - has_checksum] or [None]
+    if not isinstance(first, codecs.BytesCodec) or len(compressors) > 1:
         return None
-    if len(chain) == 1:
-        return None, inner
+    if not compressors:
+        return None, inner, has_checksum
     for known, make in _COMPRESSORS.items():
-        if isinstance(chain[1], known):
-            return make(), inner
+        if isinstance(compressors[0], known):
+            return make(), inner, has_checksum
     return None
 
 

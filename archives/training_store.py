@@ -22,7 +22,8 @@ from uuid import uuid4
 
 import numpy as np
 import zarr
-from zarr.codecs import BloscCodec
+from zarr.abc.codec import BytesBytesCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
 import archives.stores  # noqa: F401  # codecs that refuse what was cut short
@@ -53,8 +54,10 @@ def dates_of_shard(bytes_a_date: int) -> int:
     return dates
 
 
-def compressor(dtype: Any) -> BloscCodec:
-    return BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=np.dtype(dtype).itemsize)
+def compressors(dtype: Any) -> list[BytesBytesCodec]:
+    """And a checksum: a bit that turned over in a value would be a value."""
+    blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=np.dtype(dtype).itemsize)
+    return [blosc, Crc32cCodec()]
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def _field_array(
         chunks=chunks,
         shards=shards,
         dtype=dtype,
-        compressors=compressor(dtype),
+        compressors=compressors(dtype),
         fill_value=np.nan,
         **named,
     )
@@ -181,7 +184,7 @@ def _create_static(root: zarr.Group, name: str, values: np.ndarray, own_units: s
         shape=values.shape,
         chunks=values.shape,
         dtype="float32",
-        compressors=compressor("float32"),
+        compressors=compressors("float32"),
         fill_value=np.nan,
         dimension_names=["latitude", "longitude"],
         attributes={"variable": name, "units": own_units},

@@ -15,6 +15,7 @@ from archives.grid import Grid, latitude_bounds
 from archives.picks import check_used, parse_picks
 from archives.training_store import FORMAT, TrainingStore, read_attributes
 from archives.variables import ON_LEVELS, group_levels, join_name
+from conversion.moments import Moments
 from errors import DataError, without_secrets
 from text_tables import text_table
 
@@ -33,6 +34,7 @@ def describe(path: str, select: Sequence[str] = ()) -> str:
     parts = [
         f"{without_secrets(path)}: {_kind(store)}",
         variables_table(archive, attributes.get("largest_error", {})),
+        *([statistics_table(attributes["moments"])] if attributes.get("moments") else []),
         text_table(
             "<14 <90",
             [
@@ -69,6 +71,16 @@ def variables_table(archive: Archive, errors: dict[str, float]) -> str:
         rows.append((base, shown, archive.shown_units(names[0]), dtype, f"{worst:.2g}" if worst else "-"))
     widths = [2 + max(len(str(row[i])) for row in rows) for i in range(5)]
     return text_table(" ".join(f"<{width}" for width in widths), rows)
+
+
+def statistics_table(stored: dict[str, list[Any]]) -> str:
+    """Of all dates of a training store, weighted by area; a row for each variable."""
+    rows: list[tuple[str, ...]] = [("variable", "mean", "standard deviation", "lowest", "highest")]
+    for name, plain in stored.items():
+        found = Moments.read(plain)
+        shown = (found.mean, found.deviation, found.minimum, found.maximum)
+        rows.append((name, *(f"{number:.6g}" for number in shown)))
+    return text_table(f"<{2 + max(len(row[0]) for row in rows)} >12 >20 >12 >12", rows)
 
 
 def grid_line(grid: Grid) -> str:

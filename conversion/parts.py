@@ -5,9 +5,9 @@ and its summary are a function of the source and the options alone, whoever does
 Shapes: n dates, V variables, H latitudes, W longitudes.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ import numpy as np
 
 from archives.archive import Archive
 from archives.float16 import Packed, choose_packing, largest_error
-from archives.grid import Grid
+from archives.grid import Grid, area_weights
 from archives.regrid import SparseRegridder
 from archives.training_store import Field, TrainingStore
+from conversion.moments import Moments
 from datasets.selection import evenly_spaced
 from errors import DataError
 
@@ -126,14 +127,18 @@ def convert_part(source: Source, path: str, part: Part) -> dict[str, Any]:
     first = part.number * store.shard_dates
     filled = {name: _begun(store, fields[name], part) for name in part.names}
     rows = source.rows_of(store.times[part.start : part.stop])
-    summaries = []
+    summaries, area = [], area_weights(source.grid.latitude)
     for a, b in _blocks(rows, source, part.names):
         block = _read(source, int(rows[a]), int(rows[b - 1]) + 1, part.names)
         dates = source.archive.times[rows[a:b]]
-        summaries.append(summarise(block))
-        for values, name in zip(block.swapaxes(0, 1), part.names, strict=True):
-            out = filled[name][part.start - first + a :][: b - a]
-            summaries[-1]["error"].append(_store(values, fields[name], out, dates))
+        by_variable = dict(zip(part.names, block.swapaxes(0, 1), strict=True))
+        errors = [
+            _store(values, fields[name], filled[name][part.start - first + a :][: b - a], dates)
+            for name, values in by_variable.items()
+        ]
+        moments = [Moments.of(values, area) for values in by_variable.values()]
+        valid = np.isfinite(block).any(axis=(2, 3)).astype(int).tolist()
+        summaries.append({"valid": valid, "error": errors, "moments": moments})
     for name in part.names:
         store.write_shard(name, part.number, filled[name])
     return _joined(summaries, part.names)
@@ -185,53 +190,21 @@ def _read(source: Source, start: int, stop: int, names: Sequence[str]) -> np.nda
         raise DataError(f"{what}; {fix}") from None
 
 
-def summarise(block: np.ndarray) -> dict[str, list]:
-    """What is kept of a block of fields (n, V, H, W) float32 beside the fields: name -> a list.
-
-    Statistics that a store is to hold belong here: a part calls this for each of its blocks, the journal
-    keeps what it returns, and `finish` in conversion/run.py puts it into the store.
-    """
-    valid = np.isfinite(block).any(axis=(2, 3)).astype(int)
-    return {"valid": valid.tolist(), "error": []}
-
-
 def _joined(summaries: Sequence[dict[str, list]], names: Sequence[str]) -> dict[str, Any]:
-    """Of the blocks of a part: `valid` (n, V), and the largest error of each variable."""
+    """Of the blocks of a part: `valid` (n, V), the largest error and the moments of each variable."""
     valid = [row for summary in summaries for row in summary["valid"]]
     errors = np.max([summary["error"] for summary in summaries], axis=0)
-    return {"variables": list(names), "valid": valid, "error": errors.tolist()}
+    moments = [reduce(Moments.merged, each) for each in zip(*(s["moments"] for s in summaries), strict=True)]
+    plain = [each.plain() for each in moments]
+    return {"variables": list(names), "valid": valid, "error": errors.tolist(), "moments": plain}
 
 
 def estimate_packing(source: Source, rows: np.ndarray) -> dict[str, Packed]:
     """An offset and a scale for each variable, from some of the archive's dates (n,), evenly spaced."""
-    moments = {name: Moments() for name in source.variables}
+    moments, area = {name: Moments() for name in source.variables}, area_weights(source.grid.latitude)
     for row in evenly_spaced(rows, SAMPLE_DATES):
         for names in source.archive.stored_together(source.variables):
             block = _read(source, int(row), int(row) + 1, names)
-            for name, values in zip(names, block[0], strict=True):
-                moments[name].add(values)
-    return {name: choose_packing(*each.mean_and_deviation()) for name, each in moments.items()}
-
-
-class Moments:
-    """Mean and standard deviation, about the first field's mean: geopotential would lose its digits."""
-
-    def __init__(self) -> None:
-        self.shift, self.count, self.total, self.squares = math.nan, 0, 0.0, 0.0
-
-    def add(self, values: np.ndarray) -> None:
-        finite = values[np.isfinite(values)].astype(np.float64)
-        if not len(finite):
-            return
-        self.shift = float(finite.mean()) if math.isnan(self.shift) else self.shift
-        away = finite - self.shift
-        self.count += len(away)
-        self.total += float(away.sum())
-        self.squares += float((away**2).sum())
-
-    def mean_and_deviation(self) -> tuple[float, float]:
-        """NaN without a value."""
-        if not self.count:
-            return math.nan, math.nan
-        mean = self.total / self.count
-        return self.shift + mean, math.sqrt(max(0.0, self.squares / self.count - mean**2))
+            for name, values in zip(names, block.swapaxes(0, 1), strict=True):
+                moments[name] = moments[name].merged(Moments.of(values, area))
+    return {name: choose_packing(each.mean, each.deviation) for name, each in moments.items()}

@@ -19,6 +19,7 @@ from archives.files import is_url
 from archives.float16 import STATEMENT
 from archives.training_store import FORMAT, JOURNAL, Field, TrainingStore, create, read_attributes
 from archives.variables import plain_units, units
+from conversion.moments import Moments
 from conversion.parallel import Progress, run_parts
 from conversion.parts import Source, convert_part, cut_into_parts, estimate_packing, memory_of
 from conversion.source import chosen_dates, open_source, static_fields
@@ -113,7 +114,11 @@ def begin(target: Path, source: Source, rows: np.ndarray, options: Namespace) ->
     shown = {name: (values, units_of(source, name)) for name, values in static.items()}
     attributes = {"complete": False, "options": fixed(options)}
     attributes |= {"sources": [named_source(options)]}
-    attributes |= {"accuracy": STATEMENT if packing else "as in the source", "largest_error": {}}
+    attributes |= {
+        "accuracy": STATEMENT if packing else "as in the source",
+        "largest_error": {},
+        "moments": {},
+    }
     times, run = source.archive.times[rows], of_this_run(options)
     create(target, fields, shown, source.grid, times, options.rows, attributes, run)
 
@@ -191,14 +196,17 @@ def finish(store: TrainingStore, parts: list, old: int, options: Namespace) -> N
     """parts: (part, its summary), all of them."""
     valid = np.zeros((len(store.times) - old, len(store.variables)), np.uint8)
     largest = dict(store.attributes["largest_error"])
+    moments = {name: Moments.read(plain) for name, plain in store.attributes["moments"].items()}
     for part, summary in parts:
         columns = [store.variables.index(name) for name in summary["variables"]]
         valid[part.start - old : part.stop - old, columns] = summary["valid"]
-        for name, error in zip(summary["variables"], summary["error"], strict=True):
+        for name, error, own in zip(summary["variables"], summary["error"], summary["moments"], strict=True):
             largest[name] = max(largest.get(name, 0.0), error)
+            moments[name] = moments.get(name, Moments()).merged(Moments.read(own))
     sources = dict.fromkeys([*store.attributes["sources"], named_source(options)])
     errors = {name: largest[name] for name in store.variables}
-    store.finish(valid, {"sources": list(sources), "largest_error": errors})
+    plain = {name: moments[name].plain() for name in store.variables}
+    store.finish(valid, {"sources": list(sources), "largest_error": errors, "moments": plain})
 
 
 def tell_plan(store: TrainingStore, parts: list, pending: list, dates: int, options: Namespace) -> None:

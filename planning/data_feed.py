@@ -31,17 +31,9 @@ class Need:
         return self.needed / self.there if self.there > 0 else math.inf
 
 
-def read_rate(work: Workload, samples_per_second: float, cluster: Cluster) -> float:
-    """Decoded bytes a second. A node reads each of its samples once: ranks that share one (tp, cp, pp) and
-    stand in other nodes read it again.
-    """
-    return FLOAT32 * work.field_values * states_rate(work, samples_per_second, cluster)
-
-
-def states_rate(work: Workload, samples_per_second: float, cluster: Cluster) -> float:
-    """States that all nodes read in a second."""
-    sharing = work.degrees.world // work.degrees.dp
-    return samples_per_second * work.states_read * max(sharing // cluster.devices_per_node, 1)
+def read_rate(work: Workload, samples_per_second: float) -> float:
+    """Decoded bytes a second, of each sample once: ranks that share one (tp, cp, pp) read a part each."""
+    return FLOAT32 * work.field_values * work.states_read * samples_per_second
 
 
 def needs(work: Workload, samples_per_second: float, cluster: Cluster, from_url: bool) -> list[Need]:
@@ -49,9 +41,9 @@ def needs(work: Workload, samples_per_second: float, cluster: Cluster, from_url:
     and the levels that the run uses.
     """
     inputs = load_inputs()["reading"]
-    decoded = read_rate(work, samples_per_second, cluster)
+    decoded = read_rate(work, samples_per_second)
     stored, ratio = inputs["compression"] * decoded, inputs["compression"]
-    requests = work.arrays * states_rate(work, samples_per_second, cluster)
+    requests = work.arrays * work.states_read * samples_per_second
     found = []
     if from_url:
         found += [
@@ -73,7 +65,7 @@ def needs(work: Workload, samples_per_second: float, cluster: Cluster, from_url:
 
 def feed_table(work: Workload, data: Data, samples_per_second: float, cluster: Cluster) -> str:
     """What is needed beside what is there, and the first that does not suffice."""
-    decoded = read_rate(work, samples_per_second, cluster)
+    decoded = read_rate(work, samples_per_second)
     eats = f"data to be read {decoded / 1e9:,.2f} GB/s (float32, {work.states_read} states a sample)"
     if kept := kept_gib(work, data):
         return f"{eats}: from memory, where data.cache_gib keeps all {kept:.1f} GiB of a node's rank"

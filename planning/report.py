@@ -159,7 +159,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
-        "read_bytes_per_second": read_rate(work, time.samples_per_second, cluster),
+        "read_bytes_per_second": read_rate(work, time.samples_per_second),
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
         "cost": cost,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 import archives.training_store
 from archives.archive import Archive, open_archive
@@ -129,6 +130,20 @@ def test_xarray_reads_the_same(tmp_path: Path, truth: xr.Dataset) -> None:
         assert (ds.time.values == truth.time.values).all()
         theirs = ds["2m_temperature"].values.astype("f4")
         np.testing.assert_allclose(theirs, found.read_block(0, 5, ["2m_temperature"])[:, 0], rtol=1e-6)
+
+
+def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dataset) -> None:
+    """lz4 unpacks another number without a word; zarr-python and the loader's threads both look."""
+    store = convert(EXACT[0](tmp_path, truth), tmp_path / "out", "--dtype", "float32")
+    assert store.by_threads(["2m_temperature"])
+    path = tmp_path / "out/2m_temperature/c/0/0/0"
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="2m_temperature.* checksum"):
+        open_archive(str(tmp_path / "out")).read(0, ["2m_temperature"])
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open_array(path.parents[3], mode="r")[0]
 
 
 def test_valid_dates_are_known(tmp_path: Path, truth: xr.Dataset) -> None:

@@ -28,7 +28,7 @@ def vit(monkeypatch):
 def test_64_h200_at_the_compute_limit(vit):
     """217 GB/s decoded; 1,523 states/s of 7 arrays; two states a sample; 8 nodes."""
     config, work = vit
-    assert read_rate(work, LIMIT, H200) == pytest.approx(217e9, rel=0.005)
+    assert read_rate(work, LIMIT) == pytest.approx(217e9, rel=0.005)
     found = {need.what: need for need in needs(work, LIMIT, H200, from_url=True)}
     assert found["requests/s of the store"].needed == pytest.approx(7 * 2 * LIMIT)
     assert found["GB/s a node"].needed == pytest.approx(0.72 * 217.2 / 8, rel=0.005)

@@ -10,6 +10,8 @@ import xarray as xr
 
 import archives.training_store
 import conversion.description
+from archives.archive import open_archive
+from archives.grid import area_weights
 from command_line import load_config
 from config import Data
 from conversion.description import split_periods
@@ -61,13 +63,28 @@ def test_a_section_of_every_layout_is_accepted(
 def test_a_training_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     ds = analyses()
     ds["2m_temperature"][3] = np.nan
-    assert convert([EXACT[0](tmp_path, ds), str(tmp_path / "out")]) == 0
+    source = EXACT[0](tmp_path, ds)
+    assert convert([source, str(tmp_path / "out")]) == 0
     text, data = described(str(tmp_path / "out"), capsys)
     assert "a training store made of " in text and "float16" in text
     assert "1 time x 6 latitude x 8 longitude, 4 dates an object" in text
     assert "4 have a value of every variable; 2m_temperature lack some" in text
     assert data.levels == (500, 850, 1000) and data.static_variables == ("land_sea_mask",)
     assert "geopotential    500 850 1000  m2 s-2" in text
+    table, archive = statistics_of(text), open_archive(source)
+    assert list(table) == archive.variables
+    for name, numbers in table.items():
+        values = np.ma.masked_invalid(archive.read_block(0, 5, [name])[:, 0].astype("f8"))
+        area = np.broadcast_to(area_weights(archive.grid.latitude)[:, None], values.shape)
+        mean = np.ma.average(values, weights=area)
+        deviation = np.ma.average((values - mean) ** 2, weights=area) ** 0.5
+        np.testing.assert_allclose(numbers, (mean, deviation, values.min(), values.max()), rtol=1e-5)
+
+
+def statistics_of(text: str) -> dict[str, list[float]]:
+    """Mean, standard deviation, lowest and highest of each variable, as they are printed."""
+    rows = text.partition("standard deviation")[2].partition("\n\n")[0].splitlines()[1:]
+    return {name: [float(number) for number in numbers] for name, *numbers in map(str.split, rows)}
 
 
 def test_gaps_and_an_element_that_is_picked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
