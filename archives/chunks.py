@@ -13,7 +13,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from operator import add
+from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
 import numcodecs
@@ -29,24 +30,30 @@ UNPACKED_AT = slice(4, 8)  # of blosc's header: the size of what was packed
 KEPT_INDEXES = 1024  # of shards, 16 bytes a chunk
 
 
+class Done(NamedTuple):
+    """What threads of this process have done."""
+
+    reading: float = 0.0  # seconds, from the store
+    decoding: float = 0.0  # seconds
+    bytes: int = 0  # decoded
+    asked: int = 0  # objects that a disk cache was asked for
+    kept: int = 0  # those that it had
+
+
 class Work:
-    """Seconds that threads have spent on chunks, and the bytes that came of it; of this process."""
+    """Adds it up."""
 
     def __init__(self) -> None:
-        self.reading = self.decoding = 0.0
-        self.bytes, self.lock = 0, threading.Lock()
+        self.done, self.lock = Done(), threading.Lock()
 
-    def add(self, reading: float, decoding: float, num_bytes: int) -> None:
+    def add(self, done: Done) -> None:
         with self.lock:
-            self.reading += reading
-            self.decoding += decoding
-            self.bytes += num_bytes
+            self.done = Done(*map(add, self.done, done))  # type: ignore[reportArgumentType]  # ints stay ints
 
-    def take(self) -> tuple[float, float, int]:
-        """Since it was asked last: seconds of reading, of decoding, bytes decoded."""
+    def take(self) -> Done:
+        """Since it was asked last."""
         with self.lock:
-            taken = self.reading, self.decoding, self.bytes
-            self.reading, self.decoding, self.bytes = 0.0, 0.0, 0
+            taken, self.done = self.done, Done()
         return taken
 
 
@@ -151,7 +158,7 @@ class ChunkedArray:
             raise ValueError(f"a chunk of {size} bytes, where {self.nbytes} are due")
         if decoded is not flat:
             flat[:] = np.frombuffer(decoded, np.uint8)
-        work.add(read - started, time.perf_counter() - read, self.nbytes)
+        work.add(Done(read - started, time.perf_counter() - read, self.nbytes))
         return True
 
     def _content(self, chunk: Index) -> Any | None:

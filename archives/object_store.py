@@ -24,6 +24,7 @@ import fsspec.asyn
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
+from archives.chunks import Done, work
 from archives.disk_cache import DiskCache
 from archives.storage_options import S3, Access, anonymous_options, protocol_of
 from errors import SECRET_NAME, DataError, without_secrets
@@ -76,6 +77,7 @@ class UrlObjects:
             return self._fetch(key, start, length)
         name = hashlib.sha256(f"{self.version}\n{key}\n{start}\n{length}".encode()).hexdigest()[:40]
         content = self.cache.get(name)
+        work.add(Done(asked=1, kept=content is not None))
         if content is None and (content := self._fetch(key, start, length)) is not None:
             self.cache.put(name, content)
         return content

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from archives.chunks import Done
 from datasets.data_wait import Reading, advice
 from traces.profiler import MOST_MARKS, PartTimes
 from training.journal import Journal, read_records
@@ -92,19 +93,19 @@ def test_dense_line():
     ("reading", "said"),
     [
         (
-            Reading(0.1, 0.1, 10**9, 2.0, 10.0, 0, True),
+            Reading(Done(0.1, 0.1, 10**9), 2.0, 10.0, 0, True),
             "20% of the time .*: it reads them itself",
         ),
         (
-            Reading(9.0, 0.5, 10**9, 2.0, 10.0, 1, True),
+            Reading(Done(9.0, 0.5, 10**9), 2.0, 10.0, 1, True),
             "reading from the store .* data.num_workers, now 1, or",
         ),
         (
-            Reading(0.5, 9.0, 10**9, 2.0, 10.0, 1, True),
+            Reading(Done(0.5, 9.0, 10**9), 2.0, 10.0, 1, True),
             "decoding takes most, at 0.10 .*num_workers, now 1$",
         ),
-        (Reading(0.5, 1.0, 10**9, 2.0, 10.0, 2, True), "raise data.prefetch_factor"),
-        (Reading(0.0, 0.0, 0, 2.0, 10.0, 2, False), "side by side; convert them"),
+        (Reading(Done(0.5, 1.0, 10**9), 2.0, 10.0, 2, True), "raise data.prefetch_factor"),
+        (Reading(Done(0.0, 0.0, 0), 2.0, 10.0, 2, False), "side by side; convert them"),
     ],
 )
 def test_a_loop_that_waits_says_what_for(reading, said):
@@ -112,7 +113,7 @@ def test_a_loop_that_waits_says_what_for(reading, said):
 
 
 def test_a_loop_that_does_not_wait_says_nothing():
-    assert not Reading(5.0, 5.0, 10**9, 0.1, 10.0, 2, True).is_slow
+    assert not Reading(Done(5.0, 5.0, 10**9), 0.1, 10.0, 2, True).is_slow
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):

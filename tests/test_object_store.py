@@ -142,6 +142,8 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     here, there = (json_lines(tmp_path / run / "metrics.jsonl") for run in ("local", "remote"))
     assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
     assert any("val/loss" in each for each in there)
+    hits = [each["disk_cache_hits"] for each in there if "disk_cache_hits" in each]
+    assert max(hits) > 0 and not any("disk_cache_hits" in each for each in here)
     chunks = [
         (tmp_path / run / "forecast.zarr/geopotential/0.0.0.0.0").read_bytes() for run in ("local", "remote")
     ]

@@ -29,7 +29,7 @@ def read(path: str, shared: bool) -> tuple[list[Tensor], int]:
     )
     work.take()
     batches = [dataset.unpack(fields).clone() for fields, _ in ThreadedLoader(dataset, BATCHES, 2, 2, False)]
-    return batches, int(work.take()[2])
+    return batches, work.take().bytes
 
 
 def bytes_of_groups(path: str) -> list[int]:

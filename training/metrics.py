@@ -120,17 +120,16 @@ class Metrics:
 
     def _reading(self, seconds: float) -> dict[str, float]:
         """What this rank's readers did; where the loop waits for them, once, why."""
-        reading = Reading(*work.take(), self.data_seconds, seconds, self.readers, self.by_threads)
+        done = work.take()
+        reading = Reading(done, self.data_seconds, seconds, self.readers, self.by_threads)
         if self.is_first and reading.is_slow and seconds > WORTH_JUDGING and not self.has_advised:
             self.has_advised = True
             logger.warning(advice(reading))
-        if not reading.bytes:
-            return {}
-        threads = reading.reading + reading.decoding
-        return {
-            "decoded_gb_per_second": reading.bytes / seconds / 1e9,
-            "decoded_gb_per_thread_second": reading.bytes / max(threads, 1e-9) / 1e9,
-        }
+        found = {"disk_cache_hits": done.kept / done.asked} if done.asked else {}
+        if done.bytes:
+            found["decoded_gb_per_second"] = done.bytes / seconds / 1e9
+            found["decoded_gb_per_thread_second"] = done.bytes / max(done.reading + done.decoding, 1e-9) / 1e9
+        return found
 
     def _say(self, record: dict[str, Any]) -> None:
         now = time.monotonic()
