@@ -5,7 +5,7 @@ Shapes: H latitudes, W longitudes.
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ class Wanted(NamedTuple):
     out: np.ndarray  # (H, W) float32; or float16: as an array of that is stored
 
 
+@lru_cache(maxsize=4096)
 def chunks_of(field: StoredField) -> ChunkedArray | None:
     """The array of a field, where this module serves it; None: zarr-python, h5py or scipy do."""
     if field.file.kind != "zarr" or field.packing.classes or field.times is None:
@@ -81,10 +82,11 @@ def _fill(
 def _is_direct(field: StoredField, array: ChunkedArray, places: Sequence[tuple[Index, np.ndarray]]) -> bool:
     """Whether the chunk is the field, number by number."""
     out, turn, packing = places[0][1], field.orientation, field.packing
+    if len(places) > 1 or out.nbytes != array.nbytes or out.dtype != array.dtype:
+        return False
     plain = _as_stored(array, out) or (packing.scale, packing.offset, packing.fills) == (1.0, 0.0, ())
     straight = (turn.rows, turn.columns, turn.shift) == (slice(None), slice(None), 0)
-    same = out.dtype == array.dtype and out.shape == array.chunks[-2:] == array.shape[-2:]
-    return len(places) == 1 and out.size == np.prod(array.chunks) and same and plain and straight
+    return out.shape == array.chunks[-2:] == array.shape[-2:] and plain and straight
 
 
 def _put(field: StoredField, values: np.ndarray, rows: range, columns: range, out: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 Shapes: B batch, K dates of a sample, V variables, H latitudes, W longitudes.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from archives.field_chunks import Task
+from archives.files import is_url
 from datasets.field_dataset import FieldDataset
 
 Copy = tuple[np.ndarray, np.ndarray]  # from, to
 READ_HERE = "SingleProcessRead"  # in a trace, as torch's loader calls it when it has no processes
+BUNDLE = 2**21  # bytes that a thread fills in one go: handing over a task costs as much as decoding 100 kB
 FREE = 3  # references to an array that nobody uses: of the list, of the loop, of the call that counts them
 
 
@@ -77,6 +80,9 @@ class ThreadedLoader:
         self.dataset, self.sampler = dataset, sampler
         self.ahead, self.buffers = ahead if num_threads else 0, Buffers(pin)
         self.pool = ThreadPoolExecutor(num_threads, "loader") if num_threads else None
+        field = math.prod(dataset.field_shape[1:]) * dataset.dtype.itemsize
+        # Behind a URL it is waiting that takes time: as many requests at once as there are threads.
+        self.together = 1 if is_url(getattr(dataset.archive, "path", "")) else max(1, BUNDLE // field)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         waiting: deque[Unfinished] = deque()
@@ -105,16 +111,18 @@ class ThreadedLoader:
             if known is not None:
                 batch.copies.append((known, place))
             else:
-                batch.reading += map(self._start, self.dataset.reading(int(date), place))
+                tasks = list(self.dataset.reading(int(date), place))
+                bundles = (tasks[i : i + self.together] for i in range(0, len(tasks), self.together))
+                batch.reading += map(self._start, bundles)
             batch.places.setdefault(int(date), place)
         return batch
 
-    def _start(self, task: Task) -> Future[None]:
+    def _start(self, tasks: Sequence[Task]) -> Future[None]:
         if self.pool:
-            return self.pool.submit(task)
+            return self.pool.submit(_do_all, tasks)
         done: Future[None] = Future()
         with record_function(READ_HERE):
-            task()
+            _do_all(tasks)
         done.set_result(None)
         return done
 
@@ -126,3 +134,8 @@ class ThreadedLoader:
             place[...] = known
         batch.copies.clear()
         return batch.fields, batch.times
+
+
+def _do_all(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task()
