@@ -74,6 +74,9 @@ class Tally:
     killed_while: Counter[str] = field(default_factory=Counter)
     troubles: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
+    harmed: list[bool] = field(
+        default_factory=list
+    )  # what a full disk or a truncated file cost is among these
     runs: list[dict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     excused: tuple[Path, int] | None = None  # a run whose newest checkpoint may lie further back
@@ -204,6 +207,7 @@ def check_trial(folder: Path, tally: Tally, trial: int, full: bool = False) -> N
     tally.excused = (folder, newest) if full else tally.excused
     lost = step - newest
     tally.lost.append(max(lost, 0))
+    tally.harmed.append(full)
     if lost > 2 * INTERVAL and not full:
         tally.problems.append(f"trial {trial}: {lost} steps lost")
     for done in steps:
@@ -325,6 +329,7 @@ def report(tally: Tally, seconds: float) -> int:
         "killed_while": tally.killed_while,
         "troubles": tally.troubles,
         "lost": tally.lost,
+        "harmed": tally.harmed,
         "runs": tally.runs,
         "problems": tally.problems,
         "seconds": seconds,
@@ -337,7 +342,9 @@ def report(tally: Tally, seconds: float) -> int:
     for what, count in sorted(tally.troubles.items()):
         print(f"  {'beside them: ' + what:42}{count:>8}")
     bound = f"(never more than {INTERVAL} + {INTERVAL})"
-    print(f"{'steps lost, most ' + bound:44}{max(tally.lost, default=0):>8}")
+    unharmed = [lost for lost, harmed in zip(tally.lost, tally.harmed, strict=True) if not harmed]
+    print(f"{'steps lost, most ' + bound:44}{max(unharmed, default=0):>8}")
+    print(f"{'  where a disk was full or a file cut short':44}{max(tally.lost, default=0):>8}")
     print(f"{'steps lost, mean':44}{sum(tally.lost) / max(trials, 1):>8.1f}")
     same = f"{sum(run['same'] for run in fixed)} of {len(fixed)}"
     print(f"{'runs on one layout that end in the same bits':44}{same:>8}")
