@@ -5,8 +5,9 @@ Shapes: H latitudes, W longitudes.
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,9 +28,18 @@ class Wanted(NamedTuple):
     out: np.ndarray  # (H, W) float32; or float16: as an array of that is stored
 
 
-@lru_cache(maxsize=4096)
+# Not for longer than the field itself, which holds a file open.
+_KNOWN: WeakKeyDictionary[StoredField, ChunkedArray | None] = WeakKeyDictionary()
+
+
 def chunks_of(field: StoredField) -> ChunkedArray | None:
     """The array of a field, where this module serves it; None: zarr-python, h5py or scipy do."""
+    if field not in _KNOWN:
+        _KNOWN[field] = _chunks_of(field)
+    return _KNOWN[field]
+
+
+def _chunks_of(field: StoredField) -> ChunkedArray | None:
     if field.file.kind != "zarr" or field.packing.classes or field.times is None:
         return None
     if field.roles != tuple(role for role in PLAIN if role in field.roles) or field.roles[-2:] != PLAIN[-2:]:

@@ -189,8 +189,8 @@ def test_chunks_of_many_dates_are_told_of(tmp_path):
     """On one of five dates a chunk: five times the decoding, and zarr-python's own time."""
     rng = np.random.default_rng(0)
     times = np.datetime64("2020-01-01", "ns") + np.arange(8) * np.timedelta64(6, "h")
-    noise = rng.normal(280, 9, (8, 64, 128)).astype("f4")
-    grid = {"latitude": np.linspace(88, -88, 64), "longitude": np.arange(128) * 360 / 128}
+    noise = rng.normal(280, 9, (8, 256, 512)).astype("f4")
+    grid = {"latitude": np.linspace(89, -89, 256), "longitude": np.arange(512) * 360 / 512}
     ds = xr.Dataset({"2m_temperature": (("time", "latitude", "longitude"), noise)}, {"time": times, **grid})
     many = zarr_chunked(tmp_path / "many.zarr", ds, {"time": 8})
     told = conversion_advice(open_archive(many), ["2m_temperature"], np.arange(8))
