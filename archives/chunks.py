@@ -83,11 +83,10 @@ class LocalObjects:
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
-            if start < 0 or length is None:
-                size = os.fstat(file).st_size
-                start = max(0, start + size) if start < 0 else start
-                length = max(0, size - start) if length is None else length
-            return self._fill(file, start, length)
+            size = os.fstat(file).st_size
+            start = max(0, start + size) if start < 0 else start
+            there = max(0, size - start)  # a damaged index may ask for anything
+            return self._fill(file, start, there if length is None else min(length, there))
         finally:
             os.close(file)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from archives.archive import Archive
 from archives.field_chunks import Task
 from archives.files import is_url
 from datasets.field_dataset import FieldDataset
@@ -82,7 +83,8 @@ class ThreadedLoader:
         self.pool = ThreadPoolExecutor(num_threads, "loader") if num_threads else None
         field = math.prod(dataset.field_shape[1:]) * dataset.dtype.itemsize
         # Behind a URL it is waiting that takes time: as many requests at once as there are threads.
-        self.together = 1 if is_url(getattr(dataset.archive, "path", "")) else max(1, BUNDLE // field)
+        behind_url = isinstance(dataset.archive, Archive) and is_url(dataset.archive.path)
+        self.together = 1 if behind_url else max(1, BUNDLE // field)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         waiting: deque[Unfinished] = deque()

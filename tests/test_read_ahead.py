@@ -12,6 +12,7 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from archives.archive import Archive, open_archive
+from archives.chunks import LocalObjects
 from archives.field_chunks import chunks_of
 from datasets.field_dataset import FieldDataset
 from datasets.read_ahead import Buffers, ThreadedLoader
@@ -180,6 +181,15 @@ def test_layouts_that_chunks_serve(tmp_path):
         np.testing.assert_allclose(archive.read_block(0, 5, NAMES), values(analyses()), rtol=1e-3, atol=0.02)
     zarrs = {"weatherbench", "one_level_a_chunk", "arco", "zarr3", "fill_in_zarr3", "packed_zarr"}
     assert zarrs <= served and not served & {"weatherbench_transposed", "cds_new", "cds_old"}
+
+
+def test_no_more_memory_is_taken_than_a_file_has_bytes(tmp_path):
+    """A shard's index without a checksum may say anything of its chunks' sizes."""
+    (tmp_path / "shard").write_bytes(bytes(range(100)))
+    objects = LocalObjects(str(tmp_path))
+    assert bytes(objects.read("shard", 90, 2**62) or b"") == bytes(range(90, 100))
+    assert bytes(objects.read("shard", 2**40, 2**40) or b"") == b""
+    assert bytes(objects.read("shard", -10) or b"") == bytes(range(90, 100))
 
 
 # -- what a conversion would gain
