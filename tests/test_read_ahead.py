@@ -1,5 +1,6 @@
 """Batches that threads read: the same as one by one, into memory that nobody else uses any more."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import zarr
 from zarr.codecs import ZstdCodec
 
 from archives.archive import Archive, open_archive
-from archives.chunks import LocalObjects
+from archives.chunks import KEPT_FILES, LocalObjects
 from archives.field_chunks import chunks_of
 from datasets.field_dataset import FieldDataset
 from datasets.read_ahead import Buffers, ThreadedLoader
@@ -207,3 +208,19 @@ def test_chunks_of_many_dates_are_told_of(tmp_path):
     assert re.search(
         r"times faster; its chunks hold 8 dates, of which one is wanted: python -m datasets", told
     )
+
+
+def test_files_of_a_store_are_kept_open_and_not_all_of_them(tmp_path: Path) -> None:
+    def opened() -> int:
+        listed = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return sum(str(tmp_path) in os.readlink(each) for each in listed if os.path.lexists(each))
+
+    for number in range(KEPT_FILES + 9):
+        (tmp_path / str(number)).write_bytes(b"%03d" % number)
+    objects = LocalObjects(str(tmp_path))
+    for _ in range(2):
+        for number in range(KEPT_FILES + 9):
+            assert bytes(objects.read(str(number)) or b"") == b"%03d" % number
+    assert opened() == KEPT_FILES
+    del objects
+    assert opened() == 0
