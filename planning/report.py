@@ -126,6 +126,7 @@ def keys(work: Workload) -> str:
         "training.local_batch_size": (work.local_batch, 0),
         "training.global_batch_size": (work.global_batch, work.local_batch * d.dp),
         "activation_checkpoint.mode": (work.ac_mode, ""),
+        "compile.enable": (str(work.compiled).lower(), "false"),
     }
     return " ".join(f"--{key} {value}" for key, (value, default) in options.items() if value != default)
 

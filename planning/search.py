@@ -85,12 +85,13 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
 
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
-    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept."""
+    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
     modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
         for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
-            changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n, offload=False, zero1=False)
+            settings = {"ac_mode": mode, "every_n": every_n, "compiled": True, "offload": False, "zero1": False}
+            changed = work.replace(degrees=degrees, **settings)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
                 continue

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ def commands_of(page: Path) -> list[Command]:
         for number, line in enumerate(lines):
             text_of, _, comment = line.removeprefix("$ ").partition(" #")
             if is_command(text_of):
-                output = tuple(lines[number + 1 :]) if line.startswith("$ ") else ()
-                found.append(Command(page.name, text_of.strip(), comment.strip(), output))
+                output = takewhile(lambda shown: not is_command(shown), lines[number + 1 :])
+                found.append(Command(page.name, text_of.strip(), comment.strip(), tuple(output)))
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     quoted = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", outside)]
     return found + [
@@ -147,11 +148,14 @@ def test_what_is_not_run_here_says_what_it_needs() -> None:
     assert {command.text for command in others} == at_once, "say what it needs, or run it here"
 
 
-@pytest.mark.parametrize("text", sorted({command.text for command in CHEAP if is_planning(command)}))
+PLANS = {command.text: command.output for command in CHEAP if is_planning(command)}
+
+
+@pytest.mark.parametrize("text", sorted(PLANS))
 def test_plans_of_the_documents(
     text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """In this process, without the seconds that it takes to start."""
+    """What the pages show is printed. In this process, without the seconds that it takes to start."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", "1")  # which plan.py sets
     monkeypatch.setattr(sys, "argv", shlex.split(text)[1:])
@@ -159,7 +163,9 @@ def test_plans_of_the_documents(
         plan.main()
     except SystemExit as ended:
         assert ended.code in (0, 1)  # 1: it does not fit
-    assert len(capsys.readouterr().out.splitlines()) > 5
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 5
+    assert [line for line in PLANS[text] if line not in printed] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -23,14 +24,15 @@ def figures(*options: str) -> dict:
 
 
 def test_rollout_steps_reach_memory_time_and_cost():
-    once, four = figures(), figures("--rollout_steps", "4")
+    one = ("--training.local_batch_size", "1")
+    once, four = figures(*one), figures(*one, "--rollout_steps", "4")
     assert 3.5 < four["step_seconds"] / once["step_seconds"] < 4.5
     assert four["model_flops_per_sample"] == 4 * once["model_flops_per_sample"]
     assert four["memory"]["activations"] > 3 * once["memory"]["activations"]
     assert four["communication_seconds"] > 2 * once["communication_seconds"]
     dollars = [made["cost"]["fleets"]["on demand"]["dollars"] for made in (once, four)]
     assert dollars[1] > 3.5 * dollars[0]
-    assert "rolled out over 4 steps" in plan("--cluster", "a100x64", "--rollout_steps", "4")
+    assert "rolled out over 4 steps" in plan("--cluster", "a100x64", *one, "--rollout_steps", "4")
 
 
 def test_nodes_and_storage_are_printed():
@@ -56,10 +58,38 @@ def test_without_checkpoints_no_interval_is_advised():
     assert len(rows) == 2 and all(row.endswith(" -") for row in rows)
 
 
+@pytest.mark.parametrize("config", ("vit1b", "vit1b_4096", "vit1b_12heads"))
+def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(config):
+    """Within 3 % of what a search finds for the cluster that the header names, compiled or not."""
+    header = Path(f"train_configs/{config}.toml").read_text(encoding="utf-8")
+    (days, cluster, seconds, low, high), (memory,) = (
+        re.search(pattern, header).groups()  # type: ignore[union-attr]
+        for pattern in (
+            r"([\d.]+) days by plan.py --cluster (\w+): ([\d.]+) s a step, ([\d.]+) to ([\d.]+) by its error",
+            r"(\d+) GiB a rank by plan.py",
+        )
+    )
+    made, best = (
+        json.loads(plan("--cluster", cluster, "--json", *options, config=config))
+        for options in ((), ("--layout", "auto"))
+    )
+    assert made["step_seconds"] <= 1.03 * best["step_seconds"]
+    assert made["memory"]["peak"] / 2**30 == pytest.approx(float(memory), abs=0.5)
+    assert made["step_seconds"] == pytest.approx(float(seconds), abs=0.05)
+    assert made["step_seconds_band"] == pytest.approx([float(low), float(high)], abs=0.05)
+    assert made["cost"]["fleets"]["on demand"]["hours"] / 24 == pytest.approx(float(days), abs=0.05)
+
+
+def test_a_search_compiles():
+    text = plan("--cluster", "a100x64", "--layout", "auto", "--compile.enable", "false")
+    assert "--compile.enable true" in text
+
+
 def test_a_search_chooses_the_local_batch():
-    """3,072 samples on 96 GPUs, not in the file's micro-batches of 12; 16 on 64 only over cp or tp."""
-    assert "12 x" not in plan("--cluster", "a100x96", "--layout", "auto").splitlines()[1]
-    said = plan("--cluster", "a100x96", code=2)
+    """3,072 samples on 96 GPUs, not in micro-batches of 12; 16 on 64 only over cp or tp."""
+    twelve = ("--cluster", "a100x96", "--training.local_batch_size", "12")
+    assert "12 x" not in plan(*twelve, "--layout", "auto").splitlines()[1]
+    said = plan(*twelve, code=2)
     assert "training.global_batch_size = 3072" in said
     few = plan("--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "16")
     assert "global batch 16 = " in few
