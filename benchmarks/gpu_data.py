@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_session import Session, Sizes, start_part
-from parallelisms.mesh import start_ranks
 
 LOADED_BATCHES, BATCH = 12, 4
 
@@ -87,7 +86,7 @@ def save(session: Session) -> None:
     """Excess of ten steps after a save, by mode: benchmarks/checkpoint_stall.py in few rounds."""
     from benchmarks.checkpoint_stall import STEPS, Training, floor, measure
 
-    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    session.start_ranks()
     training = Training(session.sizes.stall_dim, session.device)
     for _ in range(3):
         training.step()

@@ -1,11 +1,12 @@
-"""Runs the parts of benchmarks/gpu.sh one after the other, each in a process and a time of its own, then
-prints one table.
+"""Runs the parts of benchmarks/gpu.sh one after the other and prints one table.
 
-    benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8.8]
+    benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8]
 
-A part that fails or takes too long leaves one line and the rows it has; the others go on. Rows go to
-results/gpu.jsonl (not those of a rehearsal). Ends with 1 when a part failed, or attention on Hopper was not a
-kernel of Hopper's own, and with 2 without a GPU.
+All timings share a process, so that torch and CUDA start once; what would disturb them has one of its own. A
+part that fails or takes too long leaves one line and the rows it has; the others go on. Every row is written
+when it is measured: to $OUT/gpu.jsonl where OUT is set, else to results/gpu.jsonl (of a rehearsal:
+outputs/gpu/gpu.jsonl); calibrated rates likewise to $OUT/calibration.json or outputs/calibration.json. Ends
+with 1 when a part failed, and with 2 without a GPU.
 """
 
 import argparse
@@ -15,113 +16,214 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.gpu_session import read_rows
+from benchmarks.gpu_session import Rows, Session
 from benchmarks.gpu_table import describe, table
-from benchmarks.results_file import record
+from benchmarks.results_file import RESULTS
 
 ROOT = Path(__file__).parent.parent
 SLOW_CPU = 4  # times as long may a part take in a rehearsal, on a machine that does other things too
 KILL_AFTER = 10  # seconds beyond its time that a part has to end by itself
+SHARED = "gpu_timings.py"  # parts of this script run in the process that all timings share
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and the seconds it may take."""
+    """What runs, and the seconds it may take."""
 
     name: str
     script: str
     seconds: float
-    part: str = ""  # of the script, where it is not the name
     spare: bool = False  # takes what time the others have left, if any
 
-    def command(self, rows: Path, seconds: float, rehearse: bool) -> list[str]:
+    def command(self, rows: Rows, seconds: float, rehearse: bool) -> list[str]:
         if self.script == "pytest":
-            return [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-k", "not rehearsal"]
-        options = ["--rows", str(rows), "--seconds", f"{seconds:.0f}", *(["--rehearse"] if rehearse else [])]
-        return [sys.executable, f"benchmarks/{self.script}", self.part or self.name, *options]
+            compiles = "compiled or graphs"
+            which = compiles if self.name == "compiled" else f"not rehearsal and not ({compiles})"
+            return [sys.executable, "-m", "pytest", "-vv", "tests/test_gpu.py", "-k", which]
+        options = ["--rows", str(rows.path), "--run", rows.run, "--seconds", f"{seconds:.0f}"]
+        script, part = self.script, self.name.split()[0]
+        return [sys.executable, f"benchmarks/{script}", part, *options, *["--rehearse"] * rehearse]
 
 
-# In the order of what answers most; 520 s in all.
+# In the order of what is worth most; 480 s with what is spare.
 PARTS = (
-    Part("tests", "pytest", 45),
-    Part("attention", "gpu_kernels.py", 30),
-    Part("steps", "gpu_step.py", 165),
-    Part("first step cold", "gpu_step.py", 45, "first"),
-    Part("first step warm", "gpu_step.py", 30, "first"),
-    Part("rollout", "gpu_step.py", 25),
-    Part("planner", "gpu_step.py", 35),
-    Part("alone", "gpu_kernels.py", 60, "products,activations,optimizers"),
-    Part("save", "gpu_data.py", 25),
-    Part("loader", "gpu_data.py", 25),
-    Part("peers", "gpu_peers.py", 35),
-    Part("more steps", "gpu_step.py", 600, "steps", spare=True),
+    Part("train", "gpu_train.py", 75),
+    Part("steps", SHARED, 130),
+    Part("attention", SHARED, 25),
+    Part("tests", "pytest", 40),
+    Part("ranks", "gpu_ranks.py", 50),
+    Part("save", SHARED, 20),
+    Part("loader", SHARED, 20),
+    Part("peers", SHARED, 25),
+    Part("rollout", SHARED, 20),
+    Part("planner", SHARED, 25),
+    Part("products", SHARED, 10),
+    Part("optimizers", SHARED, 10),
+    Part("activations", SHARED, 10),
+    Part("first cold", "gpu_step.py", 40),
+    Part("first warm", "gpu_step.py", 25),
+    Part("compiled", "pytest", 40),
+    Part("more steps", SHARED, 600, spare=True),
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU, in two minutes")
-    parser.add_argument("--only", default="", help="names of parts, with commas between them")
-    parser.add_argument("--minutes", type=float, default=8.8, help="that all parts together may take")
-    options = parser.parse_args()
+    options = read_options()
     if not options.rehearse and not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no GPU here; --rehearse runs it on the CPU", file=sys.stderr)
         return 2
-    names = [part.name for part in PARTS]
-    wanted = options.only.split(",") if options.only else names
-    if unknown := set(wanted) - set(names):
-        parser.error(f"--only {','.join(sorted(unknown))}: the parts are {', '.join(names)}")
-    chosen = [part for part in PARTS if part.name in wanted]
     end = time.perf_counter() + 60 * options.minutes
+    path = folder_of_rows(options.rehearse) / "gpu.jsonl"
+    rows = Rows(path, time.strftime("%Y-%m-%dT%H:%M:%S"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past the `finally` below
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows.jsonl")
-        failed = [part.name for part in chosen if not run(part, rows, end, options.rehearse)]
-        found = read_rows(rows)
-    if not options.rehearse:
-        record("gpu", found)
-    print(f"\n{describe(found)}\n\n{table(found)}")
-    foreign = [row for row in found if row["what"].startswith("a step's attention") and not row["value"]]
+        runner = Runner(rows, Path(folder), end, options.rehearse)
+        try:
+            failed = [part.name for part in PARTS if part.name in options.only and not runner.run(part)]
+        finally:
+            runner.close()
+    found = rows.read()
+    print(f"\nrows: {path}\n{describe(found)}\n\n{table(found)}")
     for name in failed:
         print(f"part {name}: failed")
-    for row in foreign:
-        print(f"attention ran on {row['attention']}: none of Hopper's kernels")
-    return 1 if failed or foreign else 0
+    for row in found:
+        if row["what"].startswith("a step's attention") and not row["value"]:
+            print(f"warning: attention ran on {row['attention']}: none of Hopper's kernels was the fastest")
+    return 1 if failed else 0
 
 
-def run(part: Part, rows: Path, end: float, rehearse: bool) -> bool:
-    """Whether the part ended well, in its time; caches of compilations are this run's own, empty at first."""
-    seconds = min(part.seconds, end - time.perf_counter() - KILL_AFTER)
-    print(f"== {part.name}", flush=True)
-    if seconds <= 5:
-        print("  no time left")
-        return part.spare
-    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    if not part.name.startswith("first"):  # which shall find nothing but what it leaves itself
-        caches = {name: f"{folder}-others" for name, folder in caches.items()}
-    environment = os.environ | {name: str(rows.parent / folder) for name, folder in caches.items()}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
-    seconds *= SLOW_CPU if rehearse else 1
-    started = time.perf_counter()
-    command = part.command(rows, seconds, rehearse)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        code = process.wait(seconds + KILL_AFTER)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and its loader's or compiler's workers
-        process.wait()
-        print(f"  stopped: {part.name} took more than {seconds:.0f} s", flush=True)
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU, in four minutes")
+    parser.add_argument("--only", default=names, type=lambda text: text.split(","), help="names of parts")
+    parser.add_argument("--minutes", type=float, default=8.0, help="that all parts together may take")
+    options = parser.parse_args()
+    if unknown := set(options.only) - set(names):
+        parser.error(f"--only {','.join(sorted(unknown))}: the parts are {', '.join(names)}")
+    if options.rehearse:
+        options.minutes *= SLOW_CPU
+    return options
+
+
+def folder_of_rows(rehearse: bool) -> Path:
+    """Where the caller says; figures of a rehearsal mean nothing and are not kept among the results."""
+    return Path(os.environ.get("OUT") or (ROOT / "outputs" / "gpu" if rehearse else RESULTS))
+
+
+class Runner:
+    """Runs parts, each in its time."""
+
+    def __init__(self, rows: Rows, folder: Path, end: float, rehearse: bool) -> None:
+        self.rows, self.folder, self.end, self.rehearse = rows, folder, end, rehearse
+        self.shared: SpawnProcess | None = None
+        self.connection: Any = None
+        self.alone: subprocess.Popen | None = None
+        if rehearse:
+            os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(self, part: Part) -> bool:
+        """Whether it ended well, in its time."""
+        seconds = min(part.seconds * (SLOW_CPU if self.rehearse else 1), self._left())
+        print(f"== {part.name}", flush=True)
+        if seconds <= 5:
+            print("  no time left")
+            return part.spare
+        self._point_caches(part)
+        started = time.perf_counter()
+        good = (self._together if part.script == SHARED else self._by_itself)(part, seconds)
+        print(f"  {time.perf_counter() - started:.0f} s{'' if good else ', not well'}", flush=True)
+        return good
+
+    def _left(self) -> float:
+        return self.end - time.perf_counter() - KILL_AFTER
+
+    def _point_caches(self, part: Part) -> None:
+        """Compilations are kept for this run only; a first step finds nothing but what the last one left."""
+        kept = "first" if part.name.startswith("first") else "others"
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            os.environ[name] = str(self.folder / f"{kept}-{name.split('_')[0].lower()}")
+
+    def _by_itself(self, part: Part, seconds: float) -> bool:
+        command = part.command(self.rows, seconds, self.rehearse)
+        self.alone = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            return self.alone.wait(seconds + KILL_AFTER) == 0
+        except subprocess.TimeoutExpired:
+            print(f"  stopped: {part.name} took more than {seconds:.0f} s", flush=True)
+            return False
+        finally:
+            end_session(self.alone.pid)  # its loader's or compiler's workers, too
+            self.alone.wait()
+
+    def _together(self, part: Part, seconds: float) -> bool:
+        """In the process that is there, or in a new one where the last part ended it."""
+        if not self.shared or not self.shared.is_alive():
+            self.connection, theirs = get_context("spawn").Pipe()
+            self.shared = SpawnProcess(target=serve, args=(theirs, self.rows, self.rehearse))
+            self.shared.start()
+            theirs.close()
+        self.connection.send((part.name, seconds))
+        try:
+            if not self.connection.poll(seconds + KILL_AFTER):
+                print(f"  stopped: {part.name} took more than {seconds:.0f} s", flush=True)
+            elif self.connection.recv():
+                return True
+        except (EOFError, ConnectionError):
+            print("  the process of all timings ended", flush=True)
+        self._end_shared()
         return False
-    print(f"  {time.perf_counter() - started:.0f} s{'' if code == 0 else f', exit code {code}'}", flush=True)
-    return code == 0
+
+    def _end_shared(self) -> None:
+        if self.shared and self.shared.pid:
+            end_session(self.shared.pid)
+            self.shared.join()
+
+    def close(self) -> None:
+        self._end_shared()
+        if self.alone:
+            end_session(self.alone.pid)
+
+
+def end_session(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def serve(connection: Any, rows: Rows, rehearse: bool) -> None:
+    """The process of all timings: runs the parts that it is told to, until nobody tells it any more."""
+    os.setsid()  # so that it can be ended together with the processes it starts
+    from benchmarks.gpu_timings import PARTS_BY_NAME
+
+    while True:
+        try:
+            name, seconds = connection.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        session = Session(name.split()[-1], rows, seconds, rehearse)
+        try:
+            PARTS_BY_NAME[session.part](session)
+            good = True
+        except Exception:
+            traceback.print_exc()
+            good = False
+        connection.send(good)  # one that is not good ends this process: it may have left the GPU in any state
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from benchmarks.results_file import append
+from parallelisms.mesh import start_ranks
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,36 @@ TINY = Sizes(
 )
 
 
-class Session:
-    """One part: where it runs, until when, and the file that its rows go to as soon as they are known."""
+@dataclass(frozen=True)
+class Rows:
+    """The file that a run's rows go to as soon as they are known, each with versions and hardware."""
 
-    def __init__(self, part: str, rows: Path | None, seconds: float, rehearse: bool) -> None:
+    path: Path
+    run: str  # when it began: the file holds other runs' rows, too
+
+    def add(self, row: dict[str, Any]) -> None:
+        append(self.path, [{"run": self.run, **row}])
+
+    def read(self) -> list[dict[str, Any]]:
+        """This run's. Whole lines: a process that was stopped may have left half of one."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [row for row in rows if row.get("run") == self.run]
+
+
+class Session:
+    """One part: where it runs, until when, and where its rows go."""
+
+    def __init__(self, part: str, rows: Rows | None, seconds: float, rehearse: bool) -> None:
         self.part, self.rows, self.rehearse = part, rows, rehearse
         self.sizes = TINY if rehearse else Sizes()
         self.device = torch.device("cpu" if rehearse else "cuda")
         self.end = time.perf_counter() + seconds
+
+    def start_ranks(self) -> None:
+        """A process group of one, where an earlier part has not made it."""
+        if not dist.is_initialized():
+            start_ranks("auto" if self.device.type == "cuda" else "gloo", timeout_seconds=600)
 
     @property
     def left(self) -> float:
@@ -86,16 +112,17 @@ class Session:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
             print(f"  {what:<58}{'failed':>12} {reason}", flush=True)
             self._write({"part": self.part, "what": what, "failed": reason})
+            if "CUDA error" in reason:  # nothing that this process asks of the GPU works any more
+                raise
         self.free()
 
     def earlier(self) -> list[dict[str, Any]]:
         """The rows of this run up to now, of all parts."""
-        return read_rows(self.rows) if self.rows else []
+        return self.rows.read() if self.rows else []
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.rows:
-            with self.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self.rows.add(row)
 
     def free(self) -> None:
         gc.collect()
@@ -131,21 +158,17 @@ def clock(run: Callable[[], Any], number: int) -> list[float]:
     return times
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines: a part that was stopped may have left half of one."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def start_part(doc: str | None, parts: dict[str, Callable[[Session], None]], argv: Sequence[str]) -> None:
     """Runs parts of a script by their names: SCRIPT PART[,PART] [--rehearse] [--rows FILE] [--seconds N]."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", help=f"of {', '.join(parts)}; commas between them")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--rows", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--run", default="", help="what they are marked with")
     parser.add_argument("--seconds", type=float, default=600.0, help="that this part may take")
     options = parser.parse_args(argv)
     end = time.perf_counter() + options.seconds
     torch.manual_seed(0)
+    rows = Rows(options.rows, options.run) if options.rows else None
     for name in options.parts.split(","):
-        parts[name](Session(name, options.rows, end - time.perf_counter(), options.rehearse))
+        parts[name](Session(name, rows, end - time.perf_counter(), options.rehearse))

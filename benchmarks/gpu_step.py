@@ -22,10 +22,18 @@ import torch
 from benchmarks.gpu_kernels import attention_kernels, kernel_seconds, of_hopper
 from benchmarks.gpu_session import Session, Sizes, start_part
 from benchmarks.random_run import RandomRun
-from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Training
+from config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Float8,
+    Model,
+    Optimizer,
+    Parallelism,
+    Training,
+)
 from parallelisms.degrees import Degrees
 from parallelisms.measured_choices import measure_attention
-from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
 from planning.calibrate import BlockShape, calibrate
 from planning.calibration import save_calibration
@@ -38,6 +46,7 @@ from verification.rollout import rollout as roll_out
 
 RESERVED = 2 * 2**30  # bytes of a device that libraries take beside torch's allocator
 PRECISIONS = {"": "bf16", "tensorwise": "float8", "rowwise": "float8 by rows"}  # recipe -> its name here
+ALONE = Parallelism()
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
 CASE_SECONDS = 35.0  # that a case may take, compilation included: with less left no other is begun
@@ -114,7 +123,7 @@ def cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def training_of(case: Case, sizes: Sizes, device: torch.device) -> RandomRun:
+def training_of(case: Case, sizes: Sizes, device: torch.device, layout: Parallelism = ALONE) -> RandomRun:
     """train.py's model, objective, optimiser and step for one case."""
     float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
     config = Config(
@@ -130,6 +139,7 @@ def training_of(case: Case, sizes: Sizes, device: torch.device) -> RandomRun:
         activation_checkpoint=ActivationCheckpoint(mode=case.mode),  # type: ignore[arg-type]
         compile=Compile(sizes.compiled, sizes.cuda_graphs),
         float8=float8,
+        parallelism=layout,
     )
     return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True)
 
@@ -139,7 +149,7 @@ def training_of(case: Case, sizes: Sizes, device: torch.device) -> RandomRun:
 
 def steps(session: Session) -> None:
     """Samples/s, share of the peak and memory of every case that there is time for."""
-    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    session.start_ranks()
     backends: dict[tuple[int, int], str] = {}
     done = [tuple(map(row.get, NAMES)) for row in session.earlier()]
     todo = [
@@ -252,11 +262,16 @@ def planner(session: Session) -> None:
     threads = torch.get_num_threads()
     rates = calibrate(blocks, backends, device, threads, seconds=sizes.calibration_seconds)
     print("\n".join(rates.table().splitlines()[:2]))
-    if not session.rehearse:
-        save_calibration(rates, CALIBRATION)
+    save_calibration(rates, calibration_path(session))
     cluster = replace(load_cluster("cpu1" if device.type == "cpu" else "h200x1"), measured=rates)
     for row in measured:
         session.attempt(f"planned: {row['what']}", partial(compare, session, row, cluster))
+
+
+def calibration_path(session: Session) -> Path:
+    """Beside the rows where the caller says where these go, or they are a rehearsal's."""
+    beside = session.rehearse or "OUT" in os.environ
+    return session.rows.path.parent / "calibration.json" if session.rows and beside else CALIBRATION
 
 
 def compare(session: Session, row: dict[str, Any], cluster: Any) -> None:
@@ -278,7 +293,7 @@ def compare(session: Session, row: dict[str, Any], cluster: Any) -> None:
 
 def rollout(session: Session) -> None:
     """Seconds of one step of a forecast from one date: forward in bf16, compiled."""
-    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    session.start_ranks()
     for patch in session.sizes.patches:
         what = f"rollout step, {session.sizes.tokens(patch)} tokens"
         session.attempt(what, partial(time_rollout, session, what, patch))
@@ -303,7 +318,7 @@ def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
 
 def first(session: Session) -> None:
     """The first step of a process, compilation included; which cache it finds is the caller's doing."""
-    start_ranks("auto" if session.device.type == "cuda" else "gloo", timeout_seconds=600)
+    session.start_ranks()
     sizes = replace(session.sizes, compiled=True)
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     cache = "warm" if folder.name and folder.exists() and any(folder.iterdir()) else "cold"

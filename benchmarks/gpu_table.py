@@ -8,6 +8,7 @@ import torch
 
 Row = dict[str, Any]
 Found = Callable[[list[Row]], float | None]
+APART = "largest difference from the CPU's losses, "
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,20 @@ def loader_over_step(rows: list[Row]) -> float | None:
     return given / step["value"] if given and step else None
 
 
-SHARE = "{:.1%}"
+def worst_of_ranks(kind: str) -> Found:
+    """The planner's largest error of a rank's time or memory, in layouts of 8 and 64."""
+
+    def find(rows: list[Row]) -> float | None:
+        return max((abs(row["error"]) for row in rows_of(rows, part="ranks", kind=kind)), default=None)
+
+    return find
+
+
+SHARE, TINY = "{:.1%}", "{:.1e}"
 TARGETS = (
+    Target("losses beside the CPU's, float32", named(f"{APART}undist", "train"), "", "", 1e-3, False, TINY),
+    Target("losses beside the CPU's, bf16", named(f"{APART}bf16", "train"), "", "", 3e-2, False, TINY),
+    Target("resumed to the bit (1: yes)", named("killed and resumed", "train"), "", "", 1),
     Target("bf16 step, 4,096 tokens, head 64: MFU", mfu(0, 0), "~50%", "58.9%", 0.55, form=SHARE),
     Target("bf16 step, 8,192 tokens, head 64: MFU", mfu(1, 0), "37.7%", "54.3%", 0.50, form=SHARE),
     Target("bf16 step, 4,096 tokens, head 128: MFU", mfu(0, 1), "", "65%", 0.60, form=SHARE),
@@ -138,6 +151,8 @@ TARGETS = (
     Target("planner's time, mean error", worst("time", True), "3.3-5%", "1%", 0.03, False, SHARE),
     Target("planner's time, worst error", worst("time"), "", "", 0.06, False, SHARE),
     Target("planner's peak memory, worst error", worst("memory"), "", "", 0.02, False, SHARE),
+    Target("a rank of 8 and 64, time, worst error", worst_of_ranks("time"), "", "", 0.06, False, SHARE),
+    Target("a rank of 8 and 64, memory, worst error", worst_of_ranks("memory"), "", "", 0.02, False, SHARE),
     Target(
         "excess over 10 steps after a save (s)",
         named("excess of ten steps after a save, async_with"),

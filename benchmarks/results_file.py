@@ -6,6 +6,7 @@ import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,20 @@ RESULTS = Path(__file__).parent / "results"
 
 def record(benchmark: str, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
     """Appends `rows` to results/<benchmark>.jsonl; `packages`: whose versions matter beside torch's."""
-    where = {
+    append(RESULTS / f"{benchmark}.jsonl", rows, packages)
+
+
+def append(path: Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
+    """As `record`, to any file."""
+    here = where(packages)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**here, **row}) + "\n" for row in rows)
+
+
+def where(packages: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Versions and hardware, now."""
+    found = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -23,11 +37,8 @@ def record(benchmark: str, rows: list[dict], packages: tuple[str, ...] = ()) -> 
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
     }
-    where |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    where |= {package: version(package) for package in packages}
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / f"{benchmark}.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({**where, **row}) + "\n" for row in rows)
+    found |= {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return found | {package: version(package) for package in packages}
 
 
 def processor() -> str:

@@ -1,7 +1,10 @@
 """What a GPU has to get right, on a CPU with the CPU's kernels; benchmarks/gpu.sh gets to its end."""
 
+import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_session import TINY
+from benchmarks.gpu_parts import Part, Runner
+from benchmarks.gpu_session import TINY, Rows
 from benchmarks.gpu_step import Case, training_of
 from benchmarks.gpu_table import table
 from benchmarks.random_run import RandomRun
@@ -125,13 +129,50 @@ def test_no_step_waits_for_the_device(training) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_rehearsal_ends_in_the_table() -> None:
-    command = [sys.executable, "benchmarks/gpu_parts.py", "--rehearse", "--only", "loader"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    (loaded,) = [line for line in lines if line.startswith("loader (GB/s)")]
+def rehearsal(folder: Path, only: str) -> subprocess.Popen[str]:
+    """Rows of it go to `folder`."""
+    command = [sys.executable, "benchmarks/gpu_parts.py", "--rehearse", "--only", only]
+    environment = os.environ | {"OUT": str(folder)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "gpu.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_the_rehearsal_ends_in_the_table(tmp_path: Path) -> None:
+    """Parts of one process; what they have measured lies where it was asked for."""
+    started = rehearsal(tmp_path, "loader,activations")
+    printed, _ = started.communicate(timeout=120)
+    assert started.returncode == 0, printed
+    (loaded,) = [line for line in printed.splitlines() if line.startswith("loader (GB/s)")]
     assert "not measured" not in loaded
+    assert {row["part"] for row in rows_in(tmp_path)} == {"loader", "activations"}
+    assert all(row["torch"] == torch.__version__ for row in rows_in(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
+    started = rehearsal(tmp_path, "attention,optimizers,activations")
+    end = time.monotonic() + 120
+    while not rows_in(tmp_path):
+        assert started.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    started.kill()
+    started.wait()
+    assert rows_in(tmp_path)[0]["part"] == "attention"
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path: Path) -> None:
+    parts = [Part("no such part", "gpu_timings.py", 30), Part("products", "gpu_timings.py", 30)]
+    runner = Runner(Rows(tmp_path / "gpu.jsonl", "now"), tmp_path, time.perf_counter() + 60, rehearse=True)
+    try:
+        assert [runner.run(part) for part in parts] == [False, True]
+    finally:
+        runner.close()
+    assert {row["part"] for row in rows_in(tmp_path)} == {"products"}
 
 
 def test_the_table_judges_by_the_goals() -> None:
