@@ -123,7 +123,9 @@ def cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def training_of(case: Case, sizes: Sizes, device: torch.device, layout: Parallelism = ALONE) -> RandomRun:
+def training_of(
+    case: Case, sizes: Sizes, device: torch.device, layout: Parallelism = ALONE, accumulation: int = 1
+) -> RandomRun:
     """train.py's model, objective, optimiser and step for one case."""
     float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
     config = Config(
@@ -141,7 +143,7 @@ def training_of(case: Case, sizes: Sizes, device: torch.device, layout: Parallel
         float8=float8,
         parallelism=layout,
     )
-    return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True)
+    return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True, accumulation=accumulation)
 
 
 # -- steps

@@ -34,6 +34,7 @@ class RandomRun:
         num_variables: int,
         device: torch.device,
         drawn_here: bool = False,
+        accumulation: int = 1,
     ) -> None:
         self.config, self.device, self.number = config, device, 0
         fields = Fields.standard(config, global_grid(grid_shape), num_variables)
@@ -47,8 +48,8 @@ class RandomRun:
         self.run = build_run_state(config, self.model)
         shape = (config.training.local_batch_size, 2, num_variables, *grid_shape)
         self.fields = torch.randn(shape, device=device)
-        self.batches = [(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))]
-        self.run.progress.global_batch = shape[0] * mesh.degrees.dp
+        self.batches = [(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))] * accumulation
+        self.run.progress.global_batch = shape[0] * mesh.degrees.dp * accumulation
         parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, len(self.batches))
         self.update = build_update(config, *parts)
         self.model.train()

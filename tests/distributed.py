@@ -13,6 +13,7 @@ from functools import cache
 from queue import Empty
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -26,8 +27,6 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     """One rank: joins the group, then runs checks until it is told to stop."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    import torch
-
     from parallelisms.mesh import start_ranks
 
     torch.set_num_threads(1)
@@ -41,6 +40,12 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     dist.destroy_process_group()
 
 
+def own_device() -> torch.device:
+    """Of this rank: a GPU where ranks talk through NCCL."""
+    on_gpu = "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+
+
 def shared_mesh(degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
     """One for all checks: every group of a mesh has threads that look for messages all the time."""
     return _mesh_of(dist.group.WORLD, degrees, axis_order)
@@ -48,7 +53,7 @@ def shared_mesh(degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
 
 @cache
 def _mesh_of(world: dist.ProcessGroup | None, degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
-    return build_mesh("cpu", degrees, axis_order)
+    return build_mesh(own_device().type, degrees, axis_order)
 
 
 class Ranks:

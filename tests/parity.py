@@ -33,7 +33,7 @@ from datasets.statistics import Statistics
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
-from tests.distributed import shared_mesh
+from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
 from training.step import train_step
@@ -159,7 +159,8 @@ class SmallRun:
         local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
         config = replace(config, training=replace(config.training, local_batch_size=local))
         fields = fields_of(layout.grid)
-        assembly = assemble(config, fields, self.mesh, torch.device("cpu"))
+        self.device = own_device()
+        assembly = assemble(config, fields, self.mesh, self.device)
         self.model = assembly.model
         self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
         self.run = build_run_state(config, self.model)
@@ -178,7 +179,8 @@ class SmallRun:
         rows = [
             self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(self.layout.accumulation)
         ]
-        return [(self.data[chosen], torch.zeros(len(chosen), dtype=torch.int64)) for chosen in rows]
+        taken = [(self.data[chosen], torch.zeros(len(chosen), dtype=torch.int64)) for chosen in rows]
+        return [(fields.to(self.device), times.to(self.device)) for fields, times in taken]
 
     def step(self, step: int) -> tuple[float, float]:
         """Loss over all ranks and gradient norm of step `step`, counted from 0."""
@@ -210,7 +212,8 @@ def three_steps(layout: Layout) -> Outcome:
         norms.append(norm)
         first = first or run.gradients
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
-    predicted = full(run.model.predict(torch.cat([run.data[:2, 0], run.data[2:4, 0, :2]], dim=1)))
+    inputs = torch.cat([run.data[:2, 0], run.data[2:4, 0, :2]], dim=1).to(run.device)
+    predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
     weights = gather_stages({name: full(p) for name, p in run.model.parameters.items()}, group)
