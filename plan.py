@@ -59,7 +59,7 @@ from planning.hardware import Cluster
 from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
 from planning.scenarios import scenario_tables
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
-from planning.workload import Workload, workload_of
+from planning.workload import COPIES_AHEAD, Workload, workload_of
 
 if TYPE_CHECKING:
     from archives.grid import Grid
@@ -108,6 +108,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
+    work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second

@@ -4,6 +4,7 @@ Shapes: B batch, K dates of a sample (the state, then its targets), V variables,
 """
 
 import math
+import os
 import shutil
 import signal
 import warnings
@@ -169,7 +170,10 @@ def _as_arrays(batch: Any) -> Any:
 
 
 def _fits(dataset: FieldDataset, sampler: Any, num_batches: int) -> bool:
-    """Whether the batches that loader processes read ahead find room in /dev/shm, where torch puts them."""
+    """Whether the batches that loader processes read ahead find room in /dev/shm, where torch puts them:
+    those of all ranks of this host.
+    """
     samples = getattr(sampler, "local_batch_size", 0) or len(sampler.batches[0])
     batch = 4 * samples * dataset.samples.shape[1] * math.prod(dataset.field_shape)
-    return batch * num_batches < shutil.disk_usage("/dev/shm").free
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ranks * batch * num_batches < shutil.disk_usage("/dev/shm").free

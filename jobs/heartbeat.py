@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = str(Path(__file__).parent.parent)
 TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
@@ -52,7 +53,7 @@ class Activity:
     def where(self) -> tuple[str, bool]:
         """The innermost line of this project that the main thread is in, and whether it waits for others."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        waits = self.phases[-1] == WAITS
+        waits = self.phases[-1] == WAITS or device_is_busy()
         while frame and not _ours(frame):
             waits = waits or TORCH_DISTRIBUTED in frame.f_code.co_filename
             frame = frame.f_back
@@ -60,6 +61,19 @@ class Activity:
             return "", waits
         name = os.path.relpath(frame.f_code.co_filename, ROOT)
         return f"{name}:{frame.f_lineno} {frame.f_code.co_name}", waits
+
+
+def device_is_busy() -> bool:
+    """Whether a GPU has not done yet what this process gave it. Then the host waits for it, wherever it is: a
+    full queue holds up any kernel; and a device that is long busy waits for other ranks.
+    """
+    torch: Any = sys.modules.get("torch")  # which who gives work to a GPU has imported
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        return not torch.cuda.current_stream(int(os.environ.get("LOCAL_RANK", "0"))).query()
+    except RuntimeError:  # the device has failed: the main thread hears of it
+        return False
 
 
 def _ours(frame: FrameType) -> bool:

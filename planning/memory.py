@@ -61,6 +61,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "gradients being accumulated": accumulated_bytes(work, first, last),
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
+        "batches on their way": work.copies_ahead * batch_bytes(work),
         "prediction": prediction,
     }
     # Gradients of activations in the backward pass of an MLP: of its output, and of GELU's.
@@ -91,7 +92,12 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "reduction of the first block": backward(first_step + 1, 2, False, whole + reducing),
         "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
-        "update": {**always, "gradients": states["gradients"] * (not work.in_backward), "fields": fields},
+        "update": {
+            **always,
+            "gradients": states["gradients"] * (not work.in_backward),
+            "fields": fields,
+            "batches on their way": step["batches on their way"],
+        },
     }
     if work.rollout_steps > 1:  # the rollout's last step is through, and all gradients have their first part
         moments["backward of an earlier step"] = backward(work.rank_layers, 2, True, down)
@@ -132,11 +138,17 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
 
 
 def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
-    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages."""
+    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages.
+    Batches wait there as they were read.
+    """
     number = shard_parameters(work)
     saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
     offloaded = (2 * FLOAT32 + work.state_itemsize) * number if work.offload else 0
-    return {"checkpoint being written": saved * work.asynchronous, "offloaded states": offloaded}
+    return {
+        "checkpoint being written": saved * work.asynchronous,
+        "offloaded states": offloaded,
+        "batches read ahead": work.batches_ahead * batch_bytes(work),
+    }
 
 
 # -- parameters in use
@@ -271,6 +283,11 @@ def field_bytes(work: Workload) -> float:
     cp, tp = work.degrees.cp, work.degrees.tp
     shards = work.input_values / cp + work.states_read * work.field_values / (cp * tp)
     return FLOAT32 * work.local_batch * (work.states_read * work.field_values + shards)
+
+
+def batch_bytes(work: Workload) -> float:
+    """Of a micro-batch as the loader gives it, in float32; a store of float16 has half."""
+    return FLOAT32 * work.local_batch * work.states_read * work.field_values
 
 
 def loss_bytes(work: Workload) -> float:

@@ -90,7 +90,13 @@ def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
         for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
-            settings = {"ac_mode": mode, "every_n": every_n, "compiled": True, "offload": False, "zero1": False}
+            settings = {
+                "ac_mode": mode,
+                "every_n": every_n,
+                "compiled": True,
+                "offload": False,
+                "zero1": False,
+            }
             changed = work.replace(degrees=degrees, **settings)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")

@@ -11,6 +11,7 @@ from planning.architecture import Architecture, vit_architecture
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+COPIES_AHEAD = 2  # batches that are on their way to a GPU: training/batches.py, which takes seconds to import
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.125}  # two moments; int8 with a scale for 64 codes
 
 
@@ -48,6 +49,10 @@ class Workload:
     )
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
+    batches_ahead: int = (
+        0  # micro-batches that a loader has in the host's memory, the one being given included
+    )
+    copies_ahead: int = 0  # of these that are on their way to the device, or there already
     arrays: int = 1  # of the archive that a state is read from: those on levels are one each
 
     @property
@@ -155,6 +160,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
         asynchronous=config.checkpoint.async_mode != "disabled",
+        batches_ahead=config.data.prefetch_factor + 1 if config.data.num_workers else 1,
         arrays=len({name.partition(":")[0] for name in config.data.variables}),
     )
 

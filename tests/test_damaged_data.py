@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -16,7 +17,7 @@ from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
 from archives.archive import open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler
+from datasets.loader import TrainLoader, TrainSampler, _fits
 from errors import DataError
 from tests.started_jobs import write_config
 
@@ -166,3 +167,17 @@ def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
     expected = batches()
     monkeypatch.setattr("datasets.loader._fits", lambda *_: False)
     assert all(torch.equal(a, b) for a, b in zip(batches(), expected, strict=True))
+
+
+def test_shared_memory_is_for_the_loaders_of_all_ranks_of_a_host(tmp_path, monkeypatch):
+    store(tmp_path / "data.zarr", "lzma")
+    samples = FieldDataset(
+        open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5)[:, None]
+    )
+    batch = 4 * int(np.prod(samples.field_shape))
+    room = SimpleNamespace(free=3 * batch + 1)
+    monkeypatch.setattr("datasets.loader.shutil.disk_usage", lambda _: room)
+    sampler = TrainSampler(5, 0, 1, 1, 0, 1)
+    assert _fits(samples, sampler, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not _fits(samples, sampler, 3)

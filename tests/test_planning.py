@@ -16,11 +16,11 @@ from planning.architecture import Architecture, count, cut, padded
 from planning.clusters import Link, load_cluster
 from planning.compute import hardware_flops
 from planning.dry_run import dry_run
-from planning.memory import shard_parameters, stage_memory, state_bytes
+from planning.memory import memory, shard_parameters, stage_memory, state_bytes
 from planning.network import Route, ring_all_reduce, route, seconds
 from planning.search import best_layouts, capacity, changes_that_fit, plan
 from planning.step_time import step_time
-from planning.workload import Workload, architecture_of, workload_of
+from planning.workload import COPIES_AHEAD, Workload, architecture_of, workload_of
 from tests.planned import Ended, run_plan
 
 GRID = (32, 64)
@@ -220,3 +220,17 @@ def test_the_command_answers_in_tables_and_json(tmp_path):
     for bad in (["--cluster", "a10x64"], ["--cluster", "a100x8", "--sweep", "gpus=8,x"], []):
         done = command(*bad)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_batches_on_their_way_count_where_they_are():
+    """Two states of a sample in float32, as they are read; a GPU has two batches more than it computes on."""
+    from training.batches import COPIES_AHEAD as TAKEN
+
+    work = workload(**{"data.num_workers": "4", "data.prefetch_factor": "3"})
+    batch = 4 * work.local_batch * 2 * work.field_values
+    assert work.batches_ahead == 4 and memory(work).host["batches read ahead"] == 4 * batch
+    ahead = work.replace(copies_ahead=COPIES_AHEAD)
+    assert COPIES_AHEAD == TAKEN
+    moments, more = memory(work).moments, memory(ahead).moments
+    for name, parts in moments.items():
+        assert sum(more[name].values()) - sum(parts.values()) == 2 * batch

@@ -5,8 +5,10 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from jobs.hang_report import Beat, accusation, process_state, ranges, table, to_blame
@@ -59,6 +61,23 @@ def test_activity_knows_phase_and_place():
         place, waits = activity.where()
     assert re.match(r"tests/test_watchdog.py:\d+ test_activity", place) and not waits
     assert activity.phases == ("train",)
+
+
+def test_a_host_whose_device_is_busy_waits(monkeypatch):
+    """A rank that does nothing has an idle device; one that waits for others in a collective has not."""
+    activity = Activity()
+    activity.chapter("train", 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for idle in (True, False):
+        stream = SimpleNamespace(query=lambda idle=idle: idle)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        assert activity.where()[1] is not idle
+
+    def failed(device: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", failed)
+    assert not activity.where()[1]
 
 
 def test_a_lost_connection_is_no_error_of_this_rank():
