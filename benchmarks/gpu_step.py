@@ -39,7 +39,7 @@ from planning.calibrate import BlockShape, calibrate
 from planning.calibration import save_calibration
 from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
-from planning.step_time import copy_seconds, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 from training.metrics import peak_tflops
 from verification.rollout import rollout as roll_out
@@ -281,8 +281,7 @@ def compare(session: Session, row: dict[str, Any], cluster: Any) -> None:
     float8 = next(recipe for recipe, name in PRECISIONS.items() if name == row["precision"])
     case = Case(patch, row["heads"], float8, row["mode"], row["batch"], row["backend"])
     work = case.workload(session.sizes)
-    # The fields are on the device already.
-    predicted = step_time(work, cluster).total - copy_seconds(work, cluster)
+    predicted = step_time(work, cluster).total
     error = predicted / row["step_seconds"] - 1
     session.add(f"time, planned: {row['what']}", error, "of measured", seconds=predicted, kind="time")
     if row["peak_bytes"]:

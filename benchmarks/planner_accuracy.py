@@ -37,7 +37,7 @@ from planning.calibrate import BlockShape, calibrate
 from planning.clusters import load_cluster
 from planning.hardware import Cluster
 from planning.memory import memory, stored_bytes
-from planning.step_time import copy_seconds, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
@@ -179,7 +179,7 @@ def main() -> int:
 
 def predict(case: Case, cluster: Cluster) -> float:
     """Seconds of a step whose data are there."""
-    return step_time(case.workload, cluster).total - copy_seconds(case.workload, cluster)
+    return step_time(case.workload, cluster).total
 
 
 def measure(steps: list[Step], rounds: int) -> dict[Case, float]:

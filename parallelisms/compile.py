@@ -1,5 +1,6 @@
 """torch.compile of each block: one compilation serves all blocks of one shape, whatever the depth."""
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,11 @@ def apply_compile(model: nn.Module, backend: Any = "inductor", cuda_graphs: bool
     for block in blocks:
         mode = "reduce-overhead" if cuda_graphs else None
         block.compile(backend=backend, fullgraph=True, dynamic=False, mode=mode)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors of fixed shapes as one graph."""
+    return torch.compile(function, backend="inductor", fullgraph=True, dynamic=False)
 
 
 def keep_gradients(model: nn.Module) -> None:

@@ -27,8 +27,9 @@ CROSS_ENTROPY = 36
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
 # Reads and writes of the predicted float32 fields of a sample, as training/objective.py makes them, operator
 # by operator: normalising two dates 15, the change 5, weights 8, inputs 2, patches of three 6, loss 9 and its
-# gradient 10.
-FIELD_PASSES = 55
+# gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
+# gradient 3.
+FIELD_PASSES, FIELD_PASSES_COMPILED = 55, 11.5
 
 
 class Times(defaultdict[str, float]):
@@ -219,7 +220,7 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
     values = work.local_batch * work.field_values * work.rollout_steps
-    return rates.elementwise_seconds(4 * FIELD_PASSES * values)
+    return rates.elementwise_seconds(4 * (FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES) * values)
 
 
 def update_seconds(work: Workload, rates: Rates) -> float:

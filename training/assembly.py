@@ -127,6 +127,8 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         training.weight_by_change,
         training.local_batch_size,
     )
+    if config.compile.enable:
+        objective.compile()
     if model.pipeline:
         parallelism = config.parallelism
         micro_batches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
