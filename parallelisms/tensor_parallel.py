@@ -5,7 +5,6 @@ reduces and scatters (Korthikanti et al. 2022). Everything else holds replicated
 that one gradient norm exists.
 """
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -22,10 +21,9 @@ from parallelisms.parameter_names import blocks_of
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shards a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
 
-    `dtype` is what its matrices multiply in: autocast's norms give float32, twice what has to be gathered.
     Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
     """
     plan: dict[str, ParallelStyle] = {
@@ -37,8 +35,6 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
     for block in blocks_of(model):
         parallelize_module(block, mesh, block_plan())
-        for norm in (block.attention_norm, block.mlp_norm):
-            norm.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
 
 
 def enable_async_tensor_parallel(group_name: str) -> None:

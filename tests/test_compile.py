@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from config import ActivationCheckpoint, Model
-from models.vit import StochasticDepth, VisionTransformer, init_weights
+from models.initialization import init_weights
+from models.vit import StochasticDepth, VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile, unify_stochastic_depth
 
