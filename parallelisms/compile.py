@@ -30,8 +30,8 @@ def apply_compile(
     `backward_twice`: what zero-bubble schedules do, for gradients of inputs first and of weights later. A
     compiled backward then must not take the memory of what it was given: for this whole process.
     """
-    # Dynamo would cut a block's graph where a bucket of DDP's is full, for reductions that start earlier: those
-    # of whole blocks start early enough, and graphs in parts cannot be fused.
+    # Dynamo would cut a block's graph where a bucket of DDP's is full, for reductions that start earlier:
+    # those of whole blocks start early enough, and graphs in parts cannot be fused.
     torch._dynamo.config.optimize_ddp = False  # type: ignore[reportPrivateImportUsage]
     if backward_twice:
         functorch_config.donated_buffer = False

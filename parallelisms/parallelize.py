@@ -25,7 +25,7 @@ from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh
 from parallelisms.parameter_names import canonical
 from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, Stage, split_points, stages_of_rank
-from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+from parallelisms.tensor_parallel import apply_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 from traces.profiler import span
@@ -160,9 +160,8 @@ def parallelize(
             apply_float8(part, float8, device.type, degrees.tp)
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
-            apply_tensor_parallel(part, mesh.parameters["tp"])
-            if parallelism.enable_async_tensor_parallel:
-                enable_async_tensor_parallel(mesh.parameters.get_group("tp").group_name)
+            asynchronous = parallelism.enable_async_tensor_parallel
+            apply_tensor_parallel(part, mesh.parameters["tp"], asynchronous=asynchronous)
         # Context parallelism replaces attention, whose heads are by now those of this rank.
         split_samples(part, model, shards, mesh, parallelism.context_parallel_method, reduce_dtype)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.

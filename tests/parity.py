@@ -314,6 +314,7 @@ TABLE: dict[str, Layout] = {
     "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
     "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
     "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
+    "tp 2, asynchronous": Layout(2, tp(enable_async_tensor_parallel=True)),
     "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
     "ulysses 2": Layout(2, cp()),
     "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
@@ -353,6 +354,9 @@ TABLE: dict[str, Layout] = {
     "all-gather 2 x tp 2": Layout(4, cp("all_gather", **tp())),
     "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
     "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
+    "fsdp 2 x tp 2, asynchronous, compile": Layout(
+        4, tp(enable_async_tensor_parallel=True), compile="aot_eager"
+    ),
     "fsdp 2 x tp 2, tp slowest": Layout(4, tp(axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))),
     "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
     "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
@@ -387,6 +391,7 @@ COMPILED = [
     "tp 2, ac selective",
     "tp 2, ac full",
     "tp 2, bf16",
+    "tp 2, asynchronous",
     "ulysses 2, odd tokens, relative l2",
     "ulysses 2, ac full",
     "all-gather 2, odd tokens",
@@ -436,6 +441,7 @@ FAST = [
     "tp 2, odd tokens",
     "tp 2, qk norm, sincos",
     "tp 2, ac full",
+    "tp 2, asynchronous",
     "ulysses 2, odd tokens, relative l2",
     "all-gather 2",
     "ring 2",
