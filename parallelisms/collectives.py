@@ -36,8 +36,8 @@ KINDS = {
 
 # Operators that send several tensors: bytes of each, by their arguments.
 SENDS = {
-    "rossby::ring_attention": lambda args: sends(*args[1:3], args[-1]),
-    "rossby::ring_attention_backward": lambda args: sends_backward(*args[2:4], *args[-2:]),
+    "rossby::ring_attention": lambda args: sends(args[1], args[2], args[-1]),
+    "rossby::ring_attention_backward": lambda args: sends_backward(args[2], args[3], args[-2], args[-1]),
 }
 
 FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # nobody else calls these

@@ -195,7 +195,8 @@ def parallelize(
 def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
     """Who holds what of a sample. cp divides tokens or, with a U-Net, the grid itself."""
     if isinstance(model, UNet):
-        return build_tiles(mesh.grid["cp"], tiles, model.padded_shape, model.multiple)
+        shared = mesh.grid["cp"] if mesh.degrees.cp > 1 else None
+        return build_tiles(shared, tiles, model.padded_shape, model.multiple)
     return TokenShards(mesh, model.num_tokens)
 
 

@@ -6,7 +6,7 @@ what it makes is run. That the numbers stay is in tests/test_parity.py.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ def fused_graphs(asynchronous: bool) -> list[Counter[str]]:
     """Of a block's forward and backward: what of each graph talks to other ranks after inductor's pass."""
     found: list[Counter[str]] = []
 
-    def look(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable:
+    def look(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
         fused = copy.deepcopy(graph)
         view_to_reshape(fused)
         micro_pipeline_tp_pass(fused.graph)
