@@ -109,7 +109,9 @@ class Model:
     # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer
     stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0
     # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
-    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash_attn", "math"] = "sdpa"
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
+        "auto"
+    )
     width: Width = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
     levels: Annotated[int, Range(1, 20)] = 4  # U-Net: how often the grid is halved
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step

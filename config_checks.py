@@ -53,7 +53,8 @@ def _check_vit(model: Model) -> None:
         refuse("model.num_heads", model.num_heads, reason)
     if model.position == "sincos" and model.dim % 4:
         refuse("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
-    if model.attention_backend in ("flash", "flash_attn", "cudnn") and (model.dim // model.num_heads) % 8:
+    needs_eights = model.attention_backend not in ("auto", "sdpa", "math")
+    if needs_eights and (model.dim // model.num_heads) % 8:
         reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
         refuse("model.num_heads", model.num_heads, reason)
 

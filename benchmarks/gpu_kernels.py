@@ -3,7 +3,6 @@
 .venv/bin/python benchmarks/gpu_kernels.py attention|products|optimizers|activations [--rehearse]
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,16 +18,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_session import Session, start_part
 from benchmarks.saved_activations import Case, units
 from config import Model
+from models.attention import HOPPER, activate, check_backend
 from models.attention import attention as rossby_attention
-from models.attention import check_backend
 from models.vit import VisionTransformer
-from parallelisms.measured_choices import BACKENDS, HOPPER, HOPPER_KERNELS
+from parallelisms.measured_choices import BACKENDS, is_of_hopper
 from planning.calibration import attention_flops, matmul_flops
 from training.optimizers import build_optimizer, parameter_groups, set_lr
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-# The packages of FlashAttention-3 and -4, which models/attention.py does not use: module -> version.
-PACKAGES = {"flash_attn_interface": "FlashAttention-3", "flash_attn.cute": "FlashAttention-4"}
 ATTENTION_NAMES = ("flash", "fmha", "sdpa", "attention", "attn", "cudnn")
 ADAM_BYTES = 28  # a parameter: four float32 tensors read, three written
 
@@ -40,10 +37,6 @@ def attention(session: Session) -> None:
     """TFLOP/s forward and backward at both head sizes, and the name of the kernel that ran."""
     sizes, device = session.sizes, session.device
     available = {name: kernel_of(name) for name in BACKENDS[device.type]}
-    for module, name in PACKAGES.items():
-        there = is_importable(module)
-        session.add(f"{name} ({module}) is installed", float(there), "")
-        available |= {name: partial(packaged, module)} if there else {}
     for patch in sizes.patches:
         for heads in sizes.heads:
             shape = (2, heads, sizes.tokens(patch), sizes.dim // heads)
@@ -55,23 +48,10 @@ def attention(session: Session) -> None:
 def kernel_of(backend: str) -> Kernel:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_backend(backend, q.device.type, q.dtype)
+        activate(backend)
         return rossby_attention(q, k, v, backend)
 
     return run
-
-
-def is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
-
-
-def packaged(module: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Their layout is (B, T, N, E); some versions return the log-sum-exp too."""
-    function = importlib.import_module(module).flash_attn_func
-    out = function(*(x.transpose(1, 2) for x in (q, k, v)))
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
 def time_attention(session: Session, what: str, name: str, kernel: Kernel, shape: tuple[int, ...]) -> None:
@@ -120,7 +100,7 @@ def of_hopper(kernels: list[str]) -> bool:
     """Whether the first is a kernel of Hopper's own; true on other GPUs, which have none."""
     if torch.cuda.get_device_capability() != HOPPER:
         return True
-    return any(part.lower() in kernels[0].lower() for part in HOPPER_KERNELS)
+    return is_of_hopper(kernels[0])
 
 
 # -- matrix products

@@ -19,7 +19,7 @@ from config import Parallelism
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
-from planning.workload import Workload
+from planning.workload import ITEMSIZE, Workload
 from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, reference_of, three_steps
@@ -95,6 +95,7 @@ def layout_workload(layout: Layout) -> Workload:
         local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
         global_batch=GLOBAL_BATCH,
         dtype=layout.dtype,
+        reduce_itemsize=ITEMSIZE[layout.reduce],
         reshard=parallelism.fsdp_reshard_after_forward,
         method=parallelism.context_parallel_method,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,

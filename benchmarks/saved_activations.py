@@ -24,7 +24,8 @@ from torch import Tensor
 
 from benchmarks.results_file import record
 from config import ActivationCheckpoint, Model
-from models.vit import VisionTransformer, init_weights
+from models.initialization import init_weights
+from models.vit import VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees

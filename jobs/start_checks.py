@@ -30,6 +30,7 @@ from models.unet import UNet
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
+from parallelisms.pipeline import SPLIT_BACKWARD
 
 
 def open_checked(config: Config) -> Selection:
@@ -63,6 +64,7 @@ def check_machine(config: Config) -> None:
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
     if config.compile.cuda_graphs and not use_cuda:
         refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
+    check_schedule(config)
     folder = config.dump_folder
     check_folder("job.dump_folder", folder)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
@@ -71,6 +73,20 @@ def check_machine(config: Config) -> None:
     float8 = config.float8
     if float8.enable:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_schedule(config: Config) -> None:
+    """Schedules of a pipeline that an older torch has, and cannot run."""
+    key, schedule = "pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
+        return
+    if schedule == "ZBVZeroBubble" and release < (2, 12):
+        reason = f'fails inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
+        refuse(f"parallelism.{key}", schedule, reason)
+    if config.compile.enable and release < (2, 13):
+        reason = f"with compile.enable it fails inside torch {torch.__version__}; set that to false"
+        refuse(f"parallelism.{key}", schedule, f'{reason}, install torch 2.13, or use "Interleaved1F1B"')
 
 
 def local_ranks() -> tuple[str, int]:

@@ -13,15 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import ConfigError
 
-BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash_attn", "math")
+BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math")
+# FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
+IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
+HOPPER = (9, 0)  # the first compute capability on which cuDNN's attention is the faster one
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose, as `auto` does until parallelisms/measured_choices.py has measured; `cudnn` and
-    `flash` pin one of torch's kernels; `flash_attn` is the package; `math` is two matmuls and a softmax,
-    faster on a CPU than its flash kernel at a few hundred tokens.
+    `sdpa` lets torch choose, as `auto` does until `use_backend` has said; `cudnn` and `flash` pin one of
+    torch's kernels; `flash3` and `flash4` are the latter after `activate`; `flash_attn` is the package;
+    `math` is two matmuls and a softmax, faster on a CPU than its flash kernel at a few hundred tokens.
     """
     if backend in ("sdpa", "auto"):
         return F.scaled_dot_product_attention(q, k, v)
@@ -30,9 +33,38 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
         return scores.softmax(dim=-1) @ v
     if backend == "flash_attn":
         return _flash_attn_package(q, k, v)
-    pinned = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+    pinned = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(pinned):
         return F.scaled_dot_product_attention(q, k, v)
+
+
+def activate(backend: str) -> None:
+    """Makes torch's flash kernel FlashAttention-3 or -4, or its own again: for the whole process."""
+    wanted, _ = IMPLEMENTATIONS.get(backend, (None, ""))
+    if wanted == torch.nn.attention.current_flash_attention_impl():
+        return
+    if wanted:
+        torch.nn.attention.activate_flash_attention_impl(wanted)
+    else:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def use_backend(model: nn.Module, backend: str) -> None:
+    """Sets the kernel of all blocks."""
+    activate(backend)
+    for module in model.modules():
+        if isinstance(module, Kernel):
+            module.backend = backend
+
+
+def preferred_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """What `auto` is where nothing is measured: torch's own choice is FlashAttention-2 on every GPU.
+
+    On Hopper cuDNN's is the faster one (Shah et al. 2024, arXiv 2407.08608, figure 5), on Ampere it is not.
+    """
+    half = dtype != torch.float32 and device.type == "cuda"
+    hopper = half and torch.cuda.get_device_capability(device) >= HOPPER
+    return "cudnn" if hopper and not _missing("cudnn", device.type, dtype) else "sdpa"
 
 
 def _flash_attn_package(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,15 +82,24 @@ def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:
 
 
 def _missing(backend: str, device_type: str, dtype: torch.dtype) -> str:
-    if backend in ("cudnn", "flash_attn") and device_type != "cuda":
+    if backend in ("cudnn", "flash_attn", *IMPLEMENTATIONS) and device_type != "cuda":
         return f"needs a CUDA device and the run is on {device_type}"
     if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed (pip install flash-attn)"
-    if backend in ("cudnn", "flash", "flash_attn") and device_type == "cuda" and dtype == torch.float32:
+    if backend in IMPLEMENTATIONS and not _is_installed(IMPLEMENTATIONS[backend][1]):
+        return f"the package with {IMPLEMENTATIONS[backend][1]} is not installed"
+    if device_type == "cuda" and dtype == torch.float32 and backend not in ("auto", "sdpa", "math"):
         return 'has no float32 kernel; set training.mixed_precision_param = "bfloat16"'
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
     return ""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 class Kernel(nn.Module):

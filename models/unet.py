@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from errors import ConfigError
 from models.embeddings import crop_grid, pad_grid, padded_shape
-from models.vit import NORM_EPS
+from models.vit import NORM_EPS, LayerNorm
 
 
 class GridPadding(nn.Module):
@@ -73,7 +73,7 @@ class GridConv2d(nn.Conv2d):
         return self.in_channels * self.kernel_size[0] * self.kernel_size[1]
 
 
-class ChannelNorm(nn.LayerNorm):
+class ChannelNorm(LayerNorm):
     """x (B, D, h, w) -> the same shape, normalised over the channels of each cell.
 
     Not GroupNorm: its mean over the grid would need two all-reduced sums at every norm on a split grid, would
@@ -83,12 +83,7 @@ class ChannelNorm(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast would make and keep a float32 copy of the largest tensors here, and activations are what
-        # fills the memory. The kernel sums in float32 whatever comes in.
-        with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-            cells = F.layer_norm(x.movedim(1, -1), self.normalized_shape, weight, bias, self.eps)
-        return cells.movedim(-1, 1)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class ConvBlock(nn.Module):

@@ -4,10 +4,8 @@ Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitu
 N heads, E = D/N head size, M hidden width of the MLP.
 """
 
-import hashlib
-from collections.abc import Callable
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Model
@@ -25,6 +23,19 @@ from models.embeddings import (
 NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two models
 
 
+class LayerNorm(nn.LayerNorm):
+    """x (..., D) -> the same shape and precision, normalised over D.
+
+    Autocast would make and keep a float32 copy of its input, and give float32, which is cast again for the
+    next product and sent at twice its size. The kernel sums in float32 whatever comes in.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class Attention(nn.Module):
     """tokens (B, T, D) -> (B, T, D)."""
 
@@ -34,8 +45,8 @@ class Attention(nn.Module):
         # Rows are ordered (head, q|k|v, E): a contiguous slice of rows is whole heads with their q, k, v.
         # Ordered (q|k|v, head, E), a slice for tensor parallelism would cut across q, k and v.
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.q_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
         self.kernel = Kernel(backend)
         self.projection = nn.Linear(dim, dim)
 
@@ -82,9 +93,9 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_dim: int, qkv_bias: bool, qk_norm: bool, drop: float, backend: str
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(dim, eps=NORM_EPS)
         self.attention = Attention(dim, num_heads, qkv_bias, qk_norm, backend)
-        self.mlp_norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.mlp_norm = LayerNorm(dim, eps=NORM_EPS)
         self.mlp = MLP(dim, mlp_dim)
         self.stochastic_depth = StochasticDepth(drop)
 
@@ -125,7 +136,7 @@ class VisionTransformer(nn.Module):
         blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm = LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 
     @property
@@ -178,39 +189,3 @@ class VisionTransformer(nn.Module):
     def _end_flops(self) -> tuple[int, int]:
         values = 2 * self.num_tokens * self.dim * self.patch_size[0] * self.patch_size[1]
         return values * self.in_channels, values * self.out_channels
-
-
-def fill_with_nan(model: nn.Module) -> None:
-    """So that a parameter which the initialisation forgets cannot pass unseen."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.detach().fill_(float("nan"))
-
-
-def init_weights(
-    model: nn.Module,
-    seed: int,
-    name_of: Callable[[str], str] = str,
-    assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
-) -> None:
-    """Every parameter from (seed, its name) alone: the same on every layout, whatever is built first.
-
-    `name_of` takes off what wrappers have put before a name; `assign(parameter, value)` puts the full value
-    into a parameter, of which a sharded one takes its part.
-    """
-    with torch.no_grad():
-        for wrapped, parameter in model.named_parameters():
-            name = name_of(wrapped)
-            assign(parameter, initial_value(name, parameter.shape, model.initial_std(name), seed))  # type: ignore[operator]
-        for module in model.modules():
-            if isinstance(module, SinCosPosition):
-                assign(module.embedding, module.values())
-
-
-def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:
-    """The float32 start of one parameter, on the CPU: normal, cut at two standard deviations."""
-    if std is None:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-2 * std, b=2 * std, generator=generator)

@@ -40,6 +40,7 @@ ATTENTIONS = {
     "flash_attn_3::_flash_attn_forward",
     "flash_attn_3::fwd",
     "flex_attention",
+    "rossby::ring_attention",  # its sends are not made again either
 }
 
 

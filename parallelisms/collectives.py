@@ -1,6 +1,7 @@
 """Every collective that a step makes: which kind, along which axis of the mesh, how many bytes.
 
-Counts what passes through torch's dispatcher: c10d's own calls, DTensor's and FSDP's, and the halo exchange.
+Counts what passes through torch's dispatcher: c10d's own calls, DTensor's and FSDP's, the halo exchange, and
+what the ring's operators say that they send.
 """
 
 from collections import Counter
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.mesh import Mesh
+from parallelisms.ring_attention import sends, sends_backward
 
 # Operator -> what it is called here, and which argument holds the larger buffer: the one whose bytes count.
 KINDS = {
@@ -30,6 +32,12 @@ KINDS = {
     "_c10d_functional_autograd::all_gather_into_tensor": ("all-gather", None),
     "_c10d_functional_autograd::all_to_all_single": ("all-to-all", 0),
     "rossby::swap_strips": ("send", 0),
+}
+
+# Operators that send several tensors: bytes of each, by their arguments.
+SENDS = {
+    "rossby::ring_attention": lambda args: sends(args[1], args[2], args[-1]),
+    "rossby::ring_attention_backward": lambda args: sends_backward(args[2], args[3], args[-2], args[-1]),
 }
 
 FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # nobody else calls these
@@ -62,6 +70,8 @@ class Recorder(TorchDispatchMode):
             size = total_bytes(result if index is None else args[index])
             axis = "fsdp" if name in FSDP else self.axes.get(group_ranks(args), "world")
             self.calls[Collective(kind, axis, size)] += 1
+        for size in SENDS.get(name, lambda _: ())(args):
+            self.calls[Collective("send", self.axes.get(group_ranks(args), "world"), size)] += 1
         return result
 
     def table(self) -> str:

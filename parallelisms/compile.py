@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from models.unet import UNet
 from models.vit import StochasticDepth
 
+BACKEND: Any = "inductor"  # of all compilations; tests of many layouts take one that needs no C++
 
-def apply_compile(model: nn.Module, backend: Any = "inductor", cuda_graphs: bool = False) -> None:
+
+def apply_compile(
+    model: nn.Module, backend: Any = None, cuda_graphs: bool = False, backward_twice: bool = False
+) -> None:
     """Compiles the blocks of `model` in place, after activation checkpointing and before FSDP.
 
     `block.compile()` keeps the module and so the names of its parameters; torch.compile(block) would put
@@ -22,7 +28,15 @@ def apply_compile(model: nn.Module, backend: Any = "inductor", cuda_graphs: bool
 
     `cuda_graphs`: every block's kernels are recorded. What a graph returns is overwritten when it runs again,
     so that gradients have to be added to memory of their own, which stays: `keep_gradients`.
+
+    `backward_twice`: what zero-bubble schedules do, for gradients of inputs first and of weights later. A
+    compiled backward then must not take the memory of what it was given: for this whole process.
     """
+    # Dynamo would cut a block's graph where a bucket of DDP's is full, for reductions that start earlier:
+    # those of whole blocks start early enough, and graphs in parts cannot be fused.
+    torch._dynamo.config.optimize_ddp = False  # type: ignore[reportPrivateImportUsage]
+    if backward_twice:
+        functorch_config.donated_buffer = False
     unify_stochastic_depth(model)
     blocks = list(model.get_submodule("blocks").children())
     if isinstance(model, UNet):
@@ -32,12 +46,18 @@ def apply_compile(model: nn.Module, backend: Any = "inductor", cuda_graphs: bool
         torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
     for block in blocks:
         mode = "reduce-overhead" if cuda_graphs else None
-        block.compile(backend=backend, fullgraph=True, dynamic=False, mode=mode)
+        block.compile(backend=backend or BACKEND, fullgraph=True, dynamic=False, mode=mode)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of tensors of fixed shapes as one graph."""
-    return torch.compile(function, backend="inductor", fullgraph=True, dynamic=False)
+    graph = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
+    return lambda *tensors: graph(*map(_arrived, tensors))
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """What a collective gives, once it is there: a graph would cut the gradient of one on its way."""
+    return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def keep_gradients(model: nn.Module) -> None:

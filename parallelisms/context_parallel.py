@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from models.attention import Kernel
 from parallelisms.parameter_names import blocks_of
-from parallelisms.ring_attention import Ring, RingAttention, block_kernels
+from parallelisms.ring_attention import ring_attention
 
 
 class UlyssesKernel(nn.Module):
@@ -71,13 +71,15 @@ class AllGatherKernel(nn.Module):
 class RingKernel(nn.Module):
     """Passes keys and values on from rank to rank; see parallelisms/ring_attention.py."""
 
-    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
+    def __init__(
+        self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int, reduce_dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.backend, self.ring = inner.backend, Ring(group, num_tokens)
+        self.inner, self.num_tokens = inner, num_tokens
+        self.sent, self.group_name = reduce_dtype, group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kernels = block_kernels(self.backend, q.device.type)
-        return RingAttention.apply(q, k, v, self.ring, kernels)  # type: ignore[return-value]
+        return ring_attention(q, k, v, self.num_tokens, self.inner.backend, self.sent, self.group_name)[0]
 
 
 class TrimmedKernel(nn.Module):
@@ -91,14 +93,23 @@ class TrimmedKernel(nn.Module):
         return self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
 
 
-METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel, "ring": RingKernel}
+METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}
 
 
-def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str, num_tokens: int) -> None:
-    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`."""
+def apply_context_parallel(
+    model: nn.Module, group: dist.ProcessGroup, method: str, num_tokens: int, reduce_dtype: torch.dtype
+) -> None:
+    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`.
+
+    reduce_dtype: what the ring's gradients travel in.
+    """
     for block in blocks_of(model):
         kernel = block.attention.kernel
-        block.attention.kernel = METHODS[method](kernel, group, num_tokens)  # type: ignore[assignment]
+        if method == "ring":
+            replacement = RingKernel(kernel, group, num_tokens, reduce_dtype)
+        else:
+            replacement = METHODS[method](kernel, group, num_tokens)
+        block.attention.kernel = replacement  # type: ignore[assignment]
 
 
 def trim_padding(model: nn.Module, num_tokens: int) -> None:

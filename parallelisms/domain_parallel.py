@@ -61,7 +61,7 @@ class GridTiles:
     column_bounds: tuple[int, ...]
     ranks: tuple[int, ...]  # global ranks, row-major
     index: int  # of this rank in `ranks`
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: this rank has the whole grid
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -137,13 +137,19 @@ class GridTiles:
         return slice(*self.row_bounds[row : row + 2]), slice(*self.column_bounds[column : column + 2])
 
 
-def build_tiles(mesh: DeviceMesh, tiles: tuple[int, int], shape: tuple[int, int], multiple: int) -> GridTiles:
+def build_tiles(
+    mesh: DeviceMesh | None, tiles: tuple[int, int], shape: tuple[int, int], multiple: int
+) -> GridTiles:
     """Deals the padded grid of `shape` out to the ranks of a mesh with one axis, as (rows, columns) of tiles.
+
+    None is the mesh of a rank that has the whole grid.
 
     ConfigError, with the valid ones, for tiles that the ranks or the grid do not allow.
     """
-    check_tiles(tiles, shape, multiple, mesh.size())
+    check_tiles(tiles, shape, multiple, mesh.size() if mesh else 1)
     rows, columns = bounds(shape[0], tiles[0], multiple), bounds(shape[1], tiles[1], multiple)
+    if mesh is None:
+        return GridTiles(rows, columns, (dist.get_rank(),), 0, None)
     group = mesh.get_group()  # asked for its ranks: `mesh.mesh` is a tensor, which a dry run cannot read
     return GridTiles(rows, columns, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
 
@@ -153,6 +159,7 @@ def apply_domain_parallel(model: Model, tiles: GridTiles) -> Model:
 
     To be applied before compile and FSDP, which would hide the modules it replaces.
     """
+    assert tiles.group is not None
     group_name = tiles.group.group_name
     for _, conv in named_convolutions(model):
         around = conv.around

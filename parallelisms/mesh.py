@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,10 +57,12 @@ class Mesh:
 
     `grid` has the axes pp, dp_replicate, dp_shard, cp, tp. `parameters` has pp, dp_replicate, fsdp, tp,
     where fsdp is dp_shard and cp together: parameters are replicated over cp, so that sharding them over it
-    costs nothing and sums their gradients.
+    costs nothing and sums their gradients. Axes of one rank are left out of both: nobody talks along them,
+    and every rank would make the groups of all others.
     """
 
     degrees: Degrees
+    ranks: Tensor  # global ranks by their coordinates on all five axes
     grid: DeviceMesh
     parameters: DeviceMesh
     same_samples: dist.ProcessGroup | None  # those that read the same; None: this rank alone does
@@ -69,7 +72,7 @@ class Mesh:
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
-        return self.grid.get_local_rank(axis)
+        return self.grid.get_local_rank(axis) if getattr(self.degrees, axis) > 1 else 0
 
     @property
     def dp_rank(self) -> int:
@@ -92,7 +95,7 @@ class Mesh:
     def picture(self) -> str:
         """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
         lines = []
-        for position, rank in np.ndenumerate(self.grid.mesh.numpy()):
+        for position, rank in np.ndenumerate(self.ranks.numpy()):
             named = zip(AXES, position, self.degrees.sizes, strict=True)
             lines.append(f"rank {rank:>4}: " + ", ".join(f"{axis} {i}" for axis, i, n in named if n > 1))
         return "\n".join(lines)
@@ -106,13 +109,36 @@ def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] =
     order = [AXES.index(axis) for axis in axis_order]
     ranks = torch.arange(degrees.world).view([degrees.sizes[i] for i in order])
     ranks = ranks.permute([order.index(i) for i in range(len(AXES))]).contiguous()
-    pp, replicate, shard, cp, tp = degrees.sizes
-    grid = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
-    flat = ranks.view(pp, replicate, shard * cp, tp)
-    parameters = DeviceMesh(device_type, flat, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    grid = device_mesh(device_type, ranks, AXES)
+    flat = ranks.flatten(2, 3)  # (pp, dp_replicate, fsdp, tp)
+    sharded = ("fsdp",) if degrees.uses_fsdp else ()  # over one rank, where replicas split their model by tp
+    parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), sharded)
     sharing = ranks.permute(1, 2, 0, 3, 4).reshape(degrees.dp, -1).tolist()
     own = dist.new_subgroups_by_enumeration(sharing)[0] if len(sharing[0]) > 1 else None
-    return Mesh(degrees, grid, parameters, own)  # type: ignore[reportArgumentType]  # every rank is in one
+    mesh = Mesh(degrees, ranks, grid, parameters, own)  # type: ignore[reportArgumentType]  # all are in one
+    take_timeout(mesh.groups, device_type)
+    return mesh
+
+
+def device_mesh(
+    device_type: str, ranks: Tensor, axes: tuple[str, ...], always: tuple[str, ...] = ()
+) -> DeviceMesh:
+    """Of the axes with more than one rank, and those that are `always` there; of one rank: of the last."""
+    kept = [axis for axis, size in zip(axes, ranks.shape, strict=True) if size > 1 or axis in always]
+    kept = kept or [axes[-1]]
+    sizes = [ranks.shape[axes.index(axis)] for axis in kept]
+    return DeviceMesh(device_type, ranks.reshape(sizes), mesh_dim_names=tuple(kept))
+
+
+def take_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
+    """That of the run (comm.timeout_seconds) for all groups: torch gives new ones its default, up to half an
+    hour.
+    """
+    if dist.get_backend() == "fake":
+        return
+    options = groups[0]._get_backend(torch.device(device_type)).options
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 def mesh_of(parallelism: Parallelism, device: torch.device) -> Mesh:

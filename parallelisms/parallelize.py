@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from models.build import WeatherModel
+from models.initialization import fill_with_nan, init_weights
 from models.unet import UNet
-from models.vit import VisionTransformer, fill_with_nan, init_weights
+from models.vit import VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile, keep_gradients
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
@@ -23,8 +24,8 @@ from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build
 from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh
 from parallelisms.parameter_names import canonical
-from parallelisms.pipeline import Pipeline, Stage, split_points, stages_of_rank
-from parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
+from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, Stage, split_points, stages_of_rank
+from parallelisms.tensor_parallel import apply_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 from traces.profiler import span
@@ -159,15 +160,15 @@ def parallelize(
             apply_float8(part, float8, device.type, degrees.tp)
         # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
         if degrees.tp > 1:
-            apply_tensor_parallel(part, mesh.parameters["tp"], param_dtype)
-            if parallelism.enable_async_tensor_parallel:
-                enable_async_tensor_parallel(mesh.parameters.get_group("tp").group_name)
+            asynchronous = parallelism.enable_async_tensor_parallel
+            apply_tensor_parallel(part, mesh.parameters["tp"], asynchronous=asynchronous)
         # Context parallelism replaces attention, whose heads are by now those of this rank.
-        split_samples(part, model, shards, mesh, parallelism.context_parallel_method)
+        split_samples(part, model, shards, mesh, parallelism.context_parallel_method, reduce_dtype)
         # Checkpointing decides what is recomputed, collectives included, before compile sees it.
         apply_activation_checkpoint(part, activation_checkpoint, compiled=compile.enable)  # type: ignore[arg-type]
         if compile.enable:
-            apply_compile(part, cuda_graphs=compile.cuda_graphs)
+            splits = degrees.pp > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
+            apply_compile(part, cuda_graphs=compile.cuda_graphs, backward_twice=splits)
         # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
         offload = parallelism.cpu_offload and degrees.uses_fsdp
         if degrees.uses_fsdp:
@@ -194,11 +195,14 @@ def parallelize(
 def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
     """Who holds what of a sample. cp divides tokens or, with a U-Net, the grid itself."""
     if isinstance(model, UNet):
-        return build_tiles(mesh.grid["cp"], tiles, model.padded_shape, model.multiple)
+        shared = mesh.grid["cp"] if mesh.degrees.cp > 1 else None
+        return build_tiles(shared, tiles, model.padded_shape, model.multiple)
     return TokenShards(mesh, model.num_tokens)
 
 
-def split_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str) -> None:
+def split_samples(
+    part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str, reduce_dtype: torch.dtype
+) -> None:
     """From now on `part` computes this rank's shard of a sample, and asks the others for what it needs."""
     if isinstance(model, UNet):
         assert isinstance(shards, GridTiles)
@@ -207,7 +211,7 @@ def split_samples(part: nn.Module, model: WeatherModel, shards: Shards, mesh: Me
         return
     assert isinstance(shards, TokenShards)
     if mesh.degrees.cp > 1:
-        apply_context_parallel(part, mesh.group("cp"), method, model.num_tokens)
+        apply_context_parallel(part, mesh.group("cp"), method, model.num_tokens, reduce_dtype)
         model.position.first_token = shards.first_token
     elif shards.padded > model.num_tokens:
         trim_padding(part, model.num_tokens)

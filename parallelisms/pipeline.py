@@ -20,6 +20,7 @@ from traces.profiler import span
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> part of the loss
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
 
 
 class Stage(nn.Module):

@@ -2,6 +2,7 @@
 
 Each rank keeps its queries. In cp rounds the keys and values of every rank come by; partial results are
 merged by their log-sum-exp (Liu et al. 2023), and the next round's keys travel while this round's are used.
+Both directions are operators of their own, which compile keeps whole: in a graph it refuses sends.
 Shapes: B batch, N heads, t tokens a rank, s valid keys of a chunk, E head size.
 """
 
@@ -10,7 +11,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # type: ignore[reportPrivateImportUsage]
+)
 
 BlockForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BlockBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -65,79 +69,171 @@ def cuda_flash_backward(
     return backward(grad, q, k, v, out, lse, *sizes, 0.0, False, seed, offset)
 
 
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False)
+    return out, lse.squeeze(-1)  # (B, N, t, 1) where it comes from
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, no lengths of samples
+    return backward(grad, q, k, v, out, lse[..., None], seed, seed, *sizes, 0.0, False)
+
+
 def block_kernels(backend: str, device_type: str) -> tuple[BlockForward, BlockBackward]:
-    """The pair for a backend: flash kernels and plain matmuls give the log-sum-exp that merging needs."""
+    """The pair for a backend: these give the log-sum-exp that merging needs.
+
+    torch's flash kernel is FlashAttention-3 or -4 where that was activated (models/attention.py).
+    """
     if backend == "math":
         return math_forward, math_backward
+    if backend == "cudnn":
+        return cudnn_forward, cudnn_backward
     if device_type == "cuda":
         return cuda_flash_forward, cuda_flash_backward
     return cpu_flash_forward, cpu_flash_backward
 
 
+KEYS, GRADIENTS = 0, 1  # tags: both are on their way at a time
+
+
 class Ring:
     """Neighbours of a rank in a group, and how much of each rank's chunk is not padding."""
 
-    def __init__(self, group: dist.ProcessGroup, num_tokens: int) -> None:
-        self.group, self.num_tokens = group, num_tokens
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.following = dist.get_global_rank(group, (self.rank + 1) % self.size)
-        self.preceding = dist.get_global_rank(group, (self.rank - 1) % self.size)
+    def __init__(self, group_name: str, num_tokens: int) -> None:
+        self.group = _resolve_process_group(group_name)  # type: ignore[reportArgumentType]
+        self.num_tokens = num_tokens
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.following = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
+        self.preceding = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
     def valid(self, turn: int, chunk: int) -> int:
         """Keys in the chunk that is here after `turn` rounds: it came from rank - turn."""
         return max(0, min(chunk, self.num_tokens - (self.rank - turn) % self.size * chunk))
 
-    def pass_on(self, tensor: Tensor) -> tuple[Tensor, list[dist.Work]]:
+    def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
         """Starts sending `tensor` to the next rank; what arrives from the last, and what to wait for."""
         arriving = torch.empty_like(tensor)
-        send = dist.P2POp(dist.isend, tensor, self.following, self.group)
-        receive = dist.P2POp(dist.irecv, arriving, self.preceding, self.group)
+        send = dist.P2POp(dist.isend, tensor, self.following, self.group, tag)
+        receive = dist.P2POp(dist.irecv, arriving, self.preceding, self.group, tag)
         return arriving, dist.batch_isend_irecv([send, receive])
 
+    def pass_keys(self, held: Tensor, turn: int) -> tuple[Tensor, list[dist.Work]]:
+        """As `pass_on`, but in the last round, when all have been everywhere."""
+        return self.pass_on(held, KEYS) if turn < self.size - 1 else (held, [])
 
-class RingAttention(torch.autograd.Function):
-    """q, k, v (B, N, t, E) of this rank -> out (B, N, t, E) over the keys of all ranks."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, ring: Ring, kernels: tuple[BlockForward, BlockBackward]):  # type: ignore[override]
-        held, chunk = torch.stack([k, v]), k.shape[2]
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-        for turn in range(ring.size):
-            arriving, work = ring.pass_on(held) if turn < ring.size - 1 else (held, [])
-            if valid := ring.valid(turn, chunk):
-                part, part_lse = kernels[0](q, held[0][:, :, :valid], held[1][:, :, :valid])
-                merged = torch.logaddexp(lse, part_lse)
-                out = out * (lse - merged).exp()[..., None] + part * (part_lse - merged).exp()[..., None]
-                lse = merged
-            for item in work:
-                item.wait()
-            held = arriving
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring, ctx.kernels = ring, kernels
-        return out
+def wait_for(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
-    @staticmethod
-    def backward(ctx, *grads):
-        """Keys go round once more, and their gradients with them: after cp rounds they are home."""
-        (grad,), (q, k, v, out, lse) = grads, ctx.saved_tensors
-        ring, chunk = ctx.ring, k.shape[2]
-        held = torch.stack([k, v])
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, num_tokens: int, backend: str, sent: torch.dtype, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """q, k, v (B, N, t, E) of this rank -> out (B, N, t, E) over all keys, its log-sum-exp (B, N, t).
+
+    num_tokens: of all ranks, padding left out; backend: whose block kernels; sent: what gradients of keys and
+    values travel in, back to their rank, where they are added up in float32. All ranks of the group call this
+    together.
+    """
+    ring, (forward, _) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
+    held, chunk = torch.stack([k, v]), k.shape[2]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    for turn in range(ring.size):
+        arriving, works = ring.pass_keys(held, turn)
+        if valid := ring.valid(turn, chunk):
+            part, part_lse = forward(q, held[0][:, :, :valid], held[1][:, :, :valid])
+            merged = torch.logaddexp(lse, part_lse)
+            out = out * (lse - merged).exp()[..., None] + part * (part_lse - merged).exp()[..., None]
+            lse = merged
+        wait_for(works)
+        held = arriving
+    return out.to(q.dtype), lse
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    num_tokens: int,
+    backend: str,
+    sent: torch.dtype,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v. Keys go round once more, and their gradients one round behind them.
+
+    What the ranks before have found for a chunk arrives while this rank computes its own part; after cp
+    rounds all are home.
+    """
+    ring, (_, backward) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
+    held, chunk = torch.stack([k, v]), k.shape[2]
+    grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    grad_before, grad_works = torch.zeros(held.shape, dtype=sent, device=q.device), []
+    for turn in range(ring.size):
+        arriving, works = ring.pass_keys(held, turn)
         grad_held = torch.zeros(held.shape, dtype=torch.float32, device=q.device)
-        grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        for turn in range(ring.size):
-            arriving, work = ring.pass_on(held) if turn < ring.size - 1 else (held, [])
-            if valid := ring.valid(turn, chunk):
-                keys, values = held[0][:, :, :valid], held[1][:, :, :valid]
-                part_q, part_k, part_v = ctx.kernels[1](grad.contiguous(), q, keys, values, out, lse)
-                grad_q += part_q
-                grad_held[0, :, :, :valid] += part_k
-                grad_held[1, :, :, :valid] += part_v
-            for item in work:
-                item.wait()
-            arriving_grad, work = ring.pass_on(grad_held)
-            for item in work:
-                item.wait()
-            held, grad_held = arriving, arriving_grad
-        return grad_q.to(q.dtype), grad_held[0].to(k.dtype), grad_held[1].to(v.dtype), None, None
+        if valid := ring.valid(turn, chunk):
+            keys, values = held[0][:, :, :valid], held[1][:, :, :valid]
+            part_q, part_k, part_v = backward(grad, q, keys, values, out, lse)
+            grad_q += part_q
+            grad_held[0, :, :, :valid] = part_k
+            grad_held[1, :, :, :valid] = part_v
+        wait_for(grad_works)
+        grad_held += grad_before
+        grad_before, grad_works = ring.pass_on(grad_held.to(sent), GRADIENTS)
+        wait_for(works)
+        held = arriving
+    wait_for(grad_works)
+    grad_k, grad_v = (grad.to(k.dtype, copy=True) for grad in grad_before)  # operators may not give views
+    return grad_q.to(q.dtype), grad_k, grad_v
+
+
+ring_attention = library.custom_op("rossby::ring_attention", attend, mutates_args=())
+ring_attention_backward = library.custom_op(
+    "rossby::ring_attention_backward", attend_backward, mutates_args=()
+)
+
+
+@ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *ring: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ring: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.ring = inputs[3:]
+
+
+def _go_back(ctx, grad: Tensor, grad_lse: Tensor) -> tuple:
+    """Nobody asks for gradients through the log-sum-exp."""
+    return *ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.ring), *[None] * len(ctx.ring)
+
+
+ring_attention.register_autograd(_go_back, setup_context=_keep)
+
+
+def sends(k: Tensor, v: Tensor, group_name: str) -> list[int]:
+    """Bytes of each tensor that `ring_attention` sends: what a recorder writes down, of fake ranks too."""
+    size = dist.get_world_size(_resolve_process_group(group_name))  # type: ignore[reportArgumentType]
+    return [k.nbytes + v.nbytes] * (size - 1)
+
+
+def sends_backward(k: Tensor, v: Tensor, sent: torch.dtype, group_name: str) -> list[int]:
+    """The same of `ring_attention_backward`: keys and values, then their gradients."""
+    keys = sends(k, v, group_name)
+    return keys + [(k.numel() + v.numel()) * sent.itemsize] * (len(keys) + 1)

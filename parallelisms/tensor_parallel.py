@@ -5,10 +5,13 @@ reduces and scatters (Korthikanti et al. 2022). Everything else holds replicated
 that one gradient norm exists.
 """
 
-import torch
-from torch import nn
+from functools import partial
+from types import MethodType
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,10 +25,10 @@ from parallelisms.parameter_names import blocks_of
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: bool = False) -> None:
     """Shards a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
 
-    `dtype` is what its matrices multiply in: autocast's norms give float32, twice what has to be gathered.
+    asynchronous: compile overlaps the blocks' gathers and scatters with the products beside them.
     Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
     """
     plan: dict[str, ParallelStyle] = {
@@ -37,8 +40,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
     for block in blocks_of(model):
         parallelize_module(block, mesh, block_plan())
-        for norm in (block.attention_norm, block.mlp_norm):
-            norm.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+        if asynchronous:
+            for name, style in block_plan().items():
+                if isinstance(style, ColwiseParallel | RowwiseParallel):
+                    add_bias_outside(block.get_submodule(name), by_columns=isinstance(style, ColwiseParallel))
+    if asynchronous:
+        enable_async_tensor_parallel(mesh.get_group().group_name)
 
 
 def enable_async_tensor_parallel(group_name: str) -> None:
@@ -52,6 +59,29 @@ def enable_async_tensor_parallel(group_name: str) -> None:
 
     inductor_config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]  # 2.13 gives the name a type of its own
+
+
+def add_bias_outside(layer: nn.Module, by_columns: bool) -> None:
+    """Of a plain matrix: the bias is added to this rank's shard of its output.
+
+    torch's inductor knows a gather or a scatter beside a product alone, not beside one that adds a bias too;
+    to a row-parallel product's summands no bias could be added but in parts.
+    """
+    if type(layer) is not nn.Linear or layer.bias is None:  # float8's adds it outside by itself
+        return
+    layer.forward = MethodType(_product, layer)
+    # Each rank adds it to its own tokens: its gradient is a summand.
+    layer.register_forward_hook(partial(_plus_bias, [Shard(0) if by_columns else Partial()]))
+
+
+def _product(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight)
+
+
+def _plus_bias(placements: list[Placement], layer: nn.Linear, _inputs: object, output: Tensor) -> Tensor:
+    """The hook after tensor parallelism's own: `output` is this rank's part, a local tensor."""
+    assert isinstance(layer.bias, DTensor)
+    return output + layer.bias.to_local(grad_placements=placements).to(output.dtype)
 
 
 def block_plan() -> dict[str, ParallelStyle]:

@@ -36,8 +36,8 @@ def context_collectives(work: Workload) -> Calls:
     """Of a micro-batch. ulysses: two exchanges a block and pass; all_gather: one gather, one reduce-scatter;
     ring: sends.
 
-    The ring's forward passes keys and values on cp - 1 times, its backward again, and their float32
-    gradients cp times, home.
+    The ring's forward passes keys and values on cp - 1 times, its backward again, and their gradients cp
+    times, home.
     """
     cp, depth = work.degrees.cp, work.model.layers
     chunk = work.micro_batch * work.rank_tokens * work.model.dim  # values of q
@@ -51,7 +51,7 @@ def context_collectives(work: Workload) -> Calls:
         calls[Collective("reduce-scatter", "cp", 2 * cp * grouped * work.itemsize)] += depth
     else:
         calls[Collective("send", "cp", 2 * grouped * work.itemsize)] += 2 * (cp - 1) * depth
-        calls[Collective("send", "cp", 2 * grouped * 4)] += cp * depth
+        calls[Collective("send", "cp", 2 * grouped * work.reduce_itemsize)] += cp * depth
     return calls
 
 

@@ -7,6 +7,7 @@ the third. A layout is right when all of it is what one process gives.
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -51,8 +52,9 @@ class Layout:
     ranks: int = 1
     parallelism: dict[str, Any] = field(default_factory=dict)
     activation_checkpoint: str = "none"
-    compile: bool = False
+    compile: str = ""  # the compiler's backend
     dtype: str = "float32"
+    reduce: str = "float32"  # what gradients travel in
     accumulation: int = 1
     grid: tuple[int, int] = (16, 32)
     model: tuple[tuple[str, Any], ...] = ()
@@ -70,8 +72,9 @@ class Layout:
             return 5e-3 if scalar else 0.2
         # Half precision rounds in another order: the size of its own rounding, which Adam follows by its
         # sign.
-        tensors = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}[self.dtype]
-        return {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}[self.dtype] if scalar else tensors
+        dtype = self.reduce if self.reduce != "float32" else self.dtype
+        tensors = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1.5e-1}[dtype]
+        return {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}[dtype] if scalar else tensors
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -110,6 +113,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "seed": seed,
         "local_batch_size": GLOBAL_BATCH,  # that of one process; `SmallRun` divides it
         "mixed_precision_param": layout.dtype,
+        "mixed_precision_reduce": layout.reduce,
         "loss": layout.loss,
         "variable_weights": (1.0, 2.0, 0.5),
         "max_norm": 0.5,
@@ -125,7 +129,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         training=Training(**training),
         parallelism=Parallelism(**layout.parallelism),
         activation_checkpoint=ActivationCheckpoint(layout.activation_checkpoint, every_n_blocks=2),  # type: ignore[arg-type]
-        compile=Compile(layout.compile),
+        compile=Compile(bool(layout.compile)),
         float8=Float8(layout.float8, emulate=True, enable_fsdp_float8_all_gather=layout.float8_all_gather),
     )
 
@@ -160,9 +164,10 @@ class SmallRun:
         config = replace(config, training=replace(config.training, local_batch_size=local))
         fields = fields_of(layout.grid)
         self.device = own_device()
-        assembly = assemble(config, fields, self.mesh, self.device)
+        with patch("parallelisms.compile.BACKEND", layout.compile):
+            assembly = assemble(config, fields, self.mesh, self.device)
+            self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
         self.model = assembly.model
-        self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
         self.run = build_run_state(config, self.model)
         self.run.progress.global_batch = GLOBAL_BATCH
         parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, layout.accumulation)
@@ -201,6 +206,7 @@ class SmallRun:
 
 def three_steps(layout: Layout) -> Outcome:
     """Runs on every rank of the layout; all return the same."""
+    torch._dynamo.reset()  # compilations of other layouts count towards a block's limit
     run = SmallRun(layout)
     initial = {name: full(p) for name, p in run.model.parameters.items()}
     losses, norms, first, record = [], [], {}, Recorder(run.mesh)
@@ -280,7 +286,7 @@ TABLE: dict[str, Layout] = {
     "ac full": Layout(1, activation_checkpoint="full"),
     "ac selective": Layout(1, activation_checkpoint="selective"),
     "ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks"),
-    "compile": Layout(1, compile=True),
+    "compile": Layout(1, compile="inductor"),
     "ddp 2": Layout(2, replicate()),
     "ddp 2, accumulation 2": Layout(2, replicate(), accumulation=2),
     "zero-1 2": Layout(2, replicate(data_parallel="zero1")),
@@ -294,7 +300,7 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, ac full": Layout(2, activation_checkpoint="full"),
     "fsdp 2, ac selective": Layout(2, activation_checkpoint="selective"),
     "fsdp 2, ac every 2 blocks": Layout(2, activation_checkpoint="every_n_blocks"),
-    "fsdp 2, compile": Layout(2, compile=True),
+    "fsdp 2, compile": Layout(2, compile="inductor"),
     "fsdp 2, bf16": Layout(2, dtype="bfloat16"),
     "fsdp 2, fp16": Layout(2, dtype="float16"),
     "fsdp 2, float8": Layout(2, float8=True),
@@ -311,6 +317,7 @@ TABLE: dict[str, Layout] = {
     "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
     "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
     "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
+    "tp 2, asynchronous": Layout(2, tp(enable_async_tensor_parallel=True)),
     "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
     "ulysses 2": Layout(2, cp()),
     "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
@@ -320,6 +327,8 @@ TABLE: dict[str, Layout] = {
     "ring 2": Layout(2, cp("ring")),
     "ring 2, math, odd tokens": Layout(2, cp("ring"), grid=ODD, model=(("attention_backend", "math"),)),
     "ring 2, bf16": Layout(2, cp("ring"), dtype="bfloat16"),
+    "ring 2, bf16 on the way": Layout(2, cp("ring"), reduce="bfloat16"),
+    "ring 2, ac selective": Layout(2, cp("ring"), activation_checkpoint="selective"),
     "pp 2, 1f1b": Layout(2, pp()),
     "pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2)),
     "pp 2, interleaved": Layout(2, pp("Interleaved1F1B")),
@@ -332,6 +341,9 @@ TABLE: dict[str, Layout] = {
     "pp 2 x fsdp 2": Layout(4, pp()),
     "pp 2 x tp 2": Layout(4, pp(**tp())),
     "pp 2 x ring 2": Layout(4, pp(**cp("ring"))),
+    "pp 2 x ulysses 2": Layout(4, pp(**cp())),
+    "pp 2 x all-gather 2": Layout(4, pp(**cp("all_gather"))),
+    "pp 2 x replicate 2": Layout(4, pp(**replicate(data_parallel_shard_degree=1))),
     "hsdp 2 x 2": Layout(4, replicate()),
     "hsdp 2 x 2, accumulation 2": Layout(4, replicate(), accumulation=2),
     "fsdp 2 x tp 2": Layout(4, tp()),
@@ -340,9 +352,14 @@ TABLE: dict[str, Layout] = {
     "fsdp 2 x ulysses 2": Layout(4, cp()),
     "fsdp 2 x all-gather 2": Layout(4, cp("all_gather")),
     "fsdp 2 x ring 2": Layout(4, cp("ring")),
+    "replicate 2 x ring 2": Layout(4, cp("ring", **replicate(data_parallel_shard_degree=1))),
     "ulysses 2 x tp 2": Layout(4, cp(**tp())),
+    "all-gather 2 x tp 2": Layout(4, cp("all_gather", **tp())),
     "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
     "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
+    "fsdp 2 x tp 2, asynchronous, compile": Layout(
+        4, tp(enable_async_tensor_parallel=True), compile="aot_eager"
+    ),
     "fsdp 2 x tp 2, tp slowest": Layout(4, tp(axis_order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))),
     "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
     "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
@@ -350,6 +367,65 @@ TABLE: dict[str, Layout] = {
     "fsdp 2 x ulysses 2 x tp 2": Layout(8, cp(**tp())),
     "replicate 2 x ring 2 x tp 2": Layout(8, cp("ring", **tp(**replicate(data_parallel_shard_degree=1)))),
 }
+# Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
+COMPILED = [
+    "accumulation 4",
+    "ac full",
+    "ac selective",
+    "ac every 2 blocks",
+    "ddp 2, accumulation 2",
+    "zero-1 2",
+    "fsdp 2, zero-2",
+    "fsdp 2, zero-3",
+    "fsdp 2, cpu offload",
+    "fsdp 2, ac full",
+    "fsdp 2, ac selective",
+    "fsdp 2, ac every 2 blocks",
+    "fsdp 2, bf16",
+    "fsdp 2, fp16",
+    "fsdp 2, float8",
+    "tp 2, float8",
+    "u-net, ddp 2",
+    "u-net, fsdp 2",
+    "u-net, tiles 1 x 2",
+    "u-net, fsdp 2 x tiles 2 x 1",
+    "tp 2, odd tokens",
+    "tp 2, qk norm, sincos",
+    "tp 2, ac selective",
+    "tp 2, ac full",
+    "tp 2, bf16",
+    "tp 2, asynchronous",
+    "ulysses 2, odd tokens, relative l2",
+    "ulysses 2, ac full",
+    "all-gather 2, odd tokens",
+    "ring 2",
+    "ring 2, math, odd tokens",
+    "ring 2, ac selective",
+    "ring 2, bf16",
+    "pp 2, 1f1b",
+    "pp 2, gpipe",
+    "pp 2, interleaved",
+    "pp 2, interleaved zero-bubble",
+    "pp 2, zbv zero-bubble",
+    "pp 2, ac full",
+    "pp 2 x fsdp 2",
+    "pp 2 x tp 2",
+    "pp 2 x ulysses 2",
+    "pp 2 x all-gather 2",
+    "pp 2 x ring 2",
+    "pp 2 x replicate 2",
+    "hsdp 2 x 2",
+    "fsdp 2 x tp 2",
+    "replicate 2 x tp 2",
+    "fsdp 2 x ulysses 2",
+    "fsdp 2 x all-gather 2",
+    "fsdp 2 x ring 2",
+    "replicate 2 x ring 2",
+    "ulysses 2 x tp 2",
+    "all-gather 2 x tp 2",
+    "ring 2 x tp 2, odd tokens",
+]
+TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
     "ac full",
@@ -368,13 +444,17 @@ FAST = [
     "tp 2, odd tokens",
     "tp 2, qk norm, sincos",
     "tp 2, ac full",
+    "tp 2, asynchronous",
     "ulysses 2, odd tokens, relative l2",
     "all-gather 2",
     "ring 2",
     "ring 2, math, odd tokens",
+    "ring 2, bf16 on the way",
+    "ring 2, compile",
     "pp 2, 1f1b",
     "pp 2, interleaved",
     "pp 2, zbv zero-bubble",
+    "pp 2, zbv zero-bubble, compile",
     "pp 2 x fsdp 2",
     "hsdp 2 x 2",
     "fsdp 2 x tp 2",

@@ -13,7 +13,7 @@ from tests.parity import Layout, SmallRun, cp, full, pp, replicate, tp
 
 STEPS, MORE = 2, 2  # before the save, and after it
 KINDS: dict[str, Layout] = {
-    "1 process, compile": Layout(1, compile=True),
+    "1 process, compile": Layout(1, compile="inductor"),
     "zero-1 2": Layout(2, replicate(data_parallel="zero1")),
     "fsdp 4, ac full": Layout(4, activation_checkpoint="full"),
     "hsdp 2 x 2": Layout(4, replicate(), accumulation=2),

@@ -36,6 +36,7 @@ path = "{weatherbench(folder, ds)}"
 variables = ["10m_u_component_of_wind"]
 train_period = ["2020-01-01", "2020-01-09"]
 [model]
+attention_backend = "sdpa"
 patch_size = [3, 4]
 dim = 16
 num_layers = 2

@@ -11,7 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Float8, Model
-from models.vit import VisionTransformer, init_weights
+from models.initialization import init_weights
+from models.vit import VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.float8 import apply_float8

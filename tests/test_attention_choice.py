@@ -4,18 +4,21 @@ import json
 
 import pytest
 import torch
+from torch.nn.attention import register_flash_attention_impl
+from torch.nn.attention._fa3 import register_flash_attention_fa3
+from torch.nn.attention._fa4 import register_flash_attention_fa4
 
 from config import Model
-from models.attention import Kernel
+from models.attention import Kernel, activate, check_backend, preferred_backend
 from models.vit import VisionTransformer
 from parallelisms import measured_choices
 from parallelisms.degrees import Degrees
 from parallelisms.measured_choices import (
     Choices,
-    check_hopper,
     choose_attention,
     fastest_backend,
     measure_attention,
+    warn_of,
 )
 
 CPU = torch.device("cpu")
@@ -84,8 +87,54 @@ def test_long_sequences_do_not_try_plain_matmul(monkeypatch):
     assert set(measure_attention((1, 2, 16, 8), torch.float32, CPU)) == {"sdpa"}
 
 
-def test_a_slow_kernel_on_hopper_is_one_line(monkeypatch):
+def test_a_slow_kernel_on_hopper_is_a_warning(monkeypatch, caplog):
+    """A run that cannot be as fast as its GPU is a run all the same."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_hopper("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "cudnn", CPU)
-    with pytest.raises(ValueError, match="none of Hopper's"):
-        check_hopper("pytorch_flash::flash_fwd_kernel", "sdpa", CPU)
+    warn_of("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "cudnn", CPU)
+    warn_of("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...", "flash3", CPU)
+    assert not caplog.records
+    warn_of("pytorch_flash::flash_fwd_kernel", "sdpa", CPU)
+    assert "none of Hopper's" in caplog.text
+
+
+def test_what_is_not_measured_comes_from_a_table(monkeypatch):
+    """cuDNN from Hopper on, torch's own choice before it, in float32 and on a CPU."""
+    gpu, half = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for capability, expected in {(8, 0): "sdpa", (9, 0): "cudnn", (10, 0): "cudnn"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert preferred_backend(gpu, half) == expected
+    assert preferred_backend(gpu, torch.float32) == preferred_backend(CPU, half) == "sdpa"
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert preferred_backend(gpu, half) == "sdpa"
+
+
+def test_flash_attention_3_and_4_are_switched_on_and_off(monkeypatch):
+    """Through torch's own switch, which holds for the process: whoever else runs gets its own kernel back."""
+    changes = []
+
+    class Handle:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            changes.append(f"{name} on")
+
+        def remove(self) -> None:
+            changes.append(f"{self.name} off")
+
+    for name in ("FA3", "FA4"):
+        register_flash_attention_impl(name, register_fn=lambda name=name: Handle(name))
+    try:
+        for backend in ("flash3", "flash3", "flash4", "cudnn", "flash"):
+            activate(backend)
+    finally:
+        register_flash_attention_impl("FA3", register_fn=register_flash_attention_fa3)
+        register_flash_attention_impl("FA4", register_fn=register_flash_attention_fa4)
+    assert changes == ["FA3 on", "FA3 off", "FA4 on", "FA4 off"]
+
+
+@pytest.mark.parametrize("backend", ("flash3", "flash4"))
+def test_packages_that_are_missing_are_named(backend):
+    with pytest.raises(ValueError, match=f'"{backend}": needs a CUDA device'):
+        check_backend(backend, "cpu", torch.bfloat16)
+    with pytest.raises(ValueError, match=f'"{backend}": the package with flash_attn.* is not installed'):
+        check_backend(backend, "cuda", torch.bfloat16)

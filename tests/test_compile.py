@@ -7,9 +7,11 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from config import ActivationCheckpoint, Model
-from models.vit import StochasticDepth, VisionTransformer, init_weights
+from models.initialization import init_weights
+from models.vit import StochasticDepth, VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile, unify_stochastic_depth
 
@@ -123,6 +125,16 @@ def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     step(model)
+    assert graphs.frame_count == 1
+
+
+def test_ddp_does_not_cut_a_block(one_rank: torch.device) -> None:
+    """12 MB of gradients, which do not fit into the first bucket of 1 MB."""
+    model = VisionTransformer(2, 2, (1, 2), Model("vit", (1, 1), 512, 2, 2))
+    graphs = CompileCounterWithBackend("aot_eager")
+    apply_compile(model, backend=graphs)
+    replica = DistributedDataParallel(model, init_sync=False)
+    replica(torch.randn(1, 2, 2)).sum().backward()
     assert graphs.frame_count == 1
 
 

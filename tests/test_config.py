@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from config import Compile, Config, Parallelism
 from jobs import start_checks
 from tests.sample_archives import analyses, weatherbench
 
@@ -420,3 +421,26 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     assert expected in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     assert "jobs.launch" not in started.read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "schedule", "compiled", "refused"),
+    [
+        ("2.11.0+cu130", "ZBVZeroBubble", False, True),
+        ("2.11.0", "InterleavedZeroBubble", False, False),
+        ("2.11.0", "InterleavedZeroBubble", True, True),
+        ("2.11.0", "1F1B", True, False),
+        ("2.13.0+cpu", "ZBVZeroBubble", True, False),
+    ],
+)
+def test_schedules_that_an_older_torch_cannot_run(
+    version: str, schedule: str, compiled: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
+    config = Config(parallelism=parallelism, compile=Compile(compiled))
+    if not refused:
+        start_checks.check_schedule(config)
+        return
+    with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
+        start_checks.check_schedule(config)

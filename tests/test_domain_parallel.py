@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from models.initialization import fill_with_nan, init_weights
 from models.unet import GridConv2d, UNet
-from models.vit import fill_with_nan, init_weights
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, check_tiles
 from tests.distributed import Ranks
 from tests.formulas import halo_traffic

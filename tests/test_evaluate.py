@@ -37,6 +37,7 @@ variables = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_t
 levels = [500, 850]
 train_period = ["2019-12-25", "2020-01-03"]
 [model]
+attention_backend = "sdpa"
 patch_size = [4, 4]
 """)
 

@@ -27,6 +27,7 @@ CONFIG = """
 path = "{path}"
 variables = ["10m_u_component_of_wind"]
 [model]
+attention_backend = "sdpa"
 patch_size = [3, 4]
 dim = 16
 num_layers = 2

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from config import ActivationCheckpoint, Float8, Model
-from models.vit import VisionTransformer, fill_with_nan, init_weights
+from models.initialization import fill_with_nan, init_weights
+from models.vit import VisionTransformer
 from parallelisms import measured_choices
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile

@@ -18,7 +18,7 @@ from benchmarks.gpu_session import TINY, Rows
 from benchmarks.gpu_step import Case, training_of
 from benchmarks.gpu_table import table
 from benchmarks.random_run import RandomRun
-from models.attention import attention, check_backend
+from models.attention import activate, attention, check_backend
 from parallelisms.measured_choices import BACKENDS
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
@@ -58,7 +58,8 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim: int) -> None:
     try:
         check_backend(backend, DEVICE.type, torch.bfloat16)
-    except ValueError as error:
+        activate(backend)
+    except (ValueError, RuntimeError) as error:
         pytest.skip(str(error))
     *qkv, gradient = inputs(head_dim)
     exact = [x.double().requires_grad_() for x in qkv]
@@ -72,10 +73,16 @@ def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim
         assert relative(mine.grad, theirs.grad) < 0.02
 
 
-def test_ring_kernels_are_those_of_plain_matmuls() -> None:
+@pytest.mark.parametrize("backend", BACKENDS[DEVICE.type])
+def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
     """Forward, log-sum-exp and backward of a chunk, as parallelisms/ring_attention.py merges them."""
+    try:
+        check_backend(backend, DEVICE.type, torch.bfloat16)
+        activate(backend)
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(str(error))
     q, k, v, gradient = inputs()
-    forward, backward = block_kernels("sdpa", DEVICE.type)
+    forward, backward = block_kernels(backend, DEVICE.type)
     exact = (q.double(), k.double(), v.double())
     expected, expected_lse = math_forward(*exact)
     out, lse = forward(q, k, v)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from training.gradients import LossScaler, clip, total_norm
+from training.gradients import LossScaler, add_up, clip, total_norm
 
 
 def parameters(*values: float) -> list[nn.Parameter]:
@@ -22,6 +25,28 @@ def test_norm_and_clipping():
     assert pair[0].grad is not None and pair[0].grad.item() == 3.0  # 0: no clipping
     clip(pair, 2.5, norm)
     assert pair[0].grad.item() == pytest.approx(1.5, rel=1e-5)
+
+
+def clipped_summands() -> tuple[float, float, list[float]]:
+    """Norms before and after clipping to 2.5, and the gradients: rank r has their summands 1 + r and 4 r."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    pair = [nn.Parameter(DTensor.from_local(torch.zeros(()), mesh, [Replicate()])) for _ in range(2)]
+    for parameter, summand in zip(pair, (1.0 + dist.get_rank(), 4.0 * dist.get_rank()), strict=True):
+        parameter.grad = DTensor.from_local(torch.tensor(8.0 * summand), mesh, [Partial()])
+    scaler = LossScaler(True, initial=8.0)
+    add_up(pair)
+    scaler.unscale(pair)
+    norm = total_norm(pair)
+    clip(pair, 2.5, norm)
+    found = [p.grad.full_tensor().item() for p in pair if isinstance(p.grad, DTensor)]
+    return norm.item(), total_norm(pair).item(), found
+
+
+def test_summands_of_tensor_parallelism_are_added_before_they_are_clipped(ranks):
+    """3 and 4 over two ranks; torch 2.11 does not clip summands."""
+    for before, after, gradients in ranks(2).run(clipped_summands):
+        assert before == 5.0 and after == pytest.approx(2.5, rel=1e-5)
+        assert gradients == pytest.approx([1.5, 2.0], rel=1e-5)
 
 
 def test_scale_doubles_after_good_steps_and_halves_on_overflow():

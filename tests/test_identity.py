@@ -45,6 +45,7 @@ path = "{path}"
 variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
 train_period = ["2020-01-01", "2020-01-12"]
 [model]
+attention_backend = "sdpa"
 patch_size = [3, 4]
 dim = 16
 num_layers = 2

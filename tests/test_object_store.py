@@ -106,6 +106,7 @@ train_period = ["2020-01-01", "2020-01-06"]
 validation_period = ["2020-01-07", "2020-01-10"]
 cache_gib = 0.0
 [model]
+attention_backend = "sdpa"
 patch_size = [3, 4]
 dim = 16
 num_layers = 2

@@ -14,7 +14,8 @@ from checkpoints.run_state import resume
 from command_line import load_config
 from config import Checkpoint, Model
 from errors import ConfigError
-from models.vit import VisionTransformer, init_weights
+from models.initialization import init_weights
+from models.vit import VisionTransformer
 from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training import optimizer_states

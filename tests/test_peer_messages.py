@@ -48,6 +48,8 @@ def test_plain_data_are_read(one_rank, monkeypatch):
     index = MetadataIndex("weight", torch.Size([2]))
     values = [1, "a", {"b": (2.5, None)}, Path("c"), index, Written([], {"f": (1, 2)}), torch.bfloat16]
     assert received(values) == values
+    shape = torch.empty(2, 3, device="meta")  # of what a stage of a pipeline gives, on torch 2.11
+    assert received(shape).shape == shape.shape  # type: ignore[attr-defined]
     array = received(np.arange(3, dtype=np.float32))
     assert isinstance(array, np.ndarray) and array.tolist() == [0, 1, 2]
     dates = received(np.array(["2020-01-01"], "datetime64[s]"))

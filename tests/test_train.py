@@ -54,6 +54,7 @@ forcings = ["sin_local_time"]
 train_period = ["2020-01-01", "2020-01-31"]
 validation_period = ["2020-02-01", "2020-02-09"]
 [model]
+attention_backend = "sdpa"
 patch_size = [4, 4]
 dim = 32
 num_layers = 2

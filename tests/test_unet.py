@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.initialization import fill_with_nan, init_weights
 from models.unet import ChannelNorm, GridConv2d, UNet
-from models.vit import fill_with_nan, init_weights
 
 
 def build(grid=(33, 36), width=8, levels=2, dtype=torch.float32, **options) -> UNet:

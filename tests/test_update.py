@@ -15,7 +15,7 @@ from training.update import UpdateInBackward
 
 LAYOUTS = {
     "one": Layout(1),
-    "one, compile": Layout(1, compile=True),
+    "one, compile": Layout(1, compile="inductor"),
     "fsdp": Layout(2),
     "fsdp, bf16": Layout(2, dtype="bfloat16"),
     "tp": Layout(2, tp()),

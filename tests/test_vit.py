@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import Model
 from models.attention import BACKENDS, attention, check_backend
 from models.embeddings import crop_grid, pad_grid, patchify, sincos_positions, unpatchify
-from models.vit import Attention, StochasticDepth, VisionTransformer, fill_with_nan, init_weights
+from models.initialization import fill_with_nan, init_weights, initial_value
+from models.vit import Attention, StochasticDepth, VisionTransformer
 
 
 def build(grid=(8, 16), patch=(4, 4), layers=2, periodic=True, **options) -> VisionTransformer:
@@ -180,3 +181,21 @@ def test_stochastic_depth_rests_in_evaluation_and_keeps_the_mean():
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert dropped.mean() == pytest.approx(1.0, abs=0.05)
     assert torch.equal(layer.eval()(branch), branch)
+
+
+def test_weights_are_cut_normal_and_no_function_of_threads():
+    """A normal distribution cut at two deviations has 0.8796 of its own deviation, by integration."""
+    shape, threads = torch.Size((300, 1001)), torch.get_num_threads()
+    try:
+        values = []
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            values.append(initial_value("blocks.0.mlp.up.weight", shape, 0.02, 1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*values)
+    assert float(values[0].abs().max()) <= 0.04 + 1e-9
+    assert abs(float(values[0].mean())) < 2e-4 and float(values[0].std()) == pytest.approx(
+        0.8796 * 0.02, rel=5e-3
+    )
+    assert not torch.equal(values[0], initial_value("blocks.1.mlp.up.weight", shape, 0.02, 1))

@@ -16,6 +16,7 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
+from models.attention import preferred_backend, use_backend
 from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
 from parallelisms.measured_choices import Choices, choose_attention, choose_float8
@@ -89,6 +90,9 @@ def assemble(
     )
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
+    if isinstance(meta_model, VisionTransformer):
+        backend = config.model.attention_backend
+        use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
     if run_folder and isinstance(meta_model, VisionTransformer):
         measured = (dtype, device, Choices(run_folder, fixed=not for_training))
         if config.model.attention_backend == "auto":

@@ -94,6 +94,11 @@ class BadSteps:
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """The optimiser's step, unless it is bad: its fused kernel looks for itself, on the device."""
-    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # torch's name, for its GradScaler
+    """The optimiser's step, unless it is bad: its fused kernel looks for itself, on the device.
+
+    Where parameters are offloaded the host waits for the answer: torch's own copy would not be waited for.
+    """
+    owned = (p.device for group in optimizer.param_groups for p in group["params"])
+    flag = bad.float().to(next(owned, bad.device))
+    optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's name, for its GradScaler
     optimizer.step()

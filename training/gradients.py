@@ -7,7 +7,19 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def add_up(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients of which each rank has a summand: tensor parallelism leaves those of norms so.
+
+    Every operator on such a gradient would add it up anew, and torch 2.11's clipping does not change it.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            parameter.grad = gradient.redistribute(placements=whole)
 
 
 def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> Tensor:

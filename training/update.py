@@ -16,7 +16,7 @@ from errors import ConfigError
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
-from training.gradients import clip, summed, total_norm
+from training.gradients import add_up, clip, summed, total_norm
 from training.optimizers import set_lr
 
 
@@ -56,9 +56,11 @@ class Update:
         """loss: this rank's part of it."""
         parameters, scaler = self.model.parameters.values(), self.run.scaler
         with span("optimizer"):
+            add_up(parameters)
             scaler.unscale(parameters)
             norm = total_norm(parameters, self.model.pipeline_group)
             clip(parameters, self.max_norm, norm)
+            norm = norm.to(loss.device)  # offloaded gradients, and with them their norm, are on the host
             self.saves.before_update()  # the window of losses is saved too
             bad = self.run.bad_steps.judge(step, loss, norm, overflow_is_normal=scaler.enabled)
             if scaler.good(norm):
@@ -123,6 +125,7 @@ class UpdateInBackward:
 
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter) -> None:
+        add_up([parameter])
         assert parameter.grad is not None
         self.norms.append(torch.linalg.vector_norm(parameter.grad))
         groups, own = self.run.optimizer.param_groups, self.group_of[parameter]
