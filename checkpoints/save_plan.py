@@ -49,6 +49,12 @@ def is_empty_part(item: WriteItem) -> bool:
     return data is not None and data.size.numel() > 0 == data.chunk.sizes.numel()
 
 
+def bytes_of(item: WriteItem) -> int:
+    """Of this part; DCP's own `tensor_storage_size` is the whole tensor's."""
+    data = item.tensor_data
+    return max(data.chunk.sizes.numel() * data.properties.dtype.itemsize, 1) if data else 1
+
+
 def digest(plan: SavePlan) -> bytes:
     """Equal where plans are: a pickle depends on which objects are one and the same."""
     return hashlib.sha256(repr(plan.items).encode()).digest()
@@ -64,7 +70,7 @@ def members_of(digests: Sequence[bytes]) -> list[list[int]]:
 
 def deal(items: Sequence[WriteItem], members: Sequence[int]) -> dict[int, list[WriteItem]]:
     """Rank -> what it writes: as few of `members`, evenly spread over them, as give files of FILE_BYTES."""
-    sizes = [item.tensor_storage_size() or 1 for item in items]
+    sizes = [bytes_of(item) for item in items]
     writers = min(max(sum(sizes) // FILE_BYTES, 1), len(members))
     dealt: dict[int, list[WriteItem]] = {}
     before = 0

@@ -28,6 +28,8 @@ from types import FrameType
 
 if "TORCH_CPP_LOG_LEVEL" not in os.environ:  # a broken connection is one line here, not C++ frames
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+# Torch asks the name server whom each connection of a store is with; a lost packet held it up for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[reportPrivateImportUsage]
