@@ -13,6 +13,7 @@ and 4,096: 0 is the same at any number, 1 grows like it. Needs no GPU, 4 GB of m
 """
 
 import argparse
+import gc
 import io
 import math
 import os
@@ -553,6 +554,7 @@ def main() -> int:
     )
     parser.parse_args()
     read_plainly()
+    gc.disable()  # as in train.py's loop
     table = Table()
     measure_ranks(table)
     simulate_groups(table)
