@@ -143,7 +143,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 continue
             progress.advance()
             metrics.count(progress.global_batch * others.present // others.number, batches)
-            watchdog.step_done(agreement.group, mesh.groups)
+            watchdog.step_done(agreement.ranks, mesh.groups)
             with span("agree"):
                 decision = agreement.at(saves.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))

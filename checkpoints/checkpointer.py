@@ -18,38 +18,39 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoints.files import (
     DAMAGED,
     INCOMPLETE,
     Damaged,
-    TensorReader,
     check_files,
     clear_leftovers,
     complete_steps,
     read_manifest,
+    read_tensors,
     reading,
     remove,
     set_aside,
     step_folder,
-    stored_tensors,
 )
+from checkpoints.save_plan import plan_of, plan_together
 from checkpoints.writer import (
     Arena,
     Copying,
+    Files,
     Finish,
+    Finisher,
     WriterProcess,
     Written,
-    finish,
     write_tensors,
 )
 from config import Checkpoint
 from errors import DataError
+from jobs.rank_tree import RankTree
 
 logger = logging.getLogger(__name__)
 RETRIES = (1, 2, 4, 8, 16)  # seconds before the last save is tried again
@@ -106,11 +107,14 @@ class Checkpointer:
             "ranks": dist.get_world_size(),
             "versions": {"torch": torch.__version__},
         }
-        self.is_first = dist.get_rank() == 0
         # Of its own: on the trainer's group a save in the background would meet other collectives.
-        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self.ranks = RankTree()
         self.save_plan, self.metadata, self.signature = SavePlan([]), Metadata({}), cast(Signature, None)
         self.arena: Arena | None = None
+        self.told: list[WriteResult] | None = None  # what rank 0 knows of this rank's file
+        self.results: list[list[WriteResult]] = []  # on rank 0, of all ranks
+        self.described = False  # whether the finisher has metadata of these results
+        self.finisher = Finisher()
         self.writer = None if self.mode == "disabled" else WriterProcess()
         self.in_flight: tuple[int, Future] | None = None
         self.copying: Copying | None = None
@@ -124,15 +128,14 @@ class Checkpointer:
 
     def _on_first(self, do: Callable[[], T]) -> T | None:
         """Rank 0 does it; a DataError or OSError of its is everybody's DataError."""
-        result, problem = None, [""]
-        if self.is_first:
+        result, problem = None, ""
+        if self.ranks.is_first:
             try:
                 result = do()
             except (ValueError, OSError) as error:
-                problem = [str(error)]
-        dist.broadcast_object_list(problem, src=0, group=self.group)
-        if problem[0]:
-            raise DataError(problem[0])
+                problem = str(error)
+        if problem := self.ranks.share(problem):
+            raise DataError(problem)
         return result
 
     # -- saving --------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class Checkpointer:
             return
         assert self.writer
         if not self.writer.alive:
-            self.writer, self.arena = WriterProcess(), None
+            self.writer, self.arena, self.described = WriterProcess(), None, False
         if self.arena is None:
             self.arena = Arena(sources)
             self.writer.give(self.arena, self.save_plan)
@@ -173,19 +176,10 @@ class Checkpointer:
         """Who writes what, agreed by all ranks once: the state keeps its shapes from save to save."""
         signature = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         changed = torch.tensor(int(signature != self.signature))
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
-        if not changed:
+        if not self.ranks.all_reduce(changed, dist.ReduceOp.MAX):
             return
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner(tensors, is_coordinator=self.is_first)
-        plans: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(planner.create_local_plan(), plans if self.is_first else None, 0, self.group)
-        if self.is_first:
-            plans, self.metadata = planner.create_global_plan(plans)
-            plans = FileSystemWriter(self.folder).prepare_global_plan(plans)
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, plans, src=0, group=self.group)
-        self.save_plan, self.signature, self.arena = mine[0], signature, None
+        self.save_plan, self.metadata = plan_together(self.ranks, plan_of(tensors))
+        self.signature, self.arena, self.described = signature, None, False
 
     def _sources(self, tensors: dict[str, Tensor]) -> dict[MetadataIndex, Tensor]:
         """What this rank writes: its shards, and its part of what all ranks have."""
@@ -210,15 +204,16 @@ class Checkpointer:
             )
 
         def complete(written: list[Written]) -> None:
-            order = Finish(self.metadata, written, about, self.config_toml, self.keep)
-            self.writer.ask("finish", target, order) if self.writer else finish(target, order)
+            order = Finish(self._description(written), files_of(written), about, self.config_toml, self.keep)
+            self.writer.ask("finish", target, order) if self.writer else self.finisher.finish(target, order)
+            self.described = True
 
         try:
             self._write_together(write, complete)
             self.last_seconds = time.monotonic() - started
             future.set_result("")
         except OSError as error:
-            if self.is_first:
+            if self.ranks.is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)  # it may be what has filled the disk
             future.set_result(str(error))
         except BaseException as error:  # a peer is gone, or a mistake of ours: raised in the trainer
@@ -229,15 +224,25 @@ class Checkpointer:
     ) -> None:
         """Raises OSError on all ranks when one of them could not write."""
         answer = attempt(write)
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer, group=self.group)
-        problems = [f"rank {rank}: {a}" for rank, a in enumerate(answers) if isinstance(a, str)]
-        if problems:
-            raise OSError("; ".join(problems[:3]))
-        outcome = [attempt(lambda: complete(answers)) if self.is_first else None]
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
-        if outcome[0]:
-            raise OSError(outcome[0])
+        results = answer.results if isinstance(answer, Written) else None
+        if isinstance(answer, Written) and results == self.told:
+            answer = Written(None, answer.files)
+        answers = self.ranks.gather(answer)
+        problem = self.ranks.share(complete_all(answers, complete) if answers else "")
+        self.told = None if problem else results
+        if problem:
+            raise OSError(problem)
+
+    def _description(self, written: list[Written]) -> tuple[Metadata, list[list[WriteResult]]] | None:
+        """What the metadata is made of; None where the finisher has it from the save before."""
+        before = self.results or [[]] * len(written)
+        self.results = [
+            old if w.results is None else w.results for w, old in zip(written, before, strict=True)
+        ]
+        if self.described and all(w.results is None for w in written):
+            return None
+        self.described = False
+        return self.metadata, self.results
 
     def poll(self) -> None:
         """On logging steps: says how the save in flight has ended, if it has."""
@@ -296,32 +301,23 @@ class Checkpointer:
         """
         self.wait()
         while True:
-            found: list[Any] = [None]
-            if self.is_first:
-                steps = [step for step in complete_steps(self.folder) if step <= at_most]
-                found = [step_folder(self.folder, steps[-1]) if steps else None]
-            dist.broadcast_object_list(found, src=0, group=self.group)
-            folder = cast(Path | None, found[0])
+            steps = complete_steps(self.folder) if self.ranks.is_first else []
+            steps = [step for step in steps if step <= at_most]
+            folder = self.ranks.share(step_folder(self.folder, steps[-1]) if steps else None)
             if folder is None:
                 break
-            problem = self._problem_of(folder)
+            problem = problem_of(folder, self.ranks)
             if not problem:
                 return int(folder.name.removeprefix("step-"))
             aside = self._on_first(lambda folder=folder: set_aside(folder))
             logger.warning("%s; set aside as %s; taking the one before", problem, aside)
-        aside = sorted(self.folder.glob(f"step-*{DAMAGED}*")) if self.is_first else []
-        names: list[Any] = [[path.name for path in aside]]
-        dist.broadcast_object_list(names, src=0, group=self.group)
-        if names[0]:
+        aside = sorted(self.folder.glob(f"step-*{DAMAGED}*")) if self.ranks.is_first else []
+        if names := self.ranks.share([path.name for path in aside]):
             raise DataError(
                 f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
-                f"({', '.join(names[0])}); remove them to start over, or choose another job.dump_folder"
+                f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
             )
         return None
-
-    def _problem_of(self, folder: Path) -> str:
-        """What is wrong with a checkpoint, found by all ranks together, each reading its part."""
-        return problem_of(folder, self.group)
 
     def remove_after(self, step: int) -> None:
         """The checkpoints of later steps, which are not to be gone on from."""
@@ -340,7 +336,7 @@ class Checkpointer:
 
         DataError, naming the tensor, where one does not fit.
         """
-        load(step_folder(self.folder, step), state, self.group)
+        load(step_folder(self.folder, step), state, self.ranks)
 
 
 def newest_name(folder: Path) -> str:
@@ -356,30 +352,36 @@ def attempt(do: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def problem_of(folder: Path, group: dist.ProcessGroup) -> str:
-    """What is wrong with a checkpoint; "" when nothing is. Each rank of the group reads its part."""
+def files_of(written: list[Written]) -> Files:
+    return {name: entry for each in written for name, entry in each.files.items()}
+
+
+def complete_all(answers: list[Written | str], complete: Callable[[list[Written]], None]) -> str:
+    """On rank 0, which completes the checkpoint where all ranks could write; else what has failed."""
+    problems = [f"rank {rank}: {a}" for rank, a in enumerate(answers) if isinstance(a, str)]
+    return "; ".join(problems[:3]) or attempt(lambda: complete(cast(list[Written], answers))) or ""
+
+
+def problem_of(folder: Path, ranks: RankTree) -> str:
+    """What is wrong with a checkpoint; "" when nothing is. Each rank reads its part."""
     problem = ""
     try:
         with reading(folder):
-            check_files(folder, read_manifest(folder), dist.get_rank(group), dist.get_world_size(group))
+            check_files(folder, read_manifest(folder), ranks.rank, ranks.world)
     except Damaged as error:
         problem = str(error)
     except OSError as error:
         problem = f"{folder}: {error}"
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return next(filter(None, problems), "")
+    return ranks.first_of(problem)
 
 
-def load(folder: Path, state: State, group: dist.ProcessGroup) -> None:
-    """Fills the tensors of `state` from a checkpoint. DataError where a tensor does not fit."""
-    stored, tensors = stored_tensors(folder), flatten(state)
-    for name, tensor in tensors.items():
-        if name not in stored:
-            raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
-        if stored[name].size != tensor.shape:
-            shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
-            raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+def load(folder: Path, state: State, ranks: RankTree) -> None:
+    """Fills the tensors of `state` from a checkpoint. DataError, on all ranks: one does not fit."""
+    tensors, problem = flatten(state), ""
     with reading(folder):
-        reader = TensorReader(str(folder))
-        state_dict_loader.load(cast(dict[str, Any], tensors), storage_reader=reader, process_group=group)
+        try:
+            read_tensors(folder, tensors)
+        except (DataError, OSError) as error:
+            problem = str(error)
+        if problem := ranks.first_of(problem):
+            raise DataError(problem)

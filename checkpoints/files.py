@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
@@ -189,6 +191,25 @@ class TensorReader(FileSystemReader):
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Name -> shape and type of every tensor in a checkpoint."""
     return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+
+
+def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors, which may be a rank's parts, from a checkpoint. DataError where one does not fit.
+
+    Without a word to other ranks: torch's own load gathers names and plans of all on rank 0.
+    """
+    reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = reader.read_metadata()
+    for name, tensor in tensors.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if stored is None:
+            raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
+        if stored.size != tensor.shape:  # type: ignore[union-attr]
+            shapes = f"{list(stored.size)} there and {list(tensor.shape)} in this configuration"  # type: ignore[union-attr]
+            raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 # -- what may go, and when ---------------------------------------------------------------------------

@@ -8,13 +8,11 @@ may come, go or change places; a new one starts as in a new run.
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tomli
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
 from archives.variables import expand_levels
@@ -22,8 +20,8 @@ from checkpoints.checkpointer import problem_of
 from checkpoints.files import (
     MANIFEST,
     Damaged,
-    TensorReader,
     candidates,
+    read_tensors,
     reading,
     stored_tensors,
 )
@@ -31,6 +29,7 @@ from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
 from config import Config
 from errors import ConfigError, refuse
+from jobs.rank_tree import RankTree
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import copy_part
 
@@ -82,21 +81,19 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
 
     ConfigError where it is damaged, has none of this model's weights, or has them in another shape.
     """
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    ranks = RankTree()
     folder = find_checkpoint(path)
-    if (folder / MANIFEST).exists() and (problem := problem_of(folder, group)):
+    if (folder / MANIFEST).exists() and (problem := problem_of(folder, ranks)):
         raise Damaged(problem)
     stored = stored_tensors(folder)
     part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
     theirs = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
     by_channel = [name for name in theirs if name in CHANNELS]
-    _check(folder, theirs, by_channel, parameters, group)
+    _check(folder, theirs, by_channel, parameters, ranks)
     tensors = {name: torch.empty(theirs[name]) for name in by_channel}
     tensors |= {n: plain_weight(parameters[n].detach()) for n in theirs if n not in by_channel}
     with reading(folder):
-        state: dict[str, Any] = {f"{part}.{name}": tensor for name, tensor in tensors.items()}
-        reader = TensorReader(str(folder))
-        state_dict_loader.load(state, storage_reader=reader, process_group=group)
+        read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
     old = Channels.of(tomli.loads((folder / "config.toml").read_text())["data"])
     for name in by_channel:
         _copy_channels(name, parameters[name], tensors[name], old, channels)
@@ -104,16 +101,18 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
 
 
 def _check(
-    folder: Path, theirs: dict[str, torch.Size], by_channel: list[str], parameters: Parameters, group: Any
+    folder: Path,
+    theirs: dict[str, torch.Size],
+    by_channel: list[str],
+    parameters: Parameters,
+    ranks: RankTree,
 ) -> None:
     """ConfigError on all ranks when a parameter of one of them has another shape, or none is there."""
     problem = "" if theirs else "has none of this model's weights"
     for name, shape in theirs.items():
         if name not in by_channel and shape != parameters[name].shape:
             problem = f"{name} is {list(shape)} there and {list(parameters[name].shape)} in this model"
-    problems: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    if problem := next(filter(None, problems), ""):
+    if problem := ranks.first_of(problem):
         raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}; take the model of that run")
 
 

@@ -8,10 +8,10 @@ of samples and what is drawn at random are functions of (seed, step), so that no
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints, State
 from checkpoints.files import step_folder, stored_tensors
@@ -85,12 +85,12 @@ class RunState:
             for moment, value in moments.items()
         }
 
-    def allocate_optimizer(self, folder: Path) -> None:
+    def allocate_optimizer(self, stored: dict[str, TensorStorageMetadata]) -> None:
         """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
         into.
         """
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
-        for key, entry in stored_tensors(folder).items():
+        for key, entry in stored.items():
             part, _, rest = key.partition(".")
             name, _, moment = rest.rpartition(".")
             parameter = self.parameters.get(name)
@@ -113,7 +113,7 @@ def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
     """Everything as it was after `step`, whatever layout saved it."""
     folder = step_folder(checkpointer.folder, step)
     stored = stored_tensors(folder)
-    run.allocate_optimizer(folder)
+    run.allocate_optimizer(stored)
     state = run.tensors()
     if run.average and not any(name.startswith("ema.") for name in stored):
         del state["ema"]

@@ -4,19 +4,19 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from archives.archive import Archive
 from checkpoints.checkpointer import load, problem_of
-from checkpoints.files import MANIFEST, candidates, reading, stored_tensors
+from checkpoints.files import MANIFEST, candidates, stored_tensors
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters
 from config import Config
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
+from jobs.rank_tree import RankTree
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import from_first_rank
 
@@ -50,10 +50,10 @@ def find_trained(path: Path, named_by: str, averaged: bool, config: Config, arch
     averaged: take averaged weights where it has them. DataError: there is none, or the statistics of its run
     are missing. ConfigError: its weights mean something else than the configuration and the archive say.
     """
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    ranks = RankTree()
     found = from_first_rank(lambda: list(candidates(path)))
     for folder in found:
-        problem = problem_of(folder, group) if (folder / MANIFEST).exists() else ""
+        problem = problem_of(folder, ranks) if (folder / MANIFEST).exists() else ""
         if not problem:
             break
         logger.warning("%s; taking the one before", problem)
@@ -84,7 +84,5 @@ def load_weights(trained: Trained, parameters: Parameters) -> None:
     """Fills the parameters, cut as they are on this rank. DataError: another model's."""
     part = "ema" if trained.averaged else "model"
     tensors = {name: plain_weight(parameter.detach()) for name, parameter in parameters.items()}
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    with reading(trained.folder):
-        load(trained.folder, {part: tensors}, group)
+    load(trained.folder, {part: tensors}, RankTree())
     logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)

@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoints.files import INCOMPLETE, prune, write_manifest
-from durable_files import sync_folder, write_durably
+from durable_files import replacing, sync_folder, write_durably
 
 ROOT = Path(__file__).parents[1]
 ALIGNMENT = 64  # bytes: where a tensor begins in the arena
+METADATA = ".metadata"
 PR_SET_PDEATHSIG = 1
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 
@@ -42,7 +43,7 @@ Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 class Written:
     """What one rank has written: DCP's description, and the files' sizes and checksums."""
 
-    results: list[WriteResult]
+    results: list[WriteResult] | None  # None: those of the save before, which rank 0 still has
     files: Files
 
 
@@ -50,8 +51,8 @@ class Written:
 class Finish:
     """What rank 0 adds when all ranks have written."""
 
-    metadata: Metadata
-    written: list[Written]
+    described: tuple[Metadata, list[list[WriteResult]]] | None  # None: as in the save before
+    files: Files
     about: dict[str, Any]  # the manifest's own lines
     config_toml: str
     keep: int
@@ -118,23 +119,32 @@ def write_tensors(folder: Path, save_plan: SavePlan, tensors: dict[MetadataIndex
     return Written(results, fs.files)
 
 
-def finish(target: Path, order: Finish) -> None:
-    """Metadata, configuration, manifest, then the name that makes it a checkpoint. Raises OSError."""
-    unfinished = target.with_name(target.name + INCOMPLETE)
-    files: Files = {}
-    for written in order.written:
-        files |= written.files
-    (unfinished / "config.toml").unlink(missing_ok=True)
-    text = order.config_toml
-    write_durably(unfinished / "config.toml", text)
-    files["config.toml"] = (len(text.encode()), zlib.crc32(text.encode()))
-    writer, fs = build_writer(unfinished)
-    writer.finish(order.metadata, [written.results for written in order.written])
-    write_manifest(unfinished, order.about, files | fs.files)
-    sync_folder(unfinished)
-    os.replace(unfinished, target)
-    sync_folder(target.parent)
-    prune(target.parent, order.keep)
+class Finisher:
+    """Completes checkpoints, and keeps the metadata of the last: at 4,096 ranks it takes seconds to make."""
+
+    def __init__(self) -> None:
+        self.metadata, self.entry = b"", (0, 0)  # its bytes; their number and CRC-32
+
+    def finish(self, target: Path, order: Finish) -> None:
+        """Metadata, configuration, manifest, then the name that makes it a checkpoint. Raises OSError."""
+        unfinished = target.with_name(target.name + INCOMPLETE)
+        if order.described:
+            metadata, results = order.described
+            writer, fs = build_writer(unfinished)
+            writer.finish(metadata, results)
+            self.metadata, self.entry = (unfinished / METADATA).read_bytes(), fs.files[METADATA]
+        else:
+            with replacing(unfinished / METADATA) as beside:
+                beside.write_bytes(self.metadata)
+        (unfinished / "config.toml").unlink(missing_ok=True)
+        text = order.config_toml
+        write_durably(unfinished / "config.toml", text)
+        added = {METADATA: self.entry, "config.toml": (len(text.encode()), zlib.crc32(text.encode()))}
+        write_manifest(unfinished, order.about, order.files | added)
+        sync_folder(unfinished)
+        os.replace(unfinished, target)
+        sync_folder(target.parent)
+        prune(target.parent, order.keep)
 
 
 # -- host memory that is reused ----------------------------------------------------------------------
@@ -283,7 +293,7 @@ def end_with(parent: int) -> None:
 
 def serve(connection: Connection) -> None:
     """Answers until the trainer closes the connection."""
-    tensors, save_plan = {}, SavePlan([])
+    tensors, save_plan, finisher = {}, SavePlan([]), Finisher()
     while True:
         try:
             verb, arguments = connection.recv()
@@ -297,8 +307,9 @@ def serve(connection: Connection) -> None:
             tensors = {slot.index: view(memory, slot) for slot in slots}
             continue
         try:
+            writes = verb == "write"
             connection.send(
-                write_tensors(arguments[0], save_plan, tensors) if verb == "write" else finish(*arguments)
+                write_tensors(arguments[0], save_plan, tensors) if writes else finisher.finish(*arguments)
             )
         except Exception as error:  # the trainer says it; the writer waits for the next save
             connection.send(OSError(str(error)) if isinstance(error, OSError) else RuntimeError(repr(error)))

@@ -28,13 +28,15 @@ from types import FrameType
 
 if "TORCH_CPP_LOG_LEVEL" not in os.environ:  # a broken connection is one line here, not C++ frames
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+# Torch asks the name server whom each connection of a store is with; a lost packet held it up for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from errors import BAD_INPUT, FAILED, ConfigError, RunFailed, one_line_errors
 from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
-from jobs.watchdog import announce, open_store, read_beats, read_verdict
+from jobs.watchdog import announce, open_store, read_beat, read_verdict
 from parallelisms.degrees import check_processes
 
 DONE = 0
@@ -163,7 +165,7 @@ def last_words(store: Store, rank: int, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}"
     if not store.check([f"beat/{rank}"]):
         return f"rossby: rank {rank} ({socket.gethostname()}) {how} before its first step"
-    beat = read_beats(store, [rank])[0]
+    beat = read_beat(store, rank)
     step = f"last heard of in step {beat.step}" if beat.step else "before its first step"
     return f"rossby: {beat.name} {how}, {step}, {beat.phase}"
 

@@ -2,25 +2,27 @@
 
 SIGTERM, SIGUSR1 (Slurm's `--signal`) and Ctrl-C, on any rank, end a run with exit code 75 after a save:
 "start me again"; a second Ctrl-C ends it at once. So does `training.max_wall_time`. Each rank's flags are
-numbers, of which all ranks take the largest, on a gloo group of their own: the exchange is started at one
-step boundary and read at the next, so that nobody waits for it, nor for the device.
+numbers, of which all ranks take the largest (jobs/rank_tree.py): the exchange is started at one step boundary
+and read at the next, so that nobody waits for it, nor for the device.
 """
 
 import math
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from config_checks import wall_time_seconds
 from errors import INTERRUPTED, refuse
+from jobs.rank_tree import RankTree
 
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -63,8 +65,7 @@ class Agreement:
     def __init__(self, max_wall_time: str, interval_minutes: float, timeout_seconds: int) -> None:
         """max_wall_time: "hours:minutes:seconds", counted from ROSSBY_STARTED; interval_minutes, 0: never."""
         self.rank, self.alone = dist.get_rank(), dist.get_world_size() == 1
-        timeout = timedelta(seconds=timeout_seconds)
-        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        self.ranks = RankTree(timeout_seconds)
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
         self.run_started = time.monotonic() - max(time.time() - started_at(), 0.0)
         self.interval = 60 * interval_minutes or float("inf")
@@ -73,7 +74,7 @@ class Agreement:
         self.asked, self.stop = 0, ""  # this rank's reason to stop; all ranks' reason
         self.looping = self.looped = False
         self.flags = torch.zeros(2, dtype=torch.int64)  # reason to stop, whether to save
-        self.work: dist.Work | None = None
+        self.exchange: Future | None = None
         self.watchdog: Any = None
         self.previous = {}
 
@@ -106,8 +107,8 @@ class Agreement:
 
     def __exit__(self, kind: Any, *error: object) -> None:
         self.looping, self.looped = False, True
-        if self.work and kind is None:
-            self.work.wait()  # a process that leaves with it pending would break the others' connections
+        if self.exchange and kind is None:
+            self.exchange.result()  # a process that leaves meanwhile would break the others' connections
 
     def at(self, save_seconds: float = 0.0) -> Decision:
         """After a step, on every rank: what all do now, asked for by any of them at the boundary before.
@@ -123,7 +124,8 @@ class Agreement:
         agreed = self._read()
         if not agreed.stop and not self.alone:
             self.flags = self._asked_for(now, save_seconds)
-            self.work = dist.all_reduce(self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.exchange = Future()
+            threading.Thread(target=self._take_largest, args=(self.exchange,), daemon=True).start()
         return agreed
 
     def saved(self) -> None:
@@ -131,12 +133,18 @@ class Agreement:
         self.saved_at = time.monotonic()
 
     def _read(self) -> Decision:
-        if self.work:
-            self.work.wait()
-            self.work = None
+        if self.exchange:
+            self.exchange.result()
+            self.exchange = None
         stop, save = self.flags.tolist()
         self.stop = self._words(stop) if stop else ""
         return Decision(bool(save), self.stop)
+
+    def _take_largest(self, exchange: Future) -> None:
+        try:
+            exchange.set_result(self.ranks.all_reduce(self.flags, dist.ReduceOp.MAX))
+        except Exception as error:  # another rank is gone: raised at the next boundary
+            exchange.set_exception(error)
 
     def _asked_for(self, now: float, save_seconds: float) -> torch.Tensor:
         """This rank's flags. The clock of rank 0 decides for all."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from config import Comm
 from errors import RunFailed, UserError, is_lost_loader
 from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
 from jobs.heartbeat import activity
+from jobs.rank_tree import RankTree
 
 logger = logging.getLogger(__name__)
 FAILED = 1  # exit code
@@ -61,15 +62,16 @@ def announce(store: Store, text: str, node: int, code: int = FAILED) -> bool:
 
 def read_verdict(store: Store) -> dict | None:
     """{"text", "node", "code"} of who spoke first; None before that."""
-    text = store.get("verdict").decode()
-    return None if text == OPEN else json.loads(text)
+    return verdict_of(store.get("verdict"))
 
 
-def read_beats(store: Store, ranks: Iterable[int]) -> list[Beat]:
-    """The last beat of each rank."""
-    keys = [f"beat/{rank}" for rank in ranks]
-    texts = store.multi_get(keys) if keys else []
-    return [Beat(**json.loads(text)) for text in texts]
+def verdict_of(said: bytes) -> dict | None:
+    return None if said.decode() == OPEN else json.loads(said)
+
+
+def read_beat(store: Store, rank: int) -> Beat:
+    """The last of a rank that has said one."""
+    return Beat(**json.loads(store.get(f"beat/{rank}")))
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -121,16 +123,14 @@ class Watchdog:
             if thread.is_alive():
                 thread.join(timeout=2 * STORE_SECONDS)
 
-    def step_done(self, agreement: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
+    def step_done(self, ranks: RankTree, groups: Iterable[dist.ProcessGroup]) -> None:
         """After each step. Once all ranks have compiled, with the first, `comm.train_timeout_seconds` holds.
-
-        agreement: a group to wait on.
 
         The groups give up a little later, so that the watchdog speaks first: it knows who is to blame.
         """
         if self.trained:
             return
-        dist.barrier(agreement)
+        ranks.barrier()
         self.trained = True
         for group in groups:
             _set_pg_timeout(timedelta(seconds=self.short_limit + EXPLAIN_SECONDS), group)
@@ -178,22 +178,26 @@ class Watchdog:
             attempt = os.environ.get("ROSSBY_ATTEMPT", "0")
             self.store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), attempt)
         self.store.set(f"beat/{self.rank}", mine.to_json())
-        if verdict := read_verdict(self.store):
-            self._leave("", verdict["code"])
-        beats = []
+        before: list[Beat] = []
         for rank in range(self.rank):  # usually the first is heard of, and judges
-            beats.append(self._listen(rank))
-            if beats[-1].silent <= max(self._patience(beats), 3 * BEAT_SECONDS):
+            before += self._listen([rank])
+            if before[-1].silent <= max(self._patience(before), 3 * BEAT_SECONDS):
                 return
-        others = [self._listen(rank) for rank in range(self.rank + 1, self.world)]
-        self._judge([*beats, mine, *others])
+        self._judge([*before, mine, *self._listen(range(self.rank + 1, self.world))])
 
-    def _listen(self, rank: int) -> Beat:
+    def _listen(self, ranks: Sequence[int]) -> list[Beat]:
+        """The last beats of these ranks, in one request; ends this rank where there is a verdict."""
         assert self.store is not None
-        key = f"beat/{rank}"
-        if rank not in self.heard:
-            self.store.compare_set(key, "", Beat(rank).to_json())  # in place of its first beat
-        text, now = self.store.get(key).decode(), time.monotonic()
+        for rank in ranks:
+            if rank not in self.heard:
+                self.store.compare_set(f"beat/{rank}", "", Beat(rank).to_json())  # in place of its first beat
+        verdict, *texts = self.store.multi_get(["verdict", *(f"beat/{rank}" for rank in ranks)])
+        if said := verdict_of(verdict):
+            self._leave("", said["code"])
+        return [self._hear(rank, text.decode()) for rank, text in zip(ranks, texts, strict=True)]
+
+    def _hear(self, rank: int, text: str) -> Beat:
+        now = time.monotonic()
         if self.heard.get(rank, ("", 0.0))[0] != text:
             self.heard[rank] = (text, now)
         return replace(Beat(**json.loads(text)), silent=now - self.heard[rank][1])

@@ -47,7 +47,7 @@ def run(watchdog: Watchdog, what: str) -> None:
             if step == 5 and dist.get_rank() == 1 and attempt == 0:
                 fail(what)
             dist.all_reduce(torch.ones(1))
-            watchdog.step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
+            watchdog.step_done(agreement.ranks, [dist.distributed_c10d._get_default_group()])
             if agreement.at().stop:
                 sys.exit(75)
     if dist.get_rank() == 0:

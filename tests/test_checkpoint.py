@@ -105,6 +105,33 @@ def test_names_are_the_models_own_and_the_manifest_says_what_was_written(build, 
     assert canonical("module.blocks.0._orig_mod.mlp.up.weight") == "blocks.0.mlp.up.weight"
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_metadata_is_made_once_while_the_state_keeps_its_shapes(build, mode, tmp_path, monkeypatch):
+    run, checkpointer = Run(), build(mode)
+    described = []
+    monkeypatch.setattr(checkpointer, "_description", note(described, checkpointer._description))
+    for _ in range(3):
+        run.step()
+        run.save(checkpointer)
+        checkpointer.wait()
+    assert [each is None for each in described] == [False, True, True]
+    folders = [step_folder(tmp_path, step) for step in (1, 3)]
+    assert len({(folder / ".metadata").read_bytes() for folder in folders}) == 1
+    other = Run(seed=1)
+    assert resume(build(mode), other.run) and other.run.progress.step == 3  # its bytes are checked
+    assert all(map(torch.equal, run.model.parameters(), other.model.parameters()))
+
+
+def note(answers, function):
+    """The same function, whose answers are kept."""
+
+    def noting(*arguments):
+        answers.append(function(*arguments))
+        return answers[-1]
+
+    return noting
+
+
 def test_any_dcp_tool_reads_it(build, tmp_path):
     """Rossby's own writer writes what torch.distributed.checkpoint does."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

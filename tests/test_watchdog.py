@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config import Comm
 from jobs.hang_report import Beat, accusation, process_state, ranges, table, to_blame
 from jobs.heartbeat import Activity
-from jobs.watchdog import is_lost_connection
+from jobs.watchdog import OPEN, Watchdog, is_lost_connection
 from tests.started_jobs import write_config
 from tests.test_launch import launch
 
@@ -84,6 +85,37 @@ def test_a_lost_connection_is_no_error_of_this_rank():
     gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:42"
     assert is_lost_connection(RuntimeError(gloo)) and is_lost_connection(dist.DistNetworkError("reset"))
     assert not is_lost_connection(ValueError("connection")) and not is_lost_connection(RuntimeError("shape"))
+
+
+def test_the_first_of_many_ranks_hears_all_in_two_requests(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "300")
+    monkeypatch.setenv("RANK", "0")
+    watchdog, asked = Watchdog(tmp_path, Comm()), []
+    store = dist.HashStore()
+    store.compare_set("verdict", "", OPEN)
+    watchdog.store = recorded(store, asked)
+    watchdog._talk()
+    asked.clear()
+    watchdog._talk()
+    assert asked == ["set", "multi_get"] and len(watchdog.heard) == 299
+    monkeypatch.setenv("RANK", "7")
+    other = Watchdog(tmp_path, Comm())
+    other.store = watchdog.store
+    other._talk()
+    asked.clear()
+    other._talk()
+    assert asked == ["set", "multi_get"]
+
+
+def recorded(store, asked):
+    """A store that notes which of its methods are called."""
+
+    class Recorded:
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(store, name)
+
+    return Recorded()
 
 
 def test_state_of_a_process():

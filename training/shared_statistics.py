@@ -34,6 +34,7 @@ from durable_files import replacing
 from errors import UserError
 from jobs.heartbeat import activity
 from jobs.progress_bar import progress_bar
+from jobs.rank_tree import RankTree
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger("rossby")
@@ -70,21 +71,20 @@ def count_together(source: Source, cache: Path) -> Statistics:
 
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    folder, rank, world = cache.parent / SAVED, dist.get_rank(), dist.get_world_size()
+    ranks, folder = RankTree(), cache.parent / SAVED
     earlier: list[Sums] = []  # on rank 0
     fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, cache, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
-    counting = Counting(source, np.array_split(left, world)[rank], shift)
-    own = folder / f"{fingerprint}.{attempt}.{rank}.npz"
+    counting = Counting(source, np.array_split(left, ranks.world)[ranks.rank], shift)
+    own = folder / f"{fingerprint}.{attempt}.{ranks.rank}.npz"
     done_before = len(source.dates) - len(left)
-    with progress_bar(len(source.dates), "date", rank == 0, desc="statistics", done=done_before) as bar:
-        rounds(counting, own, bar, group)
+    with progress_bar(len(source.dates), "date", ranks.is_first, desc="statistics", done=done_before) as bar:
+        rounds(counting, own, bar, ranks)
     sums = counting.sums
     for each in earlier:
         sums.merge(each)
-    add_over_ranks(sums, group)
-    dist.destroy_process_group(group)
+    add_over_ranks(sums, ranks)
+    ranks.close()
     return replace(Statistics.of(sums, fingerprint), files=source.fields.file_marks(source.variables))
 
 
@@ -118,7 +118,7 @@ def read_sums(path: Path) -> Sums | None:
         return None  # a disk that lost it: its dates are counted again
 
 
-def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
+def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
     """Until no rank has a date left. UserError, on all ranks: what one of them met."""
     counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
     while True:
@@ -129,10 +129,10 @@ def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -
         activity.progress()
         state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
         counted = counting.num_counted
-        dist.all_reduce(state, group=group)
+        ranks.all_reduce(state)
         bar.update(int(state[1]))
         if state[2]:
-            raise first_of_all(failure, group)
+            raise cast(UserError, ranks.first_of(failure))
         if not state[0]:
             return
         if time.monotonic() - saved_at > save_every:
@@ -140,13 +140,6 @@ def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -
             save(counting.sums, own)
             saved_at = time.monotonic()
             save_every = max(SAVE_SECONDS, 20 * (saved_at - started))
-
-
-def first_of_all(failure: UserError | None, group: dist.ProcessGroup) -> UserError:
-    """The failure of the lowest rank that has one."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, failure, group=group)
-    return next(each for each in found if each is not None)
 
 
 def save(sums: Sums, path: Path) -> None:
@@ -158,18 +151,17 @@ def save(sums: Sums, path: Path) -> None:
         logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
 
 
-def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
+def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
     """Every rank gets the sums of all. Fields travel one variable at a time: together they may be large."""
-    if dist.get_world_size() == 1:
+    if ranks.world == 1:
         return
     small = {name: np.array(getattr(sums, name)) for name in TABLES}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (small, sums.found, sums.count.shape[1:] == (1, 1)), group=group)
+    told = ranks.share(ranks.gather((small, sums.found, sums.count.shape[1:] == (1, 1)))) or []
     if not all(whole for _, _, whole in told):
         sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
     for v in range(len(sums.total)):
-        dist.all_reduce(torch.from_numpy(sums.total[v]), group=group)
-    dist.all_reduce(torch.from_numpy(sums.count), group=group)
+        ranks.all_reduce(torch.from_numpy(sums.total[v]))
+    ranks.all_reduce(torch.from_numpy(sums.count))
     for rank, (tables, found, _) in enumerate(told):
-        if rank != dist.get_rank():
+        if rank != ranks.rank:
             sums.with_rows(tables).find(found)

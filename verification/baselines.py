@@ -57,13 +57,9 @@ def fit_baselines(
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
         own = fields[torch.tensor(indices) >= 0]  # -1: a sample of another rank
-        fields = training.unpack(own.to(mean_field.device))
-        anomalies = (fields - mean_field).double()  # (B, 1 + L, V, H, W), NaN where missing
-        now, later = anomalies[:, :1], anomalies[:, 1:]
-        valid = torch.isfinite(now) & torch.isfinite(later)
-        weights = valid * area.double()[:, None]
-        for total, other in zip(sums, (later, now), strict=True):
-            total += (torch.where(valid, now * other, 0.0) * weights).sum(dim=(0, 3, 4))
+        fields = training.unpack(own.to(mean_field.device))  # (B, 1 + L, V, H, W), NaN where missing
+        for v, mean in enumerate(mean_field):
+            sums[:, :, v] += products(fields[:, :, v] - mean, area)
     dist.all_reduce(sums)
     factors = (sums[0] / sums[1].clamp_min(1e-300)).float()  # (L, V)
     return {
@@ -71,6 +67,19 @@ def fit_baselines(
         "damped persistence": damped_persistence(mean_field, dict(zip(leads, factors, strict=True))),
         "climatology": climatology(mean_field),
     }
+
+
+def products(anomalies: Tensor, area: Tensor) -> Tensor:
+    """(2, L): area-weighted sums of now x later and now x now, of anomalies (B, 1 + L, H, W) of a variable.
+
+    A variable at a time: in float64, all of 17 variables and 5 leads at 1024 x 2048 took 10 GB.
+    """
+    there = torch.isfinite(anomalies)
+    filled = torch.where(there, anomalies, 0.0).double()
+    now, later = filled[:, 0], filled[:, 1:]
+    weighted = now * area.double()[:, None]
+    both = torch.einsum("bhw,blhw->l", weighted, later)
+    return torch.stack([both, torch.einsum("bhw,blhw->l", weighted * now, there[:, 1:].double())])
 
 
 class AnalysesForecast:
