@@ -98,7 +98,8 @@ class Row:
     def exponent(self) -> float | None:
         """Of the number of ranks, by least squares of logarithms; None: there are too few values."""
         points = [(math.log(n), math.log(v)) for n, v in self.values.items() if n >= 64 and v > 0]
-        return float(np.polyfit(*zip(*points, strict=True), 1)[0]) if len(points) > 1 else None
+        sizes, values = [n for n, _ in points], [v for _, v in points]
+        return float(np.polyfit(sizes, values, 1)[0]) if len(points) > 1 else None
 
 
 class Table:
@@ -482,13 +483,16 @@ def time_signature(table: Table) -> None:
     tensors = {
         item.index.fqn: torch.empty(item.tensor_data.size, device="meta")
         for item in plan_of_shard(0, 1).items
-    }  # type: ignore[union-attr]
+        if item.tensor_data
+    }
     started = time.process_time()
     signature = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     assert signature == dict(signature)
     seconds = time.process_time() - started
     for world in SIZES:
-        table.add("later saves: the plan, any rank (and an agreement)", "ms", world, 1e3 * seconds, "s")
+        table.add(
+            "later saves: the plan, any rank (and an agreement)", "ms", world, 1e3 * PART * seconds, "s"
+        )
 
 
 # -- what is left of a start
