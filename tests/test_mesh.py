@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_nobody_makes_groups_of_one_rank(
     made: list[int] = []
     new_group = device_mesh.new_group
 
-    def counted(ranks: list[int], **options: object) -> object:
+    def counted(ranks: list[int], **options: Any) -> Any:
         made.append(len(ranks))
         return new_group(ranks=ranks, **options)
 
