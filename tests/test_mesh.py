@@ -28,7 +28,7 @@ def test_nobody_makes_groups_of_one_rank(
 ) -> None:
     """But for the axis that FSDP needs where replicas split their model by tensor parallelism alone."""
     made: list[int] = []
-    new_group = device_mesh.new_group
+    new_group = dist.new_group
 
     def counted(ranks: list[int], **options: Any) -> Any:
         made.append(len(ranks))
