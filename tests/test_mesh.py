@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def test_nobody_makes_groups_of_one_rank(
 ) -> None:
     """But for the axis that FSDP needs where replicas split their model by tensor parallelism alone."""
     made: list[int] = []
-    new_group = device_mesh.new_group
+    new_group = dist.new_group
 
-    def counted(ranks: list[int], **options: object) -> object:
+    def counted(ranks: list[int], **options: Any) -> Any:
         made.append(len(ranks))
         return new_group(ranks=ranks, **options)
 
