@@ -64,7 +64,7 @@ from jobs.preemption import Agreement
 from jobs.rank_tree import FANOUT, RankTree
 from jobs.watchdog import Watchdog
 from models.build import build_model
-from models.vit import initial_value
+from models.initialization import initial_value
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh
 from parallelisms.peer_messages import PeerUnpickler, read_plainly

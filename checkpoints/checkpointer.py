@@ -155,10 +155,11 @@ class Checkpointer:
             self.wait()
             return
         assert self.writer
+        knows = self.writer.alive and self.arena is not None
         if not self.writer.alive:
-            self.writer, self.arena, self.described = WriterProcess(), None, False
-        if self.arena is None:
-            self.arena = Arena(sources)
+            self.writer, self.described = WriterProcess(), False
+        self.arena = self.arena or Arena(sources)
+        if not knows:
             self.writer.give(self.arena, self.save_plan)
         self.copying = Copying(self.arena, sources)
         if self.mode == "async":
@@ -179,7 +180,13 @@ class Checkpointer:
         if not self.ranks.all_reduce(changed, dist.ReduceOp.MAX):
             return
         self.save_plan, self.metadata = plan_together(self.ranks, plan_of(tensors))
-        self.signature, self.arena, self.described = signature, None, False
+        self._release_arena()
+        self.signature, self.described = signature, False
+
+    def _release_arena(self) -> None:
+        if self.arena:
+            self.arena.release()
+        self.arena = None
 
     def _sources(self, tensors: dict[str, Tensor]) -> dict[MetadataIndex, Tensor]:
         """What this rank writes: its shards, and its part of what all ranks have."""
@@ -292,6 +299,7 @@ class Checkpointer:
         self.wait()
         if self.writer:
             self.writer.close()
+        self._release_arena()
 
     # -- loading -------------------------------------------------------------------------------------
 

@@ -190,9 +190,17 @@ class Arena:
         self.copies = [view(self.memory, slot) for slot in self.slots]
         self.pinned = any(tensor.is_cuda for tensor in tensors.values())
         if self.pinned:
-            address = self.copies[0].data_ptr() - self.slots[0].offset
+            self.address = self.copies[0].data_ptr() - self.slots[0].offset
             cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(address, self.size, 0))
+            torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.size, 0))
+
+    def release(self) -> None:
+        """Once nothing is copied into it any more: to the driver memory that goes while it is pinned stays so."""
+        if self.pinned:
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostUnregister(self.address))
+        self.copies.clear()
+        os.close(self.descriptor)
 
     @torch.no_grad()
     def fill(self, tensors: dict[MetadataIndex, Tensor]) -> None:

@@ -4,14 +4,17 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
 from checkpoints.run_state import Progress, RunState, global_batch_size, resume
+from checkpoints.writer import Arena
 from config import Checkpoint
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
@@ -222,12 +225,38 @@ def test_a_writer_that_was_killed_is_started_again(build, tmp_path, caplog):
     run.step()
     run.save(checkpointer)
     checkpointer.wait()
+    arena = checkpointer.arena
     checkpointer.writer.process.kill()
     checkpointer.writer.process.wait()
     run.step()
     run.save(checkpointer)
     checkpointer.wait()
     assert complete_steps(tmp_path) == [1, 2]
+    assert checkpointer.arena is arena  # pinning gigabytes takes seconds
+    checkpointer.close()
+    assert checkpointer.arena is None
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is."""
+
+    is_cuda = True
+
+
+def test_pinned_memory_is_unpinned_before_it_goes(monkeypatch):
+    pinned: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.update({address: size}),
+        cudaHostUnregister=lambda address: pinned.pop(address) and None,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    arena = Arena({MetadataIndex("weight"): torch.ones(100).as_subclass(OnGpu)})
+    assert list(pinned.values()) == [arena.size]
+    arena.release()
+    assert not pinned
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(arena.descriptor)
 
 
 def test_host_memory_does_not_grow_with_saves(build):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 
 from config import Comm
 from jobs.hang_report import Beat, accusation, process_state, ranges, table, to_blame
@@ -91,9 +92,9 @@ def test_the_first_of_many_ranks_hears_all_in_two_requests(monkeypatch, tmp_path
     monkeypatch.setenv("WORLD_SIZE", "300")
     monkeypatch.setenv("RANK", "0")
     watchdog, asked = Watchdog(tmp_path, Comm()), []
-    store = dist.HashStore()
+    store = HashStore()
     store.compare_set("verdict", "", OPEN)
-    watchdog.store = recorded(store, asked)
+    watchdog.store = recorded(store, asked)  # type: ignore[assignment]
     watchdog._talk()
     asked.clear()
     watchdog._talk()
