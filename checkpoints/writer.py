@@ -195,7 +195,7 @@ class Arena:
             torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.size, 0))
 
     def release(self) -> None:
-        """Once nothing is copied into it any more: to the driver memory that goes while it is pinned stays so."""
+        """After the last copy: to the driver, memory that goes while it is pinned stays pinned."""
         if self.pinned:
             cudart: Any = torch.cuda.cudart()
             torch.cuda.check_error(cudart.cudaHostUnregister(self.address))
