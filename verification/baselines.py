@@ -56,10 +56,11 @@ def fit_baselines(
     sums = torch.zeros(2, len(leads), len(mean_field), dtype=torch.float64, device=mean_field.device)
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
-        own = fields[torch.tensor(indices) >= 0]  # -1: a sample of another rank
-        fields = training.unpack(own.to(mean_field.device))  # (B, 1 + L, V, H, W), NaN where missing
-        for v, mean in enumerate(mean_field):
-            sums[:, :, v] += products(fields[:, :, v] - mean, area)
+        own = [row for row, index in enumerate(indices) if index >= 0]  # -1: a sample of another rank
+        for row in own:  # one by one: at 1024 x 2048 a batch is gigabytes, and shall have no copy
+            states = training.unpack(fields[row : row + 1].to(mean_field.device))  # (1, 1 + L, V, H, W)
+            for v, mean in enumerate(mean_field):
+                sums[:, :, v] += products(states[:, :, v] - mean, area)
     dist.all_reduce(sums)
     factors = (sums[0] / sums[1].clamp_min(1e-300)).float()  # (L, V)
     return {
