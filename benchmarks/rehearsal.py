@@ -145,33 +145,36 @@ def run(name: str, command: list[str], environment: dict[str, str], dies_when: A
     return stage
 
 
-def dates_of(config: Config) -> list[np.datetime64]:
-    """Those of the store: trained on, then as many as one forecast of the longest lead needs."""
-    hours = config.data.step_hours
-    steps = max(FORECAST_STEPS, max(config.validation.lead_hours) // hours)
-    count = TRAIN_DATES + steps + 1
-    return list(np.datetime64("2000-01-01T00") + np.arange(count) * np.timedelta64(hours, "h"))
+def hours_of(config: Config) -> list[int]:
+    """Of the store, after 2000: the dates that are trained on, a start, and the truth at every lead of it."""
+    step = config.data.step_hours
+    start = step * TRAIN_DATES
+    return [*range(0, start, step), start, *(start + lead for lead in sorted(config.validation.lead_hours))]
 
 
 def periods_of(config: Config) -> list[str]:
-    """Overrides: the dates of one forecast of the longest lead that is validated, and what is before."""
-    dates, last = dates_of(config), max(config.validation.lead_hours) // config.data.step_hours
+    """Overrides: what is trained on, and one forecast of the longest lead that is validated."""
+    hours, start = hours_of(config), config.data.step_hours * TRAIN_DATES
     ends = {
-        "--data.train_period": (dates[0], dates[TRAIN_DATES - 1]),
-        "--data.validation_period": (dates[TRAIN_DATES], dates[TRAIN_DATES + last]),
-        "--forecast.period": (dates[TRAIN_DATES], dates[TRAIN_DATES]),
+        "--data.train_period": (0, start - config.data.step_hours),
+        "--data.validation_period": (start, hours[-1]),
+        "--forecast.period": (start, start),
     }
-    return [word for key, period in ends.items() for word in (key, json.dumps([str(d) for d in period]))]
+    return [word for key, period in ends.items() for word in (key, json.dumps([*map(date, period)]))]
 
 
-def write_store(config: Config, path: Path, dates: int) -> Stage:
+def date(hours: int) -> str:
+    return str(np.datetime64("2000-01-01T00") + np.timedelta64(hours, "h"))
+
+
+def write_store(config: Config, path: Path) -> Stage:
     started = time.monotonic()
     height, width = config.data.grid_shape
     # 721 rows have the poles, 1,024 have none; from north to south as in WeatherBench2.
     half = 0 if height % 2 else 90 / height
     latitude, longitude = np.linspace(90 - half, half - 90, height), np.arange(width) * 360 / width
     names, levels = list(config.data.variables), list(config.data.levels)
-    write_tiled_analyses(path, names, levels, latitude, longitude, dates)
+    write_tiled_analyses(path, names, levels, latitude, longitude, hours_of(config))
     stage = Stage("store written", time.monotonic() - started, code=0)
     stage.written = sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and not f.is_symlink()) / 1e9
     return stage
@@ -181,7 +184,6 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
     """All stages of one configuration, in order."""
     config = load_config(["--job.config_file", str(ROOT / name)])
     store, outputs = folder / "era5.zarr", folder / "run"
-    dates = dates_of(config)
     keys = [
         "--job.config_file",
         name,
@@ -203,11 +205,11 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
         """The newest save is complete, and steps were taken after it."""
         return bool(complete_steps(outputs / "checkpoints")) and last_step(outputs) >= KILLED_AFTER
 
-    period = ["--period", str(dates[0])[:10], str(dates[TRAIN_DATES - 1])[:10]]
+    period = ["--period", date(0)[:10], date(config.data.step_hours * (TRAIN_DATES - 1))[:10]]
     train = ["./run_train.sh", *keys]
     forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--forecast.local_batch_size", "1"]
     stages = [
-        write_store(config, store, len(dates)),
+        write_store(config, store),
         run("preflight of the data", [*python, "-m", "datasets.convert", str(store), "--check", *period], {}),
         run("plan", [*python, "plan.py", *keys, "--cluster", f"cpu{RANKS}", "--json"], {}),
         run(f"statistics, training on {RANKS}, killed", train, ranks | {"NGPU": str(RANKS)}, saved_and_on),

@@ -31,9 +31,10 @@ def write_tiled_analyses(
     levels: list[int],
     latitude: np.ndarray,
     longitude: np.ndarray,
-    dates: int,
+    hours: list[int],
 ) -> None:
-    """6-hourly from 2000-01-01; `levels` for the variables that have no height in their names."""
+    """At these hours after 2000-01-01; `levels` for the variables that have no height in their names."""
+    dates = len(hours)
     root = zarr.open_group(str(path), mode="w", zarr_format=2)
     grid = (len(latitude), len(longitude))
     shape = Shape(path.name, len(variables), grid, "f4", dates)
@@ -48,7 +49,7 @@ def write_tiled_analyses(
         for date in range(WRITTEN, dates):
             (path / name / f"{date}{rest}").symlink_to(path / name / f"{date % WRITTEN}{rest}")
     units = {"units": "hours since 2000-01-01"}
-    coordinate(root, "time", 6 * np.arange(dates), units)
+    coordinate(root, "time", np.array(hours), units)
     coordinate(root, "level", np.array(levels), {})
     coordinate(root, "latitude", latitude, {})
     coordinate(root, "longitude", longitude, {})

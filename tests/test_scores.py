@@ -108,9 +108,8 @@ def test_the_global_mean_squared_error_is_that_of_training() -> None:
     truth[0, 2, 3] = torch.nan
     values, _ = date_statistics(forecast, truth, None, RegionMeans(grid, ["global"]))
     rows, _ = region_weights(grid, ["global"])
-    assert torch.allclose(
-        values[0, :, 0], mean_squared_error(forecast, truth, torch.from_numpy(rows[0])), rtol=1e-14
-    )
+    found = mean_squared_error(forecast[None, None], truth[None, None], torch.from_numpy(rows[0]))[0, 0]
+    assert torch.allclose(values[0, :, 0], found, rtol=1e-14)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -44,6 +44,15 @@ def mean_squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
     NaN where a field has no cell with a truth. A forecast that is not finite where the truth is gives NaN
     or inf: a broken forecast must not look like a missing one.
     """
+    rows = [
+        torch.stack([_squared_error(*fields, area) for fields in zip(*leads, strict=True)])
+        for leads in zip(forecast, truth, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
+    """(V, H, W) twice -> (V,). One lead: in float64 five of 17 variables at 1024 x 2048 take 7 GB."""
     valid = torch.isfinite(truth)
     weights = valid * area.double()[:, None]
     squares = torch.where(valid, forecast.double() - truth.double(), 0.0).square()
