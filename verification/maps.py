@@ -30,8 +30,9 @@ class Land(NamedTuple):
 def draw_map(
     axes: Axes, grid: Grid, field: np.ndarray, title: str, land: Land | None = None, **colours: Any
 ) -> None:
-    """A field (H, W) on its grid, in degrees, with coastlines and a colour bar; of a fine grid every n-th cell,
-    which shows noise as it is, where a mean would not.
+    """A field (H, W) on its grid, in degrees, with coastlines and a colour bar.
+
+    Of a fine grid every n-th cell, which shows noise as it is, where a mean would not.
     """
     mesh = axes.pcolormesh(*thinned(grid, field), shading="nearest", rasterized=True, **colours)
     draw_coastlines(axes, land)
