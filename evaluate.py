@@ -174,6 +174,8 @@ def build_baselines(
     """Baselines from the initial dates and at the leads of a forecast, as far as there is a climatology."""
     step, now = selection.step, np.timedelta64(0, "s")
     leads = first.leads[(first.leads > now) & (first.leads % step == now)]
+    # What has no truth is not scored, and fitting it would read years of analyses.
+    leads = leads[[bool(np.isin(first.times + lead, selection.archive.times).any()) for lead in leads]]
 
     def build(name: str) -> ForecastFields | None:
         forecast = persistence

@@ -23,7 +23,8 @@ WINDS = "gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"
 OPTIONS = f"""
     --training.steps {STEPS} --training.deterministic true --training.tf32 false --lr_scheduler.warmup_steps 5
     --checkpoint.enable true --checkpoint.interval {SAVED} --validation.interval {KILLED_FROM}
-    --model.attention_backend sdpa --metrics.log_freq 1 --metrics.enable_tensorboard false --profiling.enable_profiling false
+    --metrics.log_freq 1 --metrics.enable_tensorboard false --profiling.enable_profiling false
+    --model.attention_backend sdpa
 """.split()
 BF16 = ("--training.mixed_precision_param", "bfloat16")
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}

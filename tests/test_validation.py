@@ -11,6 +11,7 @@ from datasets.field_dataset import FieldDataset
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
+from verification import baselines
 from verification.baselines import climatology, fit_baselines, persistence, products
 from verification.scores import mean_squared_error, rmse
 from verification.validation import Validation
@@ -71,7 +72,9 @@ def test_a_forecast_equal_to_the_truth_scores_zero_and_nan_is_not_hidden(one_ran
     assert broken.rmse["model"].isnan().all()
 
 
-def test_damped_persistence_is_the_least_squares_fit(one_rank, dataset, area):
+@pytest.mark.parametrize("leads_bytes", (2**30, 1), ids=("together", "one by one"))
+def test_damped_persistence_is_the_least_squares_fit(one_rank, dataset, area, monkeypatch, leads_bytes):
+    monkeypatch.setattr(baselines, "LEADS_BYTES", leads_bytes)
     mean_field = torch.from_numpy(np.nanmean(values(analyses()), axis=0))
     forecasts = fit_baselines(dataset, mean_field, area, [1, 2], batch_size=2)
     fields = values(analyses()).astype(np.float64) - mean_field.double().numpy()
