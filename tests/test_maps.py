@@ -95,7 +95,7 @@ def test_one_range_of_colours_for_truth_and_forecast() -> None:
 
 
 def test_a_fine_grid_is_drawn_as_fine_as_a_panel_shows() -> None:
-    """Two million cells a panel took evaluate.py 14 GB at 1024 x 2048."""
+    """Nine maps of 1024 x 2048 cells took 1.1 GiB and 6 s; so thinned 0.14 GiB and 1.3 s."""
     grid = global_grid((1024, 2048))
     figure, axes = plt.subplots()
     draw_map(axes, grid, np.broadcast_to(grid.longitude, grid.shape), "")

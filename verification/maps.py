@@ -16,7 +16,7 @@ from archives.grid import Grid, latitude_bounds, longitude_bounds
 
 COASTLINES = Path(__file__).with_name("coastlines.csv")
 STEPS = [1, 1.5, 2, 3, 6, 10]  # of ticks: 15, 20, 30, 60 degrees
-MOST_COLUMNS = 720  # of cells: a panel has fewer pixels, and two million cells take matplotlib gigabytes
+MOST_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 
 
