@@ -52,7 +52,7 @@ def mean_squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
 
 
 def _squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
-    """(V, H, W) twice -> (V,). One lead: in float64 five of 17 variables at 1024 x 2048 are 1.4 GB an operand."""
+    """(V, H, W) twice -> (V,). One lead: in float64 five of them at 1024 x 2048 are 1.4 GB an operand."""
     valid = torch.isfinite(truth)
     weights = valid * area.double()[:, None]
     squares = torch.where(valid, forecast.double() - truth.double(), 0.0).square()
