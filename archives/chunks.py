@@ -29,7 +29,7 @@ Index = tuple[int, ...]  # of a chunk: its number along each dim
 ABSENT = 2**64 - 1  # offset and size of a chunk that a shard does not hold
 UNPACKED_AT = slice(4, 8)  # of blosc's header: the size of what was packed
 KEPT_INDEXES = 1024  # of shards, 16 bytes a chunk
-KEPT_FILES = 64  # open, of each store and thread: the system gives a process 1024
+KEPT_FILES = 128  # open, of each store: the system gives a process 1024
 
 
 class Done(NamedTuple):
@@ -84,14 +84,15 @@ class OpenFile:
 
 
 class LocalObjects:
-    """Files below a folder, into memory that each thread keeps, and files that it keeps open.
+    """Files below a folder, some of them kept open, into memory that each thread keeps.
 
     Opening one for every chunk lets other threads run three times more than reading does, and each time this
     one has to wait for its turn: a quarter of the rate of chunks of 260 kB.
     """
 
     def __init__(self, root: str) -> None:
-        self.root, self.own = root, threading.local()
+        self.root, self.own, self.lock = root, threading.local(), threading.Lock()
+        self.files: OrderedDict[str, OpenFile] = OrderedDict()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> memoryview | None:
         """Raises OSError."""
@@ -104,13 +105,16 @@ class LocalObjects:
         return self._fill(file, start, there if length is None else min(length, there))
 
     def _open(self, key: str) -> OpenFile:
-        files: OrderedDict[str, OpenFile] = self.own.__dict__.setdefault("files", OrderedDict())
-        if key not in files:
-            files[key] = OpenFile(f"{self.root}/{key}")
-            if len(files) > KEPT_FILES:
-                files.popitem(last=False)
-        files.move_to_end(key)
-        return files[key]
+        with self.lock:
+            if key in self.files:
+                self.files.move_to_end(key)
+                return self.files[key]
+        file = OpenFile(f"{self.root}/{key}")
+        with self.lock:
+            self.files[key] = file
+            if len(self.files) > KEPT_FILES:  # closed when the last thread has read from it
+                self.files.popitem(last=False)
+        return file
 
     def _fill(self, file: OpenFile, start: int, length: int) -> memoryview:
         kept = getattr(self.own, "memory", None)

@@ -142,11 +142,7 @@ def measure_attention(shape: Heads, dtype: torch.dtype, device: torch.device) ->
         try:
             check_backend(name, device.type, dtype)
             call()
-        except (
-            ConfigError,
-            RuntimeError,
-            ImportError,
-        ) as error:  # RuntimeError: torch's "no available kernel"
+        except (ConfigError, RuntimeError, ImportError) as error:  # RuntimeError: "no available kernel"
             logger.info(f"attention: {name} does not run here: {str(error).splitlines()[0]}")
             continue
         calls[name] = call

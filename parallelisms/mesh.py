@@ -27,9 +27,7 @@ def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
     A single process is a group of one, so that nothing after this asks whether there is a group.
     """
     read_plainly()
-    os.environ.setdefault(
-        "TORCH_GLOO_LAZY_INIT", "1"
-    )  # else every group connects each rank with each at once
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group connects all its ranks at once
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     use_cuda = torch.cuda.is_available() and backend != "gloo"
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,8 @@ def test_files_of_a_store_are_kept_open_and_not_all_of_them(tmp_path: Path) -> N
     for _ in range(2):
         for number in range(KEPT_FILES + 9):
             assert bytes(objects.read(str(number)) or b"") == b"%03d" % number
+    with ThreadPoolExecutor(8) as threads:  # however many threads: a process may have a thousand files open
+        list(threads.map(objects.read, map(str, range(KEPT_FILES + 9))))
     assert opened() == KEPT_FILES
     del objects
     assert opened() == 0
