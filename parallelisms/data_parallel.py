@@ -4,6 +4,7 @@ DDP holds everything everywhere; FSDP2 shards parameters, gradients and optimise
 inside groups and replicates the groups.
 """
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Parallelism
+
+logger = logging.getLogger(__name__)
+MOST_SHARDS = 256  # above, rank 0 plans the first save for more than 20 s: docs/scale.md
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -39,6 +43,10 @@ def apply_fsdp(
     backward needs at once. Master parameters stay float32; matrices see `param_dtype`; gradients are summed
     in `reduce_dtype`.
     """
+    shards = mesh.size(mesh.ndim - 1)
+    if shards > MOST_SHARDS:
+        fewer = f"parallelism.data_parallel_replicate_degree = {-(-shards // MOST_SHARDS)}"
+        logger.warning(f"{shards} shards of every weight: rank 0 plans the first save for long; set {fewer}")
     policy: dict = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),

@@ -1,4 +1,4 @@
-"""Memory that a step frees is there for the next one."""
+"""Memory that a step frees is there for the next one, and for others when a validation begins."""
 
 import subprocess
 import sys
@@ -31,3 +31,33 @@ def test_the_next_step_faults_no_pages_in() -> None:
         return int(done.stdout)
 
     assert faults("kept") < 100 < 1_000 < faults("given back")  # 160 MB are 39,000 pages
+
+
+LEFT = """
+import sys, torch
+from contextlib import nullcontext
+from pathlib import Path
+from training.host_memory import giving_memory_back, keep_freed_memory
+def held() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+cpu = torch.device("cpu")
+keep_freed_memory(cpu)
+before = held()
+blocks = [torch.ones(10_000_000) for _ in range(8)]  # 40 MB each
+del blocks[:7]  # the last one keeps the heap's end
+with giving_memory_back(cpu) if sys.argv[1] == "given back" else nullcontext():
+    fields = [torch.ones(15_000_000) for _ in range(4)]  # 60 MB: none fits into the place of one of those
+    del fields[:3]
+    print(held() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has no malloc_trim")
+def test_a_validation_begins_without_what_steps_left() -> None:
+    def held(how: str) -> int:
+        command = [sys.executable, "-c", LEFT, how]
+        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=True)
+        return int(done.stdout)
+
+    assert held("given back") < 110_000 < 250_000 < held("kept")  # KiB: 100 MB are in use

@@ -48,11 +48,12 @@ def train_step(
     """
     update.begin(step)
     loss, last = torch.zeros((), device=model.device), len(batches) - 1
-    for number, (fields, times) in enumerate(batches):
-        shards = objective.cut(fields, times)
-        scale = update.loss_scale / len(batches)
-        part = model.forward_backward(*shards, update.loss_part, scale, exchange=number == last)
-        loss += part / len(batches)
+    with model.casting_once():
+        for number, (fields, times) in enumerate(batches):
+            shards = objective.cut(fields, times)
+            scale = update.loss_scale / len(batches)
+            part = model.forward_backward(*shards, update.loss_part, scale, exchange=number == last)
+            loss += part / len(batches)
     if not others.average(loss, model.parameters.values()):
         model.zero_grad()
         return None

@@ -17,6 +17,7 @@ from config import Config
 from jobs.progress_bar import progress_bar
 from traces.profiler import span
 from training.assembly import Assembly
+from training.host_memory import giving_memory_back
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples
@@ -75,7 +76,8 @@ class Validator:
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
         fitted = samples.dataset_a_lead("train", leads, limit=FIT_SAMPLES)
-        self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
+        with giving_memory_back(area.device):
+            self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
 
     def _averaged(self) -> AbstractContextManager:
         return self.run.average.in_place() if self.run.average else nullcontext()
@@ -88,7 +90,7 @@ class Validator:
         self.saves.before_update()  # averages take the place of weights that are still being copied
         started = time.monotonic()
         bar = progress_bar(len(self.validation.sampler), "batch", dist.get_rank() == 0, desc="validation")
-        with span("validation"), self._averaged(), bar:
+        with giving_memory_back(self.model.device), span("validation"), self._averaged(), bar:
             scores = self.validation.run(
                 counted(self.forecast, bar), self.baselines, self.objective.of_fields
             )
@@ -102,7 +104,7 @@ class Validator:
         """Loss curve, errors against lead time, and maps of the last date, into plots/."""
         if self.validation is None:
             return
-        with self._averaged():
+        with giving_memory_back(self.model.device), self._averaged():
             example = self.validation.last_date(self.forecast)  # on all ranks: the model may take all of them
         if dist.get_rank() == 0:
             from verification.plots import plot_run  # here, because it takes half a second of every start

@@ -4,7 +4,6 @@ longitudes.
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from datasets.conditions import Conditions
@@ -50,8 +49,12 @@ def model_forecast(
 
     def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
         states = rollout(predict, normalizer, conditions, step_seconds, fields, times, max(leads))
-        taken = [normalizer.denormalize(state) for lead, state in enumerate(states, 1) if lead in leads]
-        return torch.stack(taken, dim=1)
+        # Each into its place: a list of them and the stack would be twice the memory.
+        found = fields.new_empty((len(fields), len(leads), *fields.shape[1:]))
+        for lead, state in enumerate(states, 1):
+            if lead in leads:
+                found[:, leads.index(lead)] = normalizer.denormalize(state)
+        return found
 
     return forecast
 

@@ -65,6 +65,14 @@ def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
     return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
 
 
+def truth_of(fields: Tensor, lead: int) -> Tensor:
+    """A state and its truths (B, 1 + L, V, H, W) -> the truth at a lead (B, 1, V, H, W).
+
+    Cells missing at the start count for nobody: persistence would have nothing to say there.
+    """
+    return torch.where(torch.isfinite(fields[:, :1]), fields[:, lead + 1 : lead + 2], torch.nan)
+
+
 class Validation:
     """The samples of a period (a date and the truth at every lead), and the baselines' errors once known."""
 
@@ -103,18 +111,18 @@ class Validation:
             dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
             state = fields[:, 0]
-            # Cells missing at the start count for nobody: persistence would have nothing to say there.
-            truth = torch.where(torch.isfinite(state)[:, None], fields[:, 1:], torch.nan)
             for name, forecast in forecasts.items():
                 predicted = forecast(state, times, self.lead_steps)  # (B, L, V, H, W)
-                squares = mean_squared_error(predicted, truth, self.area)  # (B, L, V)
-                errors[name][dates] = squares[mine]
-                if name == "model":
-                    there = torch.isfinite(truth[:, 0]).flatten(1).any(-1)  # (B,)
-                    for row in mine:
-                        of_date = loss(predicted[row, :1], truth[row, :1])
-                        losses[indices[row]] = torch.where(there[row], of_date, 0.0)
-            present[dates] = torch.isfinite(truth).any(-1).any(-1)[mine].double()
+                for lead in range(len(self.lead_steps)):
+                    truth = truth_of(fields, lead)
+                    squares = mean_squared_error(predicted[:, lead : lead + 1], truth, self.area)[:, 0]
+                    errors[name][dates, lead] = squares[mine]
+                    present[dates, lead] = torch.isfinite(truth).any(-1).any(-1)[mine, 0].double()
+                    if name == "model" and lead == 0:
+                        there = torch.isfinite(truth).flatten(1).any(-1)  # (B,)
+                        for row in mine:
+                            of_date = loss(predicted[row, :1], truth[row])
+                            losses[indices[row]] = torch.where(there[row], of_date, 0.0)
         return self._scores(errors, losses, present)
 
     @torch.no_grad()
@@ -124,7 +132,8 @@ class Validation:
         """
         last = int(np.flatnonzero(self.dataset.samples[:, 1] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
-        predicted = forecast(fields[:, 0].to(self.device), times.to(self.device), self.lead_steps)[0, 0].cpu()
+        state, first = fields[:, 0].to(self.device), self.lead_steps[:1]
+        predicted = forecast(state, times.to(self.device), first)[0, 0].cpu()
         pairs = zip(fields[0, 1].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
 
