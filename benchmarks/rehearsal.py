@@ -42,9 +42,9 @@ FORECAST_STEPS = 40
 TRAIN_DATES = 44  # persistence is fitted to pairs of them, too, as far apart as the longest lead
 # On a CPU the fastest kernel at 8,192 tokens keeps them squared: 6 GB a rank, which no kernel of a GPU does.
 VIT = "--model.dim 64 --model.num_layers 2 --model.num_heads 1 --model.mlp_dim 128"
-# Two ranks share a sample, as unet.toml says for its memory: four whole ones of 65 fields need 26 GB here.
-UNET = "--model.width 4 --parallelism.domain_parallel_tiles [2,1] --data.prefetch_factor 1"
-SMALL = {"vit": [*VIT.split(), "--model.attention_backend", "sdpa"], "unet": UNET.split()}
+# All ranks share a sample, as unet.toml says for its memory: four whole ones of 65 fields need 26 GB here.
+TILES = {RANKS: "[2,2]", RESUMED_ON: "[2,1]"}
+SMALL = {"vit": [*VIT.split(), "--model.attention_backend", "sdpa"], "unet": ["--model.width", "4"]}
 
 
 @dataclass
@@ -200,6 +200,7 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
     keys += ["--checkpoint.interval", str(SAVED_EVERY), "--metrics.log_freq", "1"]
     keys += ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "3"]
     keys += ["--profiling.profile_steps", "1", "--validation.interval", "0"]
+    keys += ["--data.num_workers", "1", "--data.prefetch_factor", "1"]  # of the host's memory, too, a part
     python = [sys.executable]
     ranks = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
@@ -208,17 +209,28 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
         return bool(complete_steps(outputs / "checkpoints")) and last_step(outputs) >= KILLED_AFTER
 
     period = ["--period", date(0)[:10], date(config.data.step_hours * (TRAIN_DATES - 1))[:10]]
+    unet = config.model.name == "unet"
+    tiles = {n: ["--parallelism.domain_parallel_tiles", TILES[n]] if unet else [] for n in TILES}
     train = ["./run_train.sh", *keys]
     forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--forecast.local_batch_size", "1"]
     # Closed forms are the ViT's; of a U-Net there is the dry run.
-    closed = config.model.name == "vit"
-    plan = ["--cluster", f"cpu{RANKS}", "--json"] if closed else ["--dry_run", "--world_size", str(RANKS)]
+    dry = ["--dry_run", "--world_size", str(RANKS), *tiles[RANKS]]
+    plan = dry if unet else ["--cluster", f"cpu{RANKS}", "--json"]
     stages = [
         write_store(config, store),
         run("preflight of the data", [*python, "-m", "datasets.convert", str(store), "--check", *period], {}),
         run("plan", [*python, "plan.py", *keys, *plan], {}),
-        run(f"statistics, training on {RANKS}, killed", train, ranks | {"NGPU": str(RANKS)}, saved_and_on),
-        run(f"resume on {RESUMED_ON}, validation", train, ranks | {"NGPU": str(RESUMED_ON)}),
+        run(
+            f"statistics, training on {RANKS}, killed",
+            [*train, *tiles[RANKS]],
+            ranks | {"NGPU": str(RANKS)},
+            saved_and_on,
+        ),
+        run(
+            f"resume on {RESUMED_ON}, validation",
+            [*train, *tiles[RESUMED_ON]],
+            ranks | {"NGPU": str(RESUMED_ON)},
+        ),
         run(f"forecast of {FORECAST_STEPS} steps", [*python, "forecast.py", *keys, *forecast], {}),
         run("evaluation with plots", [*python, "evaluate.py", *keys], {}),
         run("trace read", [*python, "-m", "traces.inspect_trace", str(outputs)], {}),

@@ -34,7 +34,8 @@ class Normalizer(nn.Module):
         (bool).
         """
         mask = torch.isfinite(fields)
-        return torch.where(mask, (fields - self.mean) / self.std, 0.0), mask
+        # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
+        return (fields - self.mean).div_(self.std).masked_fill_(~mask, 0.0), mask
 
     def denormalize(self, fields: Tensor) -> Tensor:
         """(..., V, H, W) normalised -> physical units."""
@@ -47,7 +48,7 @@ class Normalizer(nn.Module):
 
     def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
         """The output that would take `state` to `target` (B, V, H, W): the inverse of `advance`."""
-        return target if self.predict == "state" else (target - state) / self.change_scale
+        return target if self.predict == "state" else (target - state).div_(self.change_scale)
 
     @property
     def output_scale(self) -> Tensor:

@@ -93,12 +93,12 @@ class GridTiles:
         return rank_at(here - 1), rank_at(here + 1)
 
     def cut_input(self, x: Tensor) -> Tensor:
-        """x (B, C, H', W') -> this rank's tile (B, C, h, w), a view."""
+        """x (B, C, H', W') -> this rank's tile (B, C, h, w); a view of it would keep all of x."""
         assert x.shape[-2:] == (self.row_bounds[-1], self.column_bounds[-1]), (
             "pad with model.from_fields first"
         )
         rows, columns = self._slices(self.index)
-        return x[..., rows, columns]
+        return x[..., rows, columns].contiguous()
 
     def cut_output(self, x: Tensor) -> Tensor:
         """x (B, V, H', W') -> this rank's tile: outputs, targets, masks and weights (B, V, h, w) alike."""

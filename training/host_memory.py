@@ -44,8 +44,9 @@ def giving_memory_back(device: torch.device) -> Iterator[None]:
 
 def _set(settings: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter, value in settings.items() if mallopt else ():
-        mallopt(parameter, value)
+    if mallopt:
+        for parameter, value in settings.items():
+            mallopt(parameter, value)
 
 
 def _trim() -> None:

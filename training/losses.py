@@ -23,7 +23,8 @@ def mse_weights(mask: Tensor, area: Tensor, variable_weights: Tensor) -> Tensor:
     """
     weights = mask * area[:, None]  # (B, V, H, W)
     total = weights.sum(dim=(-2, -1), keepdim=True).clamp_min(TINY)  # (B, V, 1, 1)
-    return weights / total * (variable_weights[:, None, None] / (mask.shape[0] * mask.shape[1]))
+    # In place: three more fields of the size of the batch otherwise.
+    return weights.div_(total).mul_(variable_weights[:, None, None] / (mask.shape[0] * mask.shape[1]))
 
 
 def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Objective:
         """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights."""
         values, mask = self.normalizer.normalize(fields)
         state, target = values[:, 0], values[:, 1]
-        weights = self.weights(target, mask[:, 1]) * self.normalizer.output_scale.square()
+        weights = self.weights(target, mask[:, 1]).mul_(self.normalizer.output_scale.square())
         from_fields: Any = self.geometry.from_fields
         return (
             self.shards.cut_input(from_fields(self.conditions.append(state, times))),
