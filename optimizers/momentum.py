@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optimizers.shards import allocate, gradient, local, with_gradient
 from optimizers.shared_sums import SharedSums
-from optimizers.trust_ratios import trust_ratios
+from optimizers.trust_ratios import squared_norms, trust_ratios
 
 
 class SGD(torch.optim.Optimizer):
@@ -77,18 +77,14 @@ class LARS(SGD):
     def _gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
         if not group["matrices"]:
             return super()._gradients(parameters, group)
-        if not parameters:
-            self.sums(parameters, torch.zeros(0, 2))  # other ranks wait for this one
-            return []
         ratios = self._ratios(parameters, group["weight_decay"])
         found = super()._gradients(parameters, group)
-        torch._foreach_mul_(found, list(ratios.float()))
+        if parameters:
+            torch._foreach_mul_(found, list(ratios.float()))
         return found
 
     def _ratios(self, parameters: list[nn.Parameter], weight_decay: float) -> Tensor:
-        both = [local(p) for p in parameters], [gradient(p) for p in parameters]
-        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in both]
-        squares = torch.stack(norms, dim=1).double().square()
+        squares = squared_norms([local(p) for p in parameters], [gradient(p) for p in parameters])
         of_weights, of_gradients = self.sums(parameters, squares).sqrt().unbind(1)
         steps = of_gradients + weight_decay * of_weights
         return trust_ratios(of_weights, steps, self.coefficient, self.cap)

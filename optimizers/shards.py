@@ -23,7 +23,7 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     assert grad is not None
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return local(grad)
+    return local(grad).contiguous()
 
 
 def zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:

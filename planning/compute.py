@@ -15,11 +15,11 @@ from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 
-# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB writes its
-# direction instead, reads it and the parameter again, and writes that. SGD has one moment, and 12 for weight
-# decay; LARS norms (8) and scaling (8), too; Muon goes through its matrices seven times. The gradients' norm
-# takes 4 and their clipping 8; averaged weights 12.
-UPDATE_BYTES = {"AdamW": 28, "LAMB": 40, "SGD": 32, "LARS": 48, "Muon": 28}
+# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB's
+# direction takes as much, its weight decay 12, norms 8, the step 12. SGD's step takes 20, weight decay 12.
+# LARS has norms (8) and scaling (8), too. Muon goes through its matrices seven times. The norm of gradients
+# takes 4 and clipping 8; averaged weights 12.
+UPDATE_BYTES = {"AdamW": 28, "LAMB": 60, "SGD": 32, "LARS": 48, "Muon": 28}
 MUON_BYTES, CLIP_BYTES, AVERAGE_BYTES = 70, 12, 12
 ITERATIONS = 5  # of Newton and Schulz: optimizers/muon.py, which takes seconds to import
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient

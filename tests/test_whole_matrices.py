@@ -13,9 +13,7 @@ from checkpoints.run_state import resume
 from command_line import load_config
 from config import Checkpoint, Optimizer
 from errors import ConfigError
-from optimizers import lamb
 from optimizers.build import build_optimizer, set_lr
-from optimizers.lamb import portions
 from optimizers.shared_sums import SharedSums
 from parallelisms.collectives import Recorder
 from tests.optimizer_references import MOMENTUM, trained
@@ -72,8 +70,9 @@ def test_every_layout_does_what_the_paper_says(ranks, one_rank, layout: str, nam
     assert error < TOLERANCE[name], (error, where)
     assert max(np.abs(found["after"][n] - w).max() for n, w in found["before"].items()) > 1e-4
     if name != "Muon":
-        number = int(name != "SGD" and asked.ranks > 1)
-        assert sum(found["collectives"].values()) == number, found["collectives"]
+        # Beside what moves a gradient that tensor parallelism has cut otherwise than its parameter.
+        sums = [calls for call, calls in found["collectives"].items() if call.kind == "all-reduce"]
+        assert sums == [1] * (name != "SGD" and asked.ranks > 1), found["collectives"]
 
 
 # -- one process
@@ -143,29 +142,6 @@ def test_the_trust_ratio_is_capped_and_1_where_there_is_no_norm(one_rank) -> Non
     optimizer.step()
     assert torch.allclose(parameters["large"], torch.tensor(990.0))
     assert torch.allclose(parameters["zero"], torch.tensor(-1.0))
-
-
-def test_portions_have_every_number_once() -> None:
-    cut = list(portions([5, 0, 3, 20], 8))
-    assert [sum(end - begin for _, begin, end in portion) for portion in cut] == [8, 8, 8, 4]
-    for number, size in enumerate([5, 0, 3, 20]):
-        pieces = [(begin, end) for portion in cut for n, begin, end in portion if n == number]
-        assert [i for begin, end in pieces for i in range(begin, end)] == list(range(size))
-    assert all(len({n for n, _, _ in portion}) == len(portion) for portion in cut)
-
-
-def test_portions_change_nothing(one_rank, monkeypatch) -> None:
-    models = small_model(), small_model()
-    for model, most in zip(models, (2**16, 100), strict=True):
-        monkeypatch.setitem(lamb.PORTION, "cpu", most)
-        optimizer = build("LAMB", model)
-        torch.manual_seed(1)
-        for _ in range(3):
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape)
-            optimizer.step()
-    for left, right in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.allclose(left, right, rtol=1e-6, atol=1e-8)
 
 
 # -- checkpoints
