@@ -1,6 +1,6 @@
 """LAMB, LARS, SGD and Muon on 1, 2 and 4 ranks: what their papers say, collectives, time over fused AdamW.
 
-    .venv/bin/python benchmarks/optimizers.py [--layouts all] [--dim 512]
+    .venv/bin/python benchmarks/optimizers.py [--layouts all] [--ranks 1 2 4] [--dim 512]
 
 Every layout of tests/parity.py in float32 (`--layouts few`: one a number of ranks) takes three steps of its
 small model; weights are compared with the papers' formulas in float64 (tests/optimizer_references.py), from
@@ -38,12 +38,13 @@ REPETITIONS = 9
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layouts", choices=("all", "few"), default="all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4))
     parser.add_argument("--dim", type=int, default=512)
     options = parser.parse_args()
     layouts = exact_layouts() if options.layouts == "all" else {n: TABLE[n] for n in FEW}
     layouts = {"one process": Layout(1), **layouts}
     rows, seconds = [], []
-    for number in (1, 2, 4):
+    for number in options.ranks:
         group = Ranks(number)
         for layout in [name for name, each in layouts.items() if each.ranks == number]:
             rows += [held(group, layout, layouts[layout], name) for name in NAMES]
