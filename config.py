@@ -122,9 +122,9 @@ class Optimizer:
     # LAMB and LARS (of SGD) suit large batches, Muon takes the matrices of blocks; docs/optimizers.md
     name: Literal["AdamW", "LAMB", "Muon", "SGD", "LARS"] = "AdamW"
     lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
-    beta1: Decay = 0.9  # AdamW, LAMB: decay of the mean of gradients
-    beta2: Decay = 0.95  # AdamW, LAMB: decay of the mean of squared gradients
-    eps: AboveZero = 1e-8  # AdamW, LAMB: added to the root of the second moment
+    beta1: Decay = 0.9  # AdamW (and what Muon leaves to it), LAMB: decay of the mean of gradients
+    beta2: Decay = 0.95  # the same: decay of the mean of squared gradients
+    eps: AboveZero = 1e-8  # the same: added to the root of the second moment
     momentum: Decay = 0.9  # SGD, LARS and Muon, which is usually given 0.95
     # of matrices (norms, biases and positions do not decay); decoupled, with SGD and LARS a part of gradients
     weight_decay: NonNegative = 0.05
