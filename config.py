@@ -119,12 +119,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: Literal["AdamW"] = "AdamW"  # norms, biases and positions do not decay
+    # LAMB and LARS (of SGD) suit large batches, Muon takes the matrices of blocks; docs/optimizers.md
+    name: Literal["AdamW", "LAMB", "Muon", "SGD", "LARS"] = "AdamW"
     lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
-    beta1: Decay = 0.9  # decay of the mean of gradients
-    beta2: Decay = 0.95  # decay of the mean of squared gradients
-    eps: AboveZero = 1e-8  # added to the root of the second moment
-    weight_decay: NonNegative = 0.05  # decoupled weight decay of matrices
+    beta1: Decay = 0.9  # AdamW (and what Muon leaves to it), LAMB: decay of the mean of gradients
+    beta2: Decay = 0.95  # the same: decay of the mean of squared gradients
+    eps: AboveZero = 1e-8  # the same: added to the root of the second moment
+    momentum: Decay = 0.9  # SGD, LARS and Muon, which is usually given 0.95
+    # of matrices (norms, biases and positions do not decay); decoupled, with SGD and LARS a part of gradients
+    weight_decay: NonNegative = 0.05
+    # LAMB, LARS: ceiling of a matrix's trust ratio, its norm over that of its step; inf: none
+    trust_ratio_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = 10.0
+    trust_coefficient: AboveZero = 1e-3  # LARS: by which trust ratios are multiplied
     # precision of both moments of matrices between steps: 8, 4 or 2.1 bytes a parameter
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     # update each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
@@ -138,8 +144,14 @@ class Optimizer:
 @dataclass(frozen=True)
 class LrScheduler:
     warmup_steps: Count = 100  # linear from 0
-    decay_type: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, to the last step
+    warmup_fraction: Fraction = 0.0  # of the steps, in place of warmup_steps; 0: warmup_steps
+    # to the last step; "sqrt" falls fast first and slowly in the end
+    decay_type: Literal["cosine", "linear", "sqrt", "constant"] = "cosine"
+    # of the steps, the last, in which it falls; 1: all after the warm-up; 0.2: warm-up, stable, decay
+    decay_ratio: Fraction = 1.0
     min_lr_factor: Fraction = 0.0  # last learning rate over the peak
+    restart_steps: tuple[Positive, ...] = ()  # steps after which a new stage begins, with warm-up and decay
+    restart_lr_factors: tuple[AboveZero, ...] = ()  # peak of each later stage over the first's; []: all 1
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def check(config: Config) -> None:
     _check_data(config.data)
     _check_training(config)
     _check_optimizer(config)
+    _check_schedule(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
@@ -117,20 +118,38 @@ def _check_training(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    """Moments in few bits."""
+    """Moments in few bits, and matrices that are made whole."""
     optimizer, dtype, model = config.optimizer, config.optimizer.state_dtype, config.model
+    if optimizer.name == "Muon" and config.parallelism.cpu_offload:
+        reason = "would multiply whole matrices on the host; set parallelism.cpu_offload to false"
+        refuse("optimizer.name", "Muon", reason)
+    if dtype != "float32" and optimizer.name != "AdamW":
+        reason = f'is for AdamW; with optimizer.name = "{optimizer.name}" set it to "float32"'
+        refuse("optimizer.state_dtype", dtype, reason)
     if dtype == "bfloat16" and optimizer.beta2 > 0.99:
         reason = (
             'so slow a mean stands still in 8 bits; set optimizer.beta2 to 0.99 or less, or this to "int8"'
         )
         refuse("optimizer.state_dtype", dtype, reason)
-    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of training/optimizer_states.py
+    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of optimizers/compact_adamw.py
     for key, width in {"dim": model.dim, "mlp_dim": model.mlp_dim or 4 * model.dim}.items():
         if dtype == "int8" and width % block == 0 and width // tp % block:
             reason = (
                 f"tensor_parallel_degree = {tp} cuts model.{key} = {width} inside a block of {block} numbers"
             )
             refuse("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
+
+
+def _check_schedule(config: Config) -> None:
+    """Stages of the learning rate."""
+    schedule, steps = config.lr_scheduler, config.training.steps
+    restarts, factors = list(schedule.restart_steps), list(schedule.restart_lr_factors)
+    if restarts != sorted(set(restarts)) or (restarts and restarts[-1] >= steps):
+        reason = f"name steps that ascend and lie before training.steps = {steps}"
+        refuse("lr_scheduler.restart_steps", restarts, reason)
+    if factors and len(factors) != len(restarts):
+        reason = f"lr_scheduler.restart_steps names {len(restarts)} restarts; give one factor each"
+        refuse("lr_scheduler.restart_lr_factors", factors, reason)
 
 
 def wall_time_seconds(text: str) -> float:

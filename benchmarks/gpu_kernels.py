@@ -21,9 +21,9 @@ from config import Model
 from models.attention import HOPPER, activate, check_backend
 from models.attention import attention as rossby_attention
 from models.vit import VisionTransformer
+from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.measured_choices import BACKENDS, is_of_hopper
 from planning.calibration import attention_flops, matmul_flops
-from training.optimizers import build_optimizer, parameter_groups, set_lr
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 ATTENTION_NAMES = ("flash", "fmha", "sdpa", "attention", "attn", "cudnn")
@@ -166,7 +166,7 @@ def build(name: str, parameters: dict[str, Any]) -> torch.optim.Optimizer:
 
         return AdamW8bit(parameter_groups(parameters, 0.05), lr=1e-6)
     state_dtype = name.removesuffix(" moments") if "moments" in name else "float32"
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.05, state_dtype)
+    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.05, state_dtype)
     set_lr(optimizer, 1e-6)
     return optimizer
 

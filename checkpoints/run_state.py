@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints, State
 from checkpoints.files import step_folder, stored_tensors
 from errors import ConfigError
+from optimizers.compact_adamw import empty_moment
 from parallelisms.float8 import plain_weight
 from training.bad_steps import BadSteps, TrainingDiverged
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.optimizer_states import empty_moment
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank

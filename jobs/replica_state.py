@@ -11,7 +11,7 @@ from checkpoints.run_state import RunState
 from config import Config
 from errors import ConfigError
 from jobs.replicas import Alone, Replicas, State, local
-from training.optimizer_states import empty_moment
+from optimizers.compact_adamw import empty_moment
 
 
 def hand_over(run: RunState) -> State:

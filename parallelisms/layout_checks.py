@@ -111,6 +111,11 @@ def _check_cuda_graphs(config: Config) -> None:
 def _check_in_backward(config: Config) -> None:
     """An update in backward sees one gradient, of one micro-batch, already reduced."""
     training, reason = config.training, "optimizer.in_backward updates before"
+    if (name := config.optimizer.name) in ("LAMB", "LARS", "Muon"):
+        whole = "norms of whole matrices" if name != "Muon" else "whole matrices"
+        refuse(
+            "optimizer.in_backward", True, f"{name} needs {whole}, from all ranks at once; set it to false"
+        )
     if training.max_norm:
         refuse(
             "training.max_norm",

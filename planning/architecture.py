@@ -81,6 +81,11 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * self.block_parameters + count(self.first()) + count(self.last())
 
+    @property
+    def matrix_parameters(self) -> int:
+        """Of the matrices of one block."""
+        return sum(math.prod(shape) for shape in self.block().values() if len(shape) == 2)
+
     def matmul_flops(self) -> float:
         """Of one sample and block, forward: every token passes through each matrix."""
         return sum(2.0 * self.tokens * math.prod(shape) for shape in self.block().values() if len(shape) == 2)

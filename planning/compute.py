@@ -15,9 +15,13 @@ from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.workload import Workload
 
-# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them; the gradient's
-# norm 4 and its clipping 8; averaged weights 12.
-ADAMW_BYTES, CLIP_BYTES, AVERAGE_BYTES = 28, 12, 12
+# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB's
+# direction takes as much, its weight decay 12, norms 8, the step 12. SGD's step takes 20, weight decay 12.
+# LARS has norms (8) and scaling (8), too. Muon goes through its matrices seven times. The norm of gradients
+# takes 4 and clipping 8; averaged weights 12.
+UPDATE_BYTES = {"AdamW": 28, "LAMB": 60, "SGD": 32, "LARS": 48, "Muon": 28}
+MUON_BYTES, CLIP_BYTES, AVERAGE_BYTES = 70, 12, 12
+ITERATIONS = 5  # of Newton and Schulz: optimizers/muon.py, which takes seconds to import
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
 # too; each is then transposed for the gradient of weights (1 + 1).
 FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
@@ -225,14 +229,34 @@ def field_seconds(work: Workload, rates: Rates) -> float:
 
 def update_seconds(work: Workload, rates: Rates) -> float:
     owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
-    adamw = rates.elementwise_seconds(ADAMW_BYTES * number / owners, "float32", "adamw")
-    return adamw + rates.elementwise_seconds((CLIP_BYTES + AVERAGE_BYTES * work.ema) * number)
+    kernels = rates.elementwise_seconds(update_bytes(work) / owners, "float32", "adamw")
+    rest = rates.elementwise_seconds((CLIP_BYTES + AVERAGE_BYTES * work.ema) * number)
+    return kernels + rest + orthogonal_seconds(work, rates) / owners
+
+
+def update_bytes(work: Workload) -> float:
+    """Read and written by a rank's optimiser."""
+    number, inside = shard_parameters(work), 0.0
+    if work.optimizer == "Muon":
+        inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
+    return UPDATE_BYTES[work.optimizer] * (number - inside) + MUON_BYTES * inside
+
+
+def orthogonal_seconds(work: Workload, rates: Rates) -> float:
+    """Muon's products: every rank makes them of whole matrices, (m, n) with m <= n, of all its blocks."""
+    if work.optimizer != "Muon":
+        return 0.0
+    dtype, total = "float32" if work.dtype == "float32" else "bfloat16", 0.0
+    for m, n in (sorted(shape) for shape in work.model.block().values() if len(shape) == 2):
+        products = ((m, n, m), (m, m, m), (m, m, n))
+        total += sum(rates.linear_seconds(*product, dtype, backward=False) for product in products)
+    return ITERATIONS * work.rank_layers * total
 
 
 def host_update_seconds(work: Workload, cluster: Cluster) -> float:
     """The same where cpu_offload leaves it to the host, whose memory the ranks of a node divide."""
     ranks = min(cluster.devices_per_node, work.degrees.world)
-    moved = (ADAMW_BYTES + CLIP_BYTES) * shard_parameters(work)
+    moved = update_bytes(work) + CLIP_BYTES * shard_parameters(work)
     return moved * ranks / cluster.host_bandwidth
 
 

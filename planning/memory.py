@@ -4,6 +4,7 @@ Every formula is beside its component; docs/planning.md derives them. s below is
 micro-batch that a rank holds between blocks, x width, in the precision of matrices.
 """
 
+import math
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
@@ -97,6 +98,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
             "gradients": states["gradients"] * (not work.in_backward),
             "fields": fields,
             "batches on their way": step["batches on their way"],
+            "matrix made orthogonal": orthogonal_bytes(work),
         },
     }
     if work.rollout_steps > 1:  # the rollout's last step is through, and all gradients have their first part
@@ -149,6 +151,14 @@ def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
         "offloaded states": offloaded,
         "batches read ahead": work.batches_ahead * batch_bytes(work),
     }
+
+
+def orthogonal_bytes(work: Workload) -> float:
+    """Muon's largest matrix, whole: as gathered, twice in the iteration, its square at most twice."""
+    if work.optimizer != "Muon":
+        return 0
+    sizes = [math.prod(shape) for shape in work.model.block().values() if len(shape) == 2]
+    return 5 * work.itemsize * max(sizes)
 
 
 # -- parameters in use

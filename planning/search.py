@@ -190,7 +190,7 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
                 continue
             if work.model.heads % (changed.tp * changed.cp) == work.global_batch % changed.dp == 0:
                 yield f"parallelism.{key} = {n}", work.replace(degrees=changed), cluster
-    if work.uses_fsdp and not work.offload:
+    if work.uses_fsdp and not work.offload and work.optimizer != "Muon":  # which refuses it
         yield "parallelism.cpu_offload = true", work.replace(offload=True), cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)

@@ -5,6 +5,7 @@ what takes longer than the computation is exposed. Tensor parallelism's collecti
 stand between operations and are exposed whole, but for the ring's.
 """
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -91,9 +92,10 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
     total["host"] += host_seconds(work, rates, in_block) * passes * layers
     if work.offload:
-        total["update on the host"] += host_update_seconds(work, cluster) + norm_seconds(routes)
+        total["update on the host"] += host_update_seconds(work, cluster) + norm_seconds(work, routes)
     else:
-        total["update"] += update_seconds(work, rates) + norm_seconds(routes)
+        total["update"] += update_seconds(work, rates) + norm_seconds(work, routes)
+    total["exposed gathers of Muon"] += muon_gathers(work, routes)
     if not cluster.shared:
         ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
         concealed = max(hidden - exposed["exposed data parallel"], 0.0)
@@ -136,9 +138,28 @@ def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
     return sum(max(n * rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
 
 
-def norm_seconds(routes: dict[str, Route]) -> float:
-    """The gradient norm is summed over every axis that shards."""
-    return sum(seconds("all-reduce", 8, on) for name, on in routes.items() if name != "dp_replicate")
+def norm_seconds(work: Workload, routes: dict[str, Route]) -> float:
+    """The gradient norm is summed over every axis that shards; LAMB and LARS sum two norms of each parameter
+    over all ranks, 16 bytes.
+    """
+    norm = sum(seconds("all-reduce", 8, on) for name, on in routes.items() if name != "dp_replicate")
+    if work.optimizer not in ("LAMB", "LARS"):
+        return norm
+    ends = len(work.model.first()) + len(work.model.last())
+    size = 16 * (work.model.layers * len(work.model.block()) + ends)
+    return norm + sum(seconds("all-reduce", size, on) for on in routes.values())
+
+
+def muon_gathers(work: Workload, routes: dict[str, Route]) -> float:
+    """Every matrix of a block, whole on every rank, in the precision of its products."""
+    if work.optimizer != "Muon":
+        return 0.0
+    itemsize, total = min(work.itemsize, FLOAT32), 0.0
+    shapes = [shape for shape in work.model.block().values() if len(shape) == 2]
+    for size in (itemsize * math.prod(shape) for shape in shapes):
+        over_fsdp = seconds("all-gather", size / work.degrees.tp, routes["fsdp"]) if work.uses_fsdp else 0.0
+        total += over_fsdp + seconds("all-gather", size, routes["tp"])
+    return work.rank_layers * total
 
 
 # -- within a sample

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from config import Config, Model
+from config import Config, Model, Optimizer
 from errors import ConfigError
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
@@ -41,6 +41,7 @@ class Workload:
     pipeline_micro_batch: int = 1
     axis_order: tuple[str, ...] = AXES
     ema: bool = False
+    optimizer: str = "AdamW"
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
@@ -133,8 +134,9 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     conditions = len(config.data.static_variables) + len(config.data.forcings)
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
+    model = architecture_of(config.model, grid_shape, num_variables + conditions, num_variables)
     return Workload(
-        model=architecture_of(config.model, grid_shape, num_variables + conditions, num_variables),
+        model=model,
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
@@ -156,13 +158,22 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         axis_order=parallelism.axis_order,
         ema=config.training.ema_decay > 0,
-        state_itemsize=STATE_BYTES[config.optimizer.state_dtype],
+        optimizer=config.optimizer.name,
+        state_itemsize=state_bytes(config.optimizer, model),
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=config.data.prefetch_factor + 1 if config.data.num_workers else 1,
         arrays=len({name.partition(":")[0] for name in config.data.variables}),
     )
+
+
+def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
+    """Of a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
+    momentum, both = 4.0, STATE_BYTES[optimizer.state_dtype]
+    if optimizer.name == "Muon":
+        return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
+    return momentum if optimizer.name in ("SGD", "LARS") else both
 
 
 def architecture_of(

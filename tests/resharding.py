@@ -33,9 +33,11 @@ def whole(state: RunState) -> dict[str, np.ndarray]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def save(layout: Layout, folder: Path, mode: str) -> tuple[dict[str, np.ndarray], list[float]]:
+def save(
+    layout: Layout, folder: Path, mode: str, optimizer: str = "AdamW"
+) -> tuple[dict[str, np.ndarray], list[float]]:
     """A run that saves after STEPS steps: all that was saved, and the losses of the steps after it."""
-    small = SmallRun(layout, ema_decay=0.9)
+    small = SmallRun(layout, ema_decay=0.9, name=optimizer)
     state = small.run
     for step in range(STEPS):
         small.step(step)
@@ -47,9 +49,9 @@ def save(layout: Layout, folder: Path, mode: str) -> tuple[dict[str, np.ndarray]
     return saved, [small.step(STEPS + more)[0] for more in range(MORE)]
 
 
-def load(layout: Layout, folder: Path) -> tuple[dict[str, np.ndarray], list[float]]:
+def load(layout: Layout, folder: Path, optimizer: str = "AdamW") -> tuple[dict[str, np.ndarray], list[float]]:
     """What a run with other initial weights has after resuming, and its next losses."""
-    small = SmallRun(layout, seed=1, ema_decay=0.9)
+    small = SmallRun(layout, seed=1, ema_decay=0.9, name=optimizer)
     state = small.run
     checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
     assert resume(checkpointer, state) and state.progress.step == STEPS

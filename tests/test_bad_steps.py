@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from checkpoints.files import complete_steps
 from checkpoints.run_state import go_back
+from optimizers.build import build_adamw, set_lr
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged, step_unless
-from training.optimizers import build_optimizer, set_lr
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -20,7 +20,7 @@ def judge(bad_steps: BadSteps, step: int, loss: float, norm: float = 1.0, fp16: 
 
 def test_a_bad_step_leaves_no_trace():
     model = nn.Linear(3, 2)
-    optimizer = build_optimizer(dict(model.named_parameters()), (0.9, 0.95), 1e-8, 0.1)
+    optimizer = build_adamw(dict(model.named_parameters()), (0.9, 0.95), 1e-8, 0.1)
     set_lr(optimizer, 0.1)
 
     def step(value: float) -> None:

@@ -16,11 +16,11 @@ from checkpoints.files import complete_steps, read_manifest, step_folder, stored
 from checkpoints.run_state import Progress, RunState, global_batch_size, resume
 from checkpoints.writer import Arena
 from config import Checkpoint
+from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler, total_norm
-from training.optimizers import build_optimizer, parameter_groups, set_lr
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -32,7 +32,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
         parameters = dict(self.model.named_parameters())
-        optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1)
+        optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
         scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(0.0, 0, torch.device("cpu"))
         self.run = RunState(parameters, optimizer, scaler, None, Progress(), bad_steps)
 

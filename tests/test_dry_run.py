@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from command_line import load_config
 from models.build import build_model
 from parallelisms.degrees import Degrees
 from planning.dry_run import DryRun, dry_run
-from planning.workload import Workload, architecture_of
+from planning.workload import Workload, architecture_of, workload_of
 from tests.collective_formulas import step_collectives
 
 ROOT = Path(__file__).parent.parent
@@ -106,3 +107,13 @@ def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
     assert "valid: data_parallel_shard_degree = -1 or 4" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ("LAMB", "LARS", "Muon"))
+def test_every_optimiser_has_the_states_that_are_planned(monkeypatch, name: str):
+    result = run(monkeypatch, f"--optimizer.name={name}")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = load_config(["--model.dim=64", "--data.forcings=[]", "--data.static_variables=[]"])
+    config = replace(config, optimizer=replace(config.optimizer, name=name))
+    planned = workload_of(config, 8, GRID, 7).state_itemsize * result.parameters / 4
+    assert result.optimizer == pytest.approx(planned, rel=1e-2)

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from config import Model
 from models.attention import Kernel
 from models.vit import LayerNorm, VisionTransformer
+from optimizers.build import build_adamw
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler
-from training.optimizers import build_optimizer
 from training.update import Update
 
 HALF = torch.bfloat16
@@ -84,7 +84,7 @@ def test_an_update_whose_gradients_are_on_the_host(
     device, host = torch.device("cuda"), torch.device("cpu")
     parameter = nn.Parameter(torch.empty(4, 4, device=host), requires_grad=False)
     parameter.grad = torch.empty(4, 4, device=host)
-    optimizer = build_optimizer({"weight": parameter}, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = build_adamw({"weight": parameter}, (0.9, 0.95), 1e-8, 0.0)
     run = SimpleNamespace(
         optimizer=optimizer,
         scaler=LossScaler(False),

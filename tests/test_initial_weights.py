@@ -12,6 +12,7 @@ from checkpoints.initial_weights import Channels, load_initial_weights
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Checkpoint, Compile, Model, Parallelism
 from models.build import build_model
+from optimizers.build import build_adamw
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import parallelize
 from tests.distributed import shared_mesh
@@ -19,7 +20,6 @@ from tests.parity import full
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.optimizers import build_optimizer
 
 GRID = (8, 16)
 OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])
@@ -50,7 +50,7 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **par
 def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
     """A checkpoint of a model of OLD; its weights."""
     parameters = build(OLD, 0, **options)
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1)
+    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
     average = EMA(parameters, 0.9) if ema else None
     if average:
         for tensor in average.averages.values():

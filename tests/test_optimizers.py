@@ -16,13 +16,13 @@ from config import Checkpoint, Model
 from errors import ConfigError
 from models.initialization import init_weights
 from models.vit import VisionTransformer
+from optimizers import compact_adamw
+from optimizers.build import build_adamw, set_lr
+from optimizers.compact_adamw import BLOCK, code_tables, decode, encode
+from optimizers.lr_schedules import lr_factor
 from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
-from training import optimizer_states
 from training.bad_steps import step_unless
-from training.lr_schedules import lr_factor
-from training.optimizer_states import BLOCK, code_tables, decode, encode
-from training.optimizers import build_optimizer, set_lr
 
 COMPACT = ("bfloat16", "int8")
 STEPS = 3
@@ -32,7 +32,7 @@ LAYOUTS |= {"tp": Layout(2, tp())}
 
 def build(model: nn.Module, state_dtype: str) -> torch.optim.AdamW:
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(parameters, (0.9, 0.95), 1e-8, 0.1, state_dtype)
+    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1, state_dtype)
     set_lr(optimizer, 1e-2)
     return optimizer
 
@@ -119,7 +119,7 @@ def test_runs_end_within_the_spread_of_seeds() -> None:
 def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, Any]:
     """Some steps, a save, as many again: losses, weights after half of them, everything at the end."""
     layout = LAYOUTS[name]
-    with patch.object(optimizer_states, "BLOCK", 16):  # the small run's rows have 32 numbers
+    with patch.object(compact_adamw, "BLOCK", 16):  # the small run's rows have 32 numbers
         small = SmallRun(layout, ema_decay=0.9, state_dtype=state_dtype)
         state = small.run
         losses = [small.step(step)[0] for step in range(STEPS)]
@@ -135,7 +135,7 @@ def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, 
 
 def go_on(name: str, state_dtype: str, folder: Path) -> dict[str, Any]:
     layout = LAYOUTS[name]
-    with patch.object(optimizer_states, "BLOCK", 16):
+    with patch.object(compact_adamw, "BLOCK", 16):
         small = SmallRun(layout, seed=1, ema_decay=0.9, state_dtype=state_dtype)
         state = small.run
         checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)

@@ -6,6 +6,7 @@ A fast part of the table in tests/parity.py; benchmarks/layout_parity.py runs al
 import pytest
 
 from tests.parity import FAST, TABLE, Outcome, reference_of, three_steps
+from tests.test_whole_matrices import check, train
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +25,24 @@ def test_layout(name: str, ranks, references) -> None:
     errors = outcomes[0].errors(references[reference])
     wrong = {what: error for what, error in errors.items() if error > layout.tolerance(what)}
     assert not wrong, f"{name}: {wrong}"
+
+
+OPTIMISERS = [
+    ("zero-1 2", "LAMB"),
+    ("zero-1 2", "Muon"),
+    ("fsdp 2", "LARS"),
+    ("hsdp 2 x 2", "LAMB"),
+    ("fsdp 2 x tp 2", "LAMB"),
+    ("fsdp 2 x tp 2", "Muon"),
+    ("pp 2 x fsdp 2", "LAMB"),
+]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), OPTIMISERS)
+def test_optimiser(ranks, layout: str, optimizer: str) -> None:
+    """Norms of whole matrices; those of a step in one collective."""
+    found = ranks(TABLE[layout].ranks).run(train, TABLE[layout], optimizer)[0]
+    check(found, optimizer)
+    # Beside them: what moves a gradient that tensor parallelism has cut otherwise than its parameter.
+    sums = [calls for call, calls in found["collectives"].items() if call.kind == "all-reduce"]
+    assert optimizer == "Muon" or sums == [1], found["collectives"]

@@ -58,9 +58,14 @@ def test_without_checkpoints_no_interval_is_advised():
     assert len(rows) == 2 and all(row.endswith(" -") for row in rows)
 
 
-@pytest.mark.parametrize("config", ("vit1b", "vit1b_4096", "vit1b_12heads"))
+SHIPPED = ("vit1b", "vit1b_4096", "vit1b_12heads", "vit1b_adamw", "vit1b_muon")
+
+
+@pytest.mark.parametrize("config", SHIPPED)
 def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(config):
-    """Within 3 % of what a search finds for the cluster that the header names, compiled or not."""
+    """Within 3 % of what a search finds for the cluster that the header names, compiled or not; the last two
+    have the layout of the first.
+    """
     header = Path(f"train_configs/{config}.toml").read_text(encoding="utf-8")
     (days, cluster, seconds, low, high), (memory,) = (
         re.search(pattern, header).groups()  # type: ignore[union-attr]
@@ -69,15 +74,14 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
             r"(\d+) GiB a rank by plan.py",
         )
     )
-    made, best = (
-        json.loads(plan("--cluster", cluster, "--json", *options, config=config))
-        for options in ((), ("--layout", "auto"))
-    )
-    assert made["step_seconds"] <= 1.03 * best["step_seconds"]
+    made = json.loads(plan("--cluster", cluster, "--json", config=config))
     assert made["memory"]["peak"] / 2**30 == pytest.approx(float(memory), abs=0.5)
     assert made["step_seconds"] == pytest.approx(float(seconds), abs=0.05)
     assert made["step_seconds_band"] == pytest.approx([float(low), float(high)], abs=0.05)
     assert made["cost"]["fleets"]["on demand"]["hours"] / 24 == pytest.approx(float(days), abs=0.05)
+    if config in SHIPPED[:3]:
+        best = json.loads(plan("--cluster", cluster, "--json", "--layout", "auto", config=config))
+        assert made["step_seconds"] <= 1.03 * best["step_seconds"]
 
 
 def test_a_search_compiles():

@@ -34,3 +34,13 @@ def test_saved_by_one_and_loaded_by_another(ranks, saved, source: str, target: s
     loaded, next_losses = ranks(KINDS[target].ranks).run(load, KINDS[target], folder)[0]
     assert len(tensors) == 282 and not differences(tensors, loaded)
     assert next_losses == pytest.approx(losses, rel=tolerance(KINDS[source], KINDS[target]))
+
+
+def test_muon(ranks, tmp_path) -> None:
+    """Matrices with a momentum, others with Adam's moments: the same layout goes on to the bit."""
+    source, target = KINDS["fsdp 2 x tp 2"], KINDS["pp 2 x fsdp 2"]
+    tensors, losses = ranks(4).run(save, source, tmp_path, "disabled", "Muon")[0]
+    for layout, tolerated in ((source, 0.0), (target, 1e-5)):
+        loaded, next_losses = ranks(4).run(load, layout, tmp_path, "Muon")[0]
+        assert not differences(tensors, loaded)
+        assert next_losses == pytest.approx(losses, rel=tolerated, abs=0.0)

@@ -19,9 +19,10 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from planning.architecture import Architecture
 from planning.clusters import load_cluster
-from planning.compute import hardware_flops
+from planning.compute import hardware_flops, update_bytes
+from planning.hardware import ORDINARY
 from planning.memory import field_bytes, memory, stored_bytes, summed_bytes
-from planning.network import context_collectives
+from planning.network import context_collectives, route
 from planning.search import best_layouts, changes, changes_that_fit, check_device, fitting
 from planning.step_time import gathers_backward, normal_maximum, spread, step_time
 from planning.workload import Workload
@@ -31,6 +32,29 @@ MODEL = Architecture(4096, 1536, 48, 24, 6144, 8704, 8704)  # mission.md, sectio
 VALUES = 17 * 1024 * 2048
 WORK = Workload(MODEL, Degrees(dp_shard=64), 4, 1024, field_values=VALUES, input_values=VALUES)
 A100 = load_cluster("a100x64")
+
+
+# -- optimisers
+
+
+def test_updates_by_hand():
+    """Bytes of LAMB and SGD over AdamW's; Muon's products and gathers of 48 blocks of 12 D^2 weights."""
+    update = {n: step_time(WORK.replace(optimizer=n), A100) for n in ("AdamW", "LAMB", "SGD", "LARS", "Muon")}
+    assert update_bytes(WORK.replace(optimizer="LAMB")) / update_bytes(WORK) == pytest.approx(60 / 28)
+    times = [update[name].classes["update"] for name in ("SGD", "LARS", "LAMB")]
+    assert update["AdamW"].classes["update"] < times[0] and times == sorted(times)
+    # (m, n) with m <= n: 2 (m^2 n + m^3 + m^2 n) FLOP, five times; D = m and n of 3, 1, 4 and 4 D.
+    d = MODEL.dim
+    flops = 5 * 48 * sum(2 * (2 * d**2 * n * d + d**3) for n in (3, 1, 4, 4))
+    rate = ORDINARY * A100.rates.matmul["bf16"]  # type: ignore[union-attr]
+    more = update["Muon"].classes["update"] - update["AdamW"].classes["update"]
+    assert more == pytest.approx(flops / rate, rel=0.02)
+    gathers = update["Muon"].classes["exposed gathers of Muon"]
+    ring = route(A100, WORK, "fsdp").ring
+    sent = 63 / 64 * 2 * 48 * 12 * d**2 / ring.bandwidth
+    assert gathers == pytest.approx(sent + 48 * 4 * 63 * ring.latency)
+    few = WORK.replace(optimizer="Muon", zero1=True, degrees=Degrees(dp_replicate=64))
+    assert "exposed gathers of Muon" not in step_time(few, A100).classes
 
 
 # -- rollouts

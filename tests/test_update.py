@@ -26,9 +26,11 @@ LAYOUTS = {
 BAD = 2  # the step, counted from 1, whose loss is not finite
 
 
-def train(layout: Layout, in_backward: bool, state_dtype: str = "float32") -> dict[str, Any]:
+def train(
+    layout: Layout, in_backward: bool, state_dtype: str = "float32", name: str = "AdamW"
+) -> dict[str, Any]:
     """Four steps, one of them bad: losses, norms, weights, and moments of the optimiser."""
-    small = SmallRun(layout, max_norm=0.0, in_backward=in_backward, state_dtype=state_dtype)
+    small = SmallRun(layout, max_norm=0.0, in_backward=in_backward, state_dtype=state_dtype, name=name)
     number, plain = 0, small.objective.loss_part
 
     def loss_part(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -75,6 +77,11 @@ def test_it_is_the_same_run(ranks, one_rank, name: str) -> None:
 @pytest.mark.parametrize("state_dtype", ("bfloat16", "int8"))
 def test_with_few_bits_for_moments(one_rank, state_dtype: str) -> None:
     expected, found = (train(Layout(1), in_backward, state_dtype) for in_backward in (False, True))
+    assert difference(found["weights"], expected["weights"])[0] == 0.0
+
+
+def test_sgd(one_rank) -> None:
+    expected, found = (train(Layout(1), in_backward, name="SGD") for in_backward in (False, True))
     assert difference(found["weights"], expected["weights"])[0] == 0.0
 
 

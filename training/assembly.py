@@ -19,16 +19,18 @@ from datasets.statistics import Statistics
 from models.attention import preferred_backend, use_backend
 from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
+from optimizers.build import build_optimizer
+from optimizers.lr_schedules import learning_rate
+from optimizers.shared_sums import SharedSums
 from parallelisms.measured_choices import Choices, choose_attention, choose_float8
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import LossPart, ParallelModel, parallelize
+from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.losses import variable_weights
-from training.lr_schedules import learning_rate
 from training.objective import Objective
-from training.optimizers import build_optimizer
 from training.update import Saves, Update, UpdateInBackward
 
 
@@ -143,14 +145,20 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
 
 def build_run_state(config: Config, model: ParallelModel) -> RunState:
     """Optimiser, loss scaler and averages of a model whose weights are there; no step has been taken."""
-    optim, decay = config.optimizer, config.training.ema_decay
-    optimizer = build_optimizer(
-        model.own_parameters(), (optim.beta1, optim.beta2), optim.eps, optim.weight_decay, optim.state_dtype
-    )
+    decay = config.training.ema_decay
+    products = torch.float32 if config.training.mixed_precision_param == "float32" else torch.bfloat16
+    optimizer = build_optimizer(model.own_parameters(), config.optimizer, sums_of(model), products)
     average = EMA(model.parameters, decay) if decay else None
     scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
     bad_steps = BadSteps(config.training.spike_threshold, config.training.max_skipped_steps, model.device)
     return RunState(model.parameters, optimizer, scaler, average, Progress(), bad_steps)
+
+
+def sums_of(model: ParallelModel) -> SharedSums:
+    """Over all ranks, of what each has of the model's parameters; ZeRO-1 has one rank update each."""
+    degrees, own = model.mesh.degrees, model.own_parameters()
+    names = [canonical(name) for name, _ in model.geometry.named_parameters()]
+    return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
 
 
 def build_update(

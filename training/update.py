@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from checkpoints.run_state import RunState
 from errors import ConfigError
+from optimizers.build import set_lr
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
-from training.optimizers import set_lr
 
 
 class Saves(Protocol):

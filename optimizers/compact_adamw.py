@@ -9,13 +9,12 @@ step; its blocks are cut from what a rank holds, so that another layout could no
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from errors import ConfigError
-from parallelisms.float8 import plain_weight
+from optimizers.fused_adamw import adamw_step, update
+from optimizers.shards import MOMENTS, local, moments_of, with_gradient, zeros_like
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}  # int8: codes of a table
-MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 64  # numbers with one scale, whose 4 B are 6 % on top of 64 codes
 
 
@@ -35,18 +34,17 @@ class CompactAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here has a closure
         bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None]
-            for parameter in with_gradient:
+            parameters = with_gradient(group)
+            for parameter in parameters:
                 self._allocate(parameter)
-            whole = [p for p in with_gradient if not is_compact(p, self.state_dtype)]
-            _update(whole, [[local(self.state[p][m]) for p in whole] for m in MOMENTS], self, group, bad)
-            for parameter in with_gradient:
+            adamw_step(self, [p for p in parameters if not is_compact(p, self.state_dtype)], group, bad)
+            for parameter in parameters:
                 if is_compact(parameter, self.state_dtype):
                     self._step_compact(parameter, group, bad)
 
     def _step_compact(self, parameter: nn.Parameter, group: dict, bad: Tensor | None) -> None:
         moments = [self._load(parameter, name) for name in MOMENTS]
-        _update([parameter], [[moment] for moment in moments], self, group, bad)
+        update(self, [parameter], [[moment] for moment in moments], group, bad)
         for name, moment in zip(MOMENTS, moments, strict=True):
             self._store(parameter, name, moment, bad)
 
@@ -88,33 +86,6 @@ class CompactAdamW(torch.optim.AdamW):
         return self.tables[moment]
 
 
-def _update(
-    parameters: list[nn.Parameter],
-    moments: list[list[Tensor]],
-    optimizer: torch.optim.Optimizer,
-    group: dict,
-    bad: Tensor | None,
-) -> None:
-    """torch's fused kernel over this rank's shards: every number has an update of its own."""
-    adamw(
-        [local(p) for p in parameters],
-        [gradient(p) for p in parameters],
-        moments[0],
-        moments[1],
-        [],
-        [optimizer.state[p]["step"] for p in parameters],
-        fused=True,
-        found_inf=bad,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-
-
 def is_compact(parameter: Tensor, state_dtype: str) -> bool:
     """Matrices. For "int8" whole blocks must fill their rows, whatever part of them a rank has."""
     if state_dtype == "float32" or parameter.ndim < 2:
@@ -127,8 +98,15 @@ def empty_moment(
 ) -> Tensor:
     """What `optimizer.state[parameter][name]` is loaded into, sharded like the parameter.
 
-    ConfigError: it was saved in another `optimizer.state_dtype`.
+    ConfigError: it was saved in another `optimizer.state_dtype`, or by another optimiser. AdamW and LAMB go
+    on from each other's.
     """
+    if name.removesuffix("_scale") not in moments_of(optimizer, parameter):
+        own = type(optimizer).__name__.removeprefix("Compact")
+        raise ConfigError(
+            f'optimizer.name = "{own}": the states to go on from are another optimiser\'s ("{name}"); set it '
+            "back, or start from weights alone: checkpoint.initial_load_path, in a new job.dump_folder"
+        )
     if name == "step":  # the fused kernel wants it where the weights are
         return torch.zeros((), dtype=dtype, device=parameter.device)
     asked = getattr(optimizer, "state_dtype", "float32")
@@ -140,10 +118,6 @@ def empty_moment(
             f'optimizer.state_dtype = "{asked}": the states to go on from are {saved}; set it to "{saved}"'
         )
     return zero_scales(parameter) if is_scale else zeros_like(parameter, dtype)
-
-
-def zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(plain_weight(parameter.detach()), dtype=dtype)
 
 
 def zero_scales(parameter: Tensor) -> Tensor:
@@ -168,21 +142,6 @@ def blocks_in_row(part: Tensor) -> int:
     columns = part.shape[1:].numel()
     assert columns % BLOCK == 0, f"a rank has {columns} numbers of a row"  # config_checks has looked
     return columns // BLOCK
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part itself, not a copy."""
-    tensor = plain_weight(tensor.detach())
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of it. Tensor parallelism leaves sums of it to be made, and parts cut otherwise."""
-    grad = parameter.grad
-    assert grad is not None
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
-        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return local(grad)
 
 
 def code_tables() -> dict[str, tuple[Tensor, Tensor]]:
