@@ -71,7 +71,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
     samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
-    train_set = samples.dataset("train", [0, 1])
+    train_set = samples.dataset("train", range(1 + max(training.rollout_steps)))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
     model, meta_model = assembly.model, assembly.meta_model
@@ -101,7 +101,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         resume_step=progress.step,
         steps=training.steps,
         tensorboard=config.metrics.enable_tensorboard,
-        flops_per_sample=3 * meta_model.flops() / others.number,  # that a replica computes
+        flops_per_pass=meta_model.flops() / others.number,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )

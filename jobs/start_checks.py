@@ -37,7 +37,8 @@ def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
     check_machine(config)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
-    selection = open_selection(config.data, config.model.patch_size, lead_hours)
+    longest = max(config.training.rollout_steps)
+    selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
     check_model(config, selection.archive.grid)
     check_memory(config, len(selection.variables), selection.archive.grid)
     check_resume(config, selection)
@@ -125,7 +126,8 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
         key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
     _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
     batch = config.training.local_batch_size
-    fields = 2 * 4 * batch * num_variables * math.prod(grid.shape)  # inputs and targets
+    states = 1 + max(config.training.rollout_steps)  # inputs and targets
+    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
 
 

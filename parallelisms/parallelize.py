@@ -1,6 +1,6 @@
 """From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,8 +30,8 @@ from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 from traces.profiler import span
 
-# output, target, weights -> this rank's part of the loss
-LossPart = Callable[[Tensor, Tensor, Tensor], Tensor]
+# output, target, weights (and more of that shape) -> this rank's part of the loss
+LossPart = Callable[..., Tensor]
 Shards = TokenShards | GridTiles
 
 
@@ -62,13 +62,13 @@ class ParallelModel:
     def forward_backward(
         self,
         inputs: Tensor,
-        target: Tensor,
-        weights: Tensor,
+        expected: Sequence[Tensor],
         loss_part: LossPart,
         scale: float,
         exchange: bool,
     ) -> Tensor:
-        """One micro-batch: this rank's part of its loss; gradients are those of scale x loss.
+        """One micro-batch: this rank's part of its loss_part(output, *expected); gradients are those of
+        scale x loss.
 
         `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
         where they have to be summed: hence the factor.
@@ -76,14 +76,14 @@ class ParallelModel:
         scale *= self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
-                return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
+                return self.pipeline.step(inputs, torch.stack(list(expected), dim=1), loss_part, scale)
         (part,) = self.parts
         self._begin_pass()
         with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
             with span("forward"):
                 with self.autocast:
                     output = part(inputs)
-                loss = loss_part(output, target, weights)
+                loss = loss_part(output, *expected)
             with span("backward"):
                 (loss * scale).backward()
         return loss.detach()
@@ -121,6 +121,12 @@ class ParallelModel:
             with self.autocast:
                 output = self.parts[0](inputs)
         return self.geometry.to_fields(self.shards.gather_output(output))
+
+    def sum_over_sample(self, value: Tensor) -> None:
+        """In place, over all ranks that take part in the sample."""
+        self.shards.sum_over_shards(value)
+        if self.pipeline:
+            dist.all_reduce(value, group=self.pipeline_group)
 
     @property
     def speaks_for_sample(self) -> bool:

@@ -29,7 +29,7 @@ from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from parallelisms.parallelize import ParallelModel
+from parallelisms.parallelize import LossPart, ParallelModel
 from planning.workload import Workload, workload_of
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
@@ -180,7 +180,7 @@ class FirstStage:
         self.part, self.tracker = model.parts[0], tracker
         self.size, self.in_flight = work.micro_batch, work.in_flight
 
-    def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, packed: Tensor, loss: LossPart, scale: float) -> Tensor:
         waiting: list[Tensor] = []
         for micro_batch in inputs.split(self.size):
             self.tracker.reset_mod_stats()
