@@ -271,7 +271,8 @@ def field_bytes(work: Workload) -> float:
     Of a rollout there is, too, the gradient of the next state, and its shard.
     """
     cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
-    shards = work.input_values / cp + (2 + crosses) * work.field_values / (cp * tp)
+    times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
+    shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
     whole = work.states_read + work.rollout_steps * (work.rollout_steps > 1) + crosses
     return FLOAT32 * work.local_batch * (whole * work.field_values + shards)
 

@@ -174,6 +174,8 @@ def rollout_communication(work: Workload, routes: dict[str, Route]) -> float:
     """Outputs of a forecast are gathered for the next step's input, and gradients of its states summed, by
     all ranks that share a sample.
     """
+    if work.rollout_steps == 1:
+        return 0.0
     state = FLOAT32 * work.local_batch * work.field_values
     gather, reduce = (
         sum(seconds(kind, state, routes[axis]) for axis in ("cp", "tp", "pp"))
@@ -207,7 +209,8 @@ def sharding_communication(
     if work.offload:
         copy = FLOAT32 * shard / cluster.host_link
         found["exposed offload"] = exposed_sharding(work, gather + copy, reduce + copy, in_block) - exposed
-    gathers = work.passes * (work.rank_layers + gathers_backward(work)) + work.forecasts * work.rank_layers
+    again = gathers_backward(work)
+    gathers = work.passes * (work.rank_layers + again) + work.forecasts * again
     return found, gathers * gather + work.rank_layers * reduce
 
 
@@ -227,7 +230,7 @@ def exposed_sharding(work: Workload, gather: float, reduce: float, in_block: lis
     # The last pass gathers and reduces on the same network; nothing hides the last reduction.
     both = (gather if again else 0.0) + reduce
     reducing = layers * max(both - backward, 0.0) + reduce
-    forwards = work.passes + work.forecasts
+    forwards = work.passes + work.forecasts * (again > 0)
     return forwards * in_forward + (work.passes - 1) * again * max(gather - backward, 0.0) + reducing
 
 
