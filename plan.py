@@ -176,9 +176,9 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
+    from jobs.host_memory import keep_freed_memory
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
-    from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model

@@ -28,6 +28,7 @@ from checkpoints.run_state import global_batch_size, go_back, resume
 from config import Config
 from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
+from jobs.host_memory import keep_freed_memory
 from jobs.log_setup import start_logging
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
 from jobs.replica_state import meet_replicas
@@ -39,7 +40,6 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import build_batches
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
-from training.host_memory import keep_freed_memory
 from training.metrics import Metrics, peak_tflops, what_is_there
 from training.samples import Samples
 from training.step import train_step

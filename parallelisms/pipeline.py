@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from config import Parallelism
+from models.build import WeatherModel
 from models.vit import VisionTransformer
+from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
 from traces.profiler import span
 
@@ -99,6 +102,20 @@ def stages_of_rank(schedule: str, rank: int, num_ranks: int, num_stages: int) ->
     if schedule in V_SCHEDULES:
         return [rank, num_stages - 1 - rank]
     return list(range(rank, num_stages, num_ranks))
+
+
+def cut_stages(
+    model: WeatherModel, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
+) -> tuple[list[nn.Module], list[int]]:
+    """The stages of this rank and their indices in the pipeline; without one, the model itself."""
+    pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
+    if pp == 1:
+        return [model], [0]
+    assert isinstance(model, VisionTransformer)  # a U-Net's skip connections would pass over all stages
+    stages = num_stages(schedule, pp)
+    spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
+    indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
+    return [Stage(model, *spans[index], autocast) for index in indices], indices
 
 
 class Pipeline:

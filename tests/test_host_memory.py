@@ -8,7 +8,7 @@ import pytest
 
 STEPS = """
 import resource, sys, torch
-from training.host_memory import keep_freed_memory
+from jobs.host_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory(torch.device("cpu"))
 def step():

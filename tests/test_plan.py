@@ -64,7 +64,7 @@ def test_without_checkpoints_no_interval_is_advised():
     assert len(rows) == 2 and all(row.endswith(" -") for row in rows)
 
 
-@pytest.mark.parametrize("config", ("vit1b", "vit1b_4096", "vit1b_12heads"))
+@pytest.mark.parametrize("config", ("vit1b", "vit1b_4096", "vit1b_12heads", "vit1b_rollout"))
 def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(config):
     """Within 3 % of what a search finds for the cluster that the header names, compiled or not."""
     header = Path(f"train_configs/{config}.toml").read_text(encoding="utf-8")
