@@ -119,7 +119,8 @@ class StepBack:
         if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
             of_inputs += self.inputs.grad / self.factor
         if self.of_output:  # a loss knows the difference between output and target alone
-            of_target -= torch.cat(self.of_output) / self.factor
+            # In its first batch a pipeline of torch 2.13 goes through the loss once more before.
+            of_target -= torch.cat(self.of_output)[-len(of_target) :] / self.factor
         parts = zip(self.of_state, (of_inputs, of_target), strict=True)
         ends, gradients = zip(*(pair for pair in parts if pair[0].requires_grad), strict=True)
         (gradient,) = torch.autograd.grad(ends, self.state, gradients)
