@@ -136,8 +136,8 @@ def _check_rollouts(training: Training) -> None:
         refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
     for length in lengths:
         if not any(rollouts.shares(length)):
-            reason = f"leaves nothing of a rollout of {length} steps, of which the last "
-            reason += f"{rollouts.with_gradients(length)} count; make one of these more than 0"
+            reason = f"a rollout of {length} has no loss, of whose steps the last"
+            reason = f"{reason} {rollouts.with_gradients(length)} count; raise the weight of one of these"
             refuse("training.rollout_weights", weights, reason)
 
 

@@ -83,7 +83,7 @@ def draw(seed: int) -> list[str]:
     if rng.random() < 0.5:
         return [*drawn, "--optimizer.in_backward", "true", "--training.max_norm", "0"]
     drawn += ["--training.global_batch_size", rng.choice(["2", "4"])]
-    rollouts = ["--training.rollout_steps", "[1, 3]", "--model.stochastic_depth", "0.3"]  # from step 31 on
+    rollouts = ["--training.rollout_steps", "[1, 2]", "--model.stochastic_depth", "0.3"]  # from step 31 on
     return drawn + rng.choice([[], rollouts])
 
 

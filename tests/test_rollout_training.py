@@ -1,6 +1,8 @@
 """Gradients of rollouts: those of autograd through all steps at once, written out here."""
 
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +60,7 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, model, settings, shares) -> None:
-    layout = Layout(**vars(ODD) | {"model": ODD.model + tuple(model.items())})
+    layout = replace(ODD, model=ODD.model + tuple(model.items()))
     run, plain = (SmallRun(layout, **settings) for _ in range(2))
     torch.manual_seed(5)
     loss, _ = run.step(0)
@@ -107,5 +109,5 @@ def peak_bytes(run: SmallRun) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run.step(1)
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
+    events: list[Any] = profiler.profiler.kineto_results.events()
     return held + max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
