@@ -1,5 +1,6 @@
 """The micro-batches of each step on the device, wherever the run's progress stands."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
 from training.due import ONE_STEP, Rollouts
 
+logger = logging.getLogger(__name__)
 # Fields (B, 1 + R, V, H, W) float32, NaN where missing, for R steps of the model; first dates (B,), seconds.
 Batch = tuple[Tensor, Tensor]
 
@@ -46,6 +48,7 @@ class Batches:
         self.iterator: Iterator[Batch] = iter(())
         # Samples and rollbacks that the iterator goes on from, and steps of the model.
         self.at: tuple[int, int, int] | None = None
+        self.length = 0  # steps of the model in the last step
         self.passes = 0  # forward passes that a sample of the last step is worth
         self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and what it gave
 
@@ -60,6 +63,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         progress, length = self.progress, self.rollouts.at(self.progress.step + 1)
+        if length != self.length and self.rollouts.longest > 1:
+            logger.info(f"rollouts of {length} steps from step {progress.step + 1} on")
+        self.length = length
         if self.at != (progress.samples, progress.rollbacks, length):
             batches = self.loader.iterate(progress.samples, progress.rollbacks, 1 + length)
             self.iterator = on_device(batches, self.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallelisms.parallelize import LossPart, ParallelModel
+from traces.profiler import span
 from training.batches import Batch
 from training.objective import Objective
 from verification.rollout import rollout
@@ -38,7 +39,8 @@ def forward_backward(
         inputs, *expected = objective.cut(fields, times)
         return model.forward_backward(inputs, expected, loss_part, scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
-    states = forecast(objective, model, fields[:, 0], times, num_steps, seed)
+    with span("forecast"):
+        states = forecast(objective, model, fields[:, 0], times, num_steps, seed)
     first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(first, num_steps)):
