@@ -492,8 +492,7 @@ FAST = [
     "fsdp 2 x ring 2",
     "ulysses 2 x tp 2",
     "rollout 4, accumulation 2",
-    "rollout 4, tp 2, odd grid",
-    "rollout 4, ulysses 2",
-    "rollout 4, pp 2, zbv zero-bubble",
+    "rollout 4, all-gather 2, odd grid",
+    "rollout 4, pp 2, 1f1b",
     "rollout 4, fsdp 2 x tp 2",
 ]

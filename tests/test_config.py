@@ -370,6 +370,11 @@ RANKS = [
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_splits [1,2]",
         "pipeline_parallel_splits = [1, 2]: name the first block of stages 2 to 2",
     ),
+    (
+        {"NGPU": "2"},
+        "--parallelism.pipeline_parallel_degree 2 --training.rollout_steps [2] --model.stochastic_depth 0.1",
+        "training.rollout_steps = [2]: a pipeline draws stochastic depth a micro-batch at a time",
+    ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]
 
