@@ -51,6 +51,7 @@ Ranks = Annotated[int, Range(1, 1_000_000)]
 Rest = Annotated[int, Range(-1, 1_000_000)]  # -1: what is left
 Hours = Annotated[int, Range(1, 100_000)]
 Steps = Annotated[int, Range(1, 100_000)]
+Rollout = Annotated[int, Range(1, 1_000)]
 Seconds = Annotated[int, Range(1, 10_000_000)]
 Processes = Annotated[int, Range(0, 4_096)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -170,6 +171,15 @@ class Training:
     variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
     # weigh each variable by 1/(standard deviation of its change over a step)^2
     weight_by_change: bool = False
+    # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
+    # on, in stages
+    rollout_steps: tuple[Rollout, ...] = (1,)
+    # first training step of each later entry of rollout_steps; []: all have equal parts of the run
+    rollout_from_step: tuple[Positive, ...] = ()
+    # last steps of a rollout that have losses and gradients; 0: all; 1: push-forward
+    rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = 0
+    # what the loss of each step of the longest rollout counts; []: all the same
+    rollout_weights: tuple[NonNegative, ...] = ()
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
     # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never

@@ -8,9 +8,10 @@ from archives.dates import parse_period
 from archives.picks import parse_picks
 from archives.storage_options import parse_storage_options
 from archives.variables import expand_levels, named_by, nearest_name
-from config import Config, Data, Model, Validation
+from config import Config, Data, Model, Training, Validation
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
+from training.due import Rollouts
 
 
 def check(config: Config) -> None:
@@ -21,6 +22,7 @@ def check(config: Config) -> None:
         _check_vit(config.model)
     _check_data(config.data)
     _check_training(config)
+    _check_rollouts(config.training)
     _check_optimizer(config)
     _check_schedule(config)
     check_layout(config)
@@ -115,6 +117,29 @@ def _check_training(config: Config) -> None:
         reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
         refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
+
+
+def _check_rollouts(training: Training) -> None:
+    lengths, begin = list(training.rollout_steps), list(training.rollout_from_step)
+    if not lengths:
+        refuse("training.rollout_steps", lengths, "name how many, [1] for the next state alone")
+    if begin and (len(begin) != len(lengths) - 1 or begin != sorted({1, *begin})[1:]):
+        reason = f"name the first step of each of the {len(lengths) - 1} later entries of rollout_steps"
+        refuse("training.rollout_from_step", begin, f"{reason}, ascending, from 2 on; or [] for equal parts")
+    if begin and begin[-1] > training.steps:
+        reason = f"lies beyond training.steps = {training.steps}; take less, or [] for equal parts"
+        refuse("training.rollout_from_step", begin[-1], reason)
+    rollouts, weights = Rollouts.of(training), list(training.rollout_weights)
+    if training.rollout_gradient_steps > rollouts.longest:
+        reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
+        refuse("training.rollout_gradient_steps", training.rollout_gradient_steps, reason)
+    if weights and len(weights) != rollouts.longest:
+        refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
+    for length in lengths:
+        if not any(rollouts.shares(length)):
+            reason = f"a rollout of {length} has no loss, of whose steps the last"
+            reason = f"{reason} {rollouts.with_gradients(length)} count; raise the weight of one of these"
+            refuse("training.rollout_weights", weights, reason)
 
 
 def _check_optimizer(config: Config) -> None:

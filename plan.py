@@ -13,8 +13,6 @@
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
 --slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
---rollout_steps K     steps of the model, each from the last one's output, in one backward pass (default 1);
-                      train.py takes one: for planning ahead
 --json                print one JSON object instead of tables
 
 Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
@@ -35,7 +33,6 @@ OPTIONS = own_options(
     dry_run=False,
     json=False,
     world_size=1,
-    rollout_steps=1,
     restart_minutes=30.0,
     slowest=1.0,
 )
@@ -64,7 +61,7 @@ from planning.workload import COPIES_AHEAD, Workload, workload_of
 if TYPE_CHECKING:
     from archives.grid import Grid
 
-LEAST = {"world_size": 1, "rollout_steps": 1, "slowest": 1.0, "restart_minutes": 0.0}
+LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 
 
@@ -96,9 +93,6 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
-    if options.rollout_steps > 1 and (options.dry_run or options.calibrate):
-        reason = "--dry_run and --calibrate know train.py's own step, of one; leave it out"
-        raise ConfigError(f"--rollout_steps {options.rollout_steps}: {reason}")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
@@ -107,7 +101,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     """Prints what was asked for; 1 where the job does not fit."""
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
-    work = job(config, cluster.devices).replace(rollout_steps=options.rollout_steps, slowest=options.slowest)
+    work = job(config, cluster.devices).replace(slowest=options.slowest)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
     if options.sweep:
@@ -182,9 +176,9 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
+    from jobs.host_memory import keep_freed_memory
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
-    from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model

@@ -28,6 +28,7 @@ from checkpoints.run_state import global_batch_size, go_back, resume
 from config import Config
 from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
+from jobs.host_memory import keep_freed_memory
 from jobs.log_setup import start_logging
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
 from jobs.replica_state import meet_replicas
@@ -39,7 +40,6 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import build_batches
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
-from training.host_memory import keep_freed_memory
 from training.metrics import Metrics, peak_tflops, what_is_there
 from training.samples import Samples
 from training.step import train_step
@@ -71,7 +71,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
     samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
-    train_set = samples.dataset("train", [0, 1])
+    train_set = samples.dataset("train", range(1 + max(training.rollout_steps)))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
     model, meta_model = assembly.model, assembly.meta_model
@@ -101,7 +101,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         resume_step=progress.step,
         steps=training.steps,
         tensorboard=config.metrics.enable_tensorboard,
-        flops_per_sample=3 * meta_model.flops() / others.number,  # that a replica computes
+        flops_per_pass=meta_model.flops() / others.number,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )

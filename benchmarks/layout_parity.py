@@ -116,10 +116,11 @@ def architecture(layout: Layout) -> Architecture:
 def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
     """Whether the collectives of a layout have a closed form here.
 
-    Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8 and compile, of
-    recomputation that repeats them, of pipelines combined, interleaved or with a loss that talks.
+    Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
+    rollouts, of recomputation that repeats them, of pipelines combined, interleaved or with a loss that
+    talks.
     """
-    if layout.unet or layout.float8 or layout.compile:
+    if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
         return False
     if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:
         return False

@@ -27,11 +27,11 @@ from benchmarks.results_file import record
 from command_line import load_config
 from config import Config
 from datasets.selection import open_selection
+from jobs.host_memory import keep_freed_memory
 from optimizers.build import set_lr
 from parallelisms.mesh import start_ranks
 from train import train
 from training.gradients import clip, total_norm
-from training.host_memory import keep_freed_memory
 
 LOG_FREQ, LIMIT = 10, 1.01
 MODEL = {
@@ -90,11 +90,11 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     keep_freed_memory(device)
     run = RandomRun(config, selection.archive.grid.shape, len(selection.variables), device)
     model, parameters = run.model, run.model.parameters.values()
-    shards = run.objective.cut(*run.batches[0])
+    inputs, *expected = run.objective.cut(*run.batches[0])
     set_lr(run.run.optimizer, 1e-3)
 
     def step() -> None:
-        model.forward_backward(*shards, run.objective.loss_part, 1.0, True)
+        model.forward_backward(inputs, expected, run.objective.loss_part, 1.0, True)
         clip(parameters, 1.0, total_norm(parameters))
         run.run.optimizer.step()
         model.zero_grad()

@@ -31,7 +31,7 @@ from config import Config
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
 from parallelisms.float8 import plain_weight
-from parallelisms.parallelize import copy_part
+from parallelisms.mesh import copy_part
 
 logger = logging.getLogger(__name__)
 # Where a model's channels are: parameter -> (dim that counts them, whose they are).

@@ -4,6 +4,8 @@ Shapes: B batch, K dates of a sample (the state, then its targets), V variables,
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Self
 
 import numpy as np
 import torch
@@ -45,6 +47,12 @@ class FieldDataset(Dataset):
         dates = self.samples[list(indices)]
         batch = np.stack([[self._read(int(i)) for i in row] for row in dates])
         return torch.from_numpy(batch), self.seconds(dates)
+
+    def first_dates(self, number: int) -> Self:
+        """The same samples without their dates after the first `number`."""
+        shorter = copy(self)
+        shorter.samples = self.samples[:, :number]
+        return shorter
 
     def seconds(self, dates: np.ndarray) -> Tensor:
         """(B,) since 1970, of the first of each row of `dates` (B, K)."""

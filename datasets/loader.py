@@ -9,6 +9,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,13 +93,17 @@ class TrainLoader:
         self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool
     ):
         self.dataset, self.sampler = dataset, sampler
-        self.loader = build_loader(dataset, sampler, num_workers, prefetch, pin)
+        self.build = partial(build_loader, num_workers=num_workers, prefetch=prefetch, pin=pin)
+        self.loader, self.num_dates = None, 0
 
-    def iterate(self, taken: int, shuffle: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches after `taken` samples: fields (B, K, V, H, W) that `dataset.unpack` makes physical,
-        first dates (B,). `shuffle` numbers the order of samples: another one after going back.
+    def iterate(self, taken: int, shuffle: int = 0, num_dates: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches after `taken` samples: fields (B, num_dates, V, H, W) that `dataset.unpack` makes
+        physical, first dates (B,). `shuffle` numbers the order of samples: another one after going back.
         """
         self.sampler.taken, self.sampler.shuffle = taken, shuffle
+        if self.loader is None or num_dates != self.num_dates:
+            self.loader, self.num_dates = None, num_dates  # the processes of the last one end
+            self.loader = self.build(self.dataset.first_dates(num_dates), self.sampler)
         return in_one_line(self.loader)
 
 

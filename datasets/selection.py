@@ -123,13 +123,15 @@ def _missing(times: np.ndarray) -> int:
     return int((intervals / np.unique(intervals)[usual] - 1).clip(min=0).round().sum())
 
 
-def open_selection(data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int]) -> Selection:
+def open_selection(
+    data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int], rollout_steps: int = 1
+) -> Selection:
     """Opens `data.path` and checks what the configuration says of it. Raises ConfigError or DataError."""
     opened = open_fields(data, patch_size)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
     nothing = np.zeros(0, int)
-    selection.samples("train", [0, 1], nothing)
+    selection.samples("train", range(1 + rollout_steps), nothing)
     if len(selection.validation) and lead_hours:
         leads = [hours // data.step_hours for hours in lead_hours]
         selection.samples_a_lead("validation", leads, nothing)

@@ -22,6 +22,7 @@ from checkpoints.identity import check_resume
 from config import Config
 from datasets.selection import Selection, open_selection
 from errors import one_line_errors, refuse
+from jobs.host_memory import host_memory
 from jobs.preemption import started_at
 from jobs.replicas import check_replicas
 from models.attention import check_backend
@@ -37,7 +38,8 @@ def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
     check_machine(config)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
-    selection = open_selection(config.data, config.model.patch_size, lead_hours)
+    longest = max(config.training.rollout_steps)
+    selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
     check_model(config, selection.archive.grid)
     check_memory(config, len(selection.variables), selection.archive.grid)
     check_resume(config, selection)
@@ -125,7 +127,8 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
         key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
     _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
     batch = config.training.local_batch_size
-    fields = 2 * 4 * batch * num_variables * math.prod(grid.shape)  # inputs and targets
+    states = 1 + max(config.training.rollout_steps)  # inputs and targets
+    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
 
 
@@ -133,11 +136,6 @@ def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> N
     if needed > memory:
         reason = f"{what} are {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}"
         refuse(key, value, f"{reason}; take less, or more ranks on more machines")
-
-
-def host_memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_model(config: Config, grid: Grid) -> None:

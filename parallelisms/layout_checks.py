@@ -87,6 +87,10 @@ def _check_pipeline(config: Config) -> None:
     if stages > config.model.num_layers:
         reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
         refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+    rollout = config.training.rollout_steps
+    if max(rollout) > 1 and config.model.stochastic_depth:
+        reason = "a pipeline draws stochastic depth a micro-batch at a time, and cannot again for the whole "
+        refuse("training.rollout_steps", list(rollout), f"{reason}batch; set model.stochastic_depth to 0")
     splits, last = list(parallelism.pipeline_parallel_splits), config.model.num_layers - 1
     if splits and (len(splits) != stages - 1 or splits != sorted(set(splits)) or splits[-1] > last):
         reason = f"name the first block of stages 2 to {stages}, ascending, between 1 and {last}"
@@ -125,6 +129,10 @@ def _check_in_backward(config: Config) -> None:
     if training.mixed_precision_param == "float16":
         fix = 'use "bfloat16"'
         refuse("training.mixed_precision_param", "float16", f"{reason} it is known what overflows; {fix}")
+    if max(training.rollout_steps) > 1:
+        fix = "set one of them back"
+        steps = list(training.rollout_steps)
+        refuse("training.rollout_steps", steps, f"adds up gradients of its steps, {reason} that; {fix}")
     if config.parallelism.pipeline_parallel_degree > 1:
         degree = config.parallelism.pipeline_parallel_degree
         fix = "set one of them back"

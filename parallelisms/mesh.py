@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from config import Parallelism
 from errors import UserError
@@ -163,3 +164,20 @@ def from_first_rank(compute: Callable[[], T]) -> T:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def copy_part(target: Tensor, value: Tensor) -> None:
+    """Copies this rank's part of a full `value` into a parameter, without talking to anyone."""
+    if not isinstance(target, DTensor):
+        target.copy_(value)
+        return
+    mesh = target.device_mesh
+    # Innermost last: FSDP has sharded what tensor parallelism had left.
+    for axis in reversed(range(mesh.ndim)):
+        placement = target.placements[axis]
+        if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
+            dim, ranks, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)  # type: ignore[attr-defined]
+            parts = value.chunk(ranks, dim=dim)
+            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+    local = target.to_local()
+    local.copy_(value.to(local.device))

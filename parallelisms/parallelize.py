@@ -1,6 +1,6 @@
 """From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from models.build import WeatherModel
@@ -22,16 +21,16 @@ from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
 from parallelisms.degrees import num_stages
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles
 from parallelisms.float8 import apply_float8, precompute_float8_scales
-from parallelisms.mesh import Mesh
+from parallelisms.mesh import Mesh, copy_part
 from parallelisms.parameter_names import canonical
-from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, Stage, split_points, stages_of_rank
+from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, cut_stages
 from parallelisms.tensor_parallel import apply_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
 from traces.profiler import span
 
-# output, target, weights -> this rank's part of the loss
-LossPart = Callable[[Tensor, Tensor, Tensor], Tensor]
+# output, target, weights (and more of that shape) -> this rank's part of the loss
+LossPart = Callable[..., Tensor]
 Shards = TokenShards | GridTiles
 
 
@@ -62,13 +61,13 @@ class ParallelModel:
     def forward_backward(
         self,
         inputs: Tensor,
-        target: Tensor,
-        weights: Tensor,
+        expected: Sequence[Tensor],
         loss_part: LossPart,
         scale: float,
         exchange: bool,
     ) -> Tensor:
-        """One micro-batch: this rank's part of its loss; gradients are those of scale x loss.
+        """One micro-batch: this rank's part of its loss_part(output, *expected); gradients are those of
+        scale x loss.
 
         `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
         where they have to be summed: hence the factor.
@@ -76,14 +75,14 @@ class ParallelModel:
         scale *= self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
-                return self.pipeline.step(inputs, torch.stack([target, weights], dim=1), scale)
+                return self.pipeline.step(inputs, torch.stack(list(expected), dim=1), loss_part, scale)
         (part,) = self.parts
         self._begin_pass()
         with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
             with span("forward"):
                 with self.autocast:
                     output = part(inputs)
-                loss = loss_part(output, target, weights)
+                loss = loss_part(output, *expected)
             with span("backward"):
                 (loss * scale).backward()
         return loss.detach()
@@ -127,6 +126,12 @@ class ParallelModel:
             with self.autocast:
                 output = self.parts[0](inputs)
         return self.geometry.to_fields(self.shards.gather_output(output))
+
+    def sum_over_sample(self, value: Tensor) -> None:
+        """In place, over all ranks that take part in the sample."""
+        self.shards.sum_over_shards(value)
+        if self.pipeline:
+            dist.all_reduce(value, group=self.pipeline_group)
 
     @property
     def speaks_for_sample(self) -> bool:
@@ -223,20 +228,6 @@ def split_samples(
         trim_padding(part, model.num_tokens)
 
 
-def cut_stages(
-    model: WeatherModel, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
-) -> tuple[list[nn.Module], list[int]]:
-    """The stages of this rank and their indices in the pipeline; without one, the model itself."""
-    pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
-    if pp == 1:
-        return [model], [0]
-    assert isinstance(model, VisionTransformer)  # a U-Net's skip connections would pass over all stages
-    stages = num_stages(schedule, pp)
-    spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
-    indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
-    return [Stage(model, *spans[index], autocast) for index in indices], indices
-
-
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:
     """Memory, then NaN, so that nothing forgotten passes unseen, then weights from (seed, name)."""
     model.to_empty(device=device)
@@ -244,20 +235,3 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None) -> Non
         return  # a dry run: fake tensors have no values
     fill_with_nan(model)
     init_weights(model, seed, name_of=canonical, assign=copy_part)
-
-
-def copy_part(target: Tensor, value: Tensor) -> None:
-    """Copies this rank's part of a full `value` into a parameter, without talking to anyone."""
-    if not isinstance(target, DTensor):
-        target.copy_(value)
-        return
-    mesh = target.device_mesh
-    # Innermost last: FSDP has sharded what tensor parallelism had left.
-    for axis in reversed(range(mesh.ndim)):
-        placement = target.placements[axis]
-        if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
-            dim, ranks, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)  # type: ignore[attr-defined]
-            parts = value.chunk(ranks, dim=dim)
-            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
-    local = target.to_local()
-    local.copy_(value.to(local.device))

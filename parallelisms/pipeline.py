@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from config import Parallelism
+from models.build import WeatherModel
 from models.vit import VisionTransformer
+from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
 from traces.profiler import span
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # output, target, weights -> part of the loss
+Loss = Callable[..., Tensor]  # output, target, weights -> part of the loss
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
 
@@ -101,6 +104,20 @@ def stages_of_rank(schedule: str, rank: int, num_ranks: int, num_stages: int) ->
     return list(range(rank, num_stages, num_ranks))
 
 
+def cut_stages(
+    model: WeatherModel, mesh: Mesh, parallelism: Parallelism, autocast: torch.autocast
+) -> tuple[list[nn.Module], list[int]]:
+    """The stages of this rank and their indices in the pipeline; without one, the model itself."""
+    pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
+    if pp == 1:
+        return [model], [0]
+    assert isinstance(model, VisionTransformer)  # a U-Net's skip connections would pass over all stages
+    stages = num_stages(schedule, pp)
+    spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
+    indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
+    return [Stage(model, *spans[index], autocast) for index in indices], indices
+
+
 class Pipeline:
     """The stages of this rank and the schedule that runs them."""
 
@@ -117,23 +134,24 @@ class Pipeline:
         self.is_v = len(indices) == 2 and indices[0] + indices[1] == num_stages - 1
         self.has_first, self.has_last = 0 in indices, num_stages - 1 in indices
 
-    def schedule(self, name: str, num_microbatches: int, loss: Loss) -> None:
-        """Sets what `step` runs. `loss` gives a micro-batch's part of the loss: parts are added."""
+    def schedule(self, name: str, num_microbatches: int) -> None:
+        """Sets what `step` runs."""
 
         def scaled(output: Tensor, packed: Tensor) -> Tensor:
-            return loss(output, packed[:, 0], packed[:, 1]) * self.scale
+            return self.loss(output, *packed.unbind(1)) * self.scale
 
         kind = get_schedule_class(name)
         stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
         options = {"loss_fn": scaled, "scale_grads": False}
         self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
-    def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
-        """Forward and backward of one batch; packed (B, 2, t, C): target and weights.
+    def step(self, inputs: Tensor, packed: Tensor, loss: Loss, scale: float) -> Tensor:
+        """Forward and backward of one batch; packed (B, 2, t, C): target and weights. `loss` gives a
+        micro-batch's part: parts are added.
 
         The loss where the last stage is, 0 elsewhere.
         """
-        self.scale, losses = scale, []
+        self.loss, self.scale, losses = loss, scale, []
         arguments = (inputs,) if self.has_first else ()
         if self.has_last:
             self.runner.step(*arguments, target=packed, losses=losses)

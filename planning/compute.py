@@ -273,7 +273,9 @@ def hardware_flops(work: Workload) -> float:
     fused = 2.5 if work.attention != "math" else 2
     attention = (1 + fused) * model.attention_flops()
     once = model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
-    return once * work.rollout_steps
+    patches = 2 * model.tokens * model.dim * model.in_features  # have one where a state before them has
+    between = (work.gradient_steps - 1) * patches
+    return once * work.gradient_steps + between + model.flops() * (work.rollout_steps - 1)
 
 
 def recomputed_flops(work: Workload) -> float:

@@ -15,7 +15,9 @@ from config import Config
 from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
+from planning.step_time import step_time
 from text_tables import text_table
+from training.due import Rollouts
 
 HOUR = 3600.0
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
@@ -221,17 +223,28 @@ def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: floa
     """
     work, degrees, settings = plan.work, plan.work.degrees, config.checkpoint
     step, steps, restart = plan.time.total, config.training.steps, restart_minutes * 60
+    whole = run_seconds(config, plan, cluster)
     size = round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
     writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
-    saves, stored = Saves(steps * step, restart=restart), 0  # without saves all is lost
+    saves, stored = Saves(whole, restart=restart), 0  # without saves all is lost
     if settings.enable:
         intervals = [settings.interval * step, settings.interval_minutes * 60]
         written = size / min(cluster.nodes, writers) / cluster.storage
         stall = written if settings.async_mode == "disabled" else size / writers / cluster.host_link
         saves = Saves(min(filter(None, intervals)), stall, written, restart)
         stored = checkpoint_storage(size, settings.keep_latest_k, steps, settings.interval)
-    costs = {name: run_cost(steps * step, fleet, saves) for name, fleet in fleets(cluster).items()}
+    costs = {name: run_cost(whole, fleet, saves) for name, fleet in fleets(cluster).items()}
     return RunCost(costs, saves.interval, saves.stall, saves.write, size, stored)
+
+
+def run_seconds(config: Config, plan: Plan, cluster: Cluster) -> float:
+    """Of all steps; the plan is for the longest of a run's rollouts."""
+    rollouts, seconds = Rollouts.of(config.training), 0.0
+    begins = [first for first, _ in rollouts.stages] + [config.training.steps + 1]
+    for (first, length), end in zip(rollouts.stages, begins[1:], strict=True):
+        work = plan.work.rolled_out(length, rollouts.with_gradients(length))
+        seconds += (end - first) * (plan.time if work == plan.work else step_time(work, cluster)).total
+    return seconds
 
 
 def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, interval: int) -> int:

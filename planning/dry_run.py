@@ -7,9 +7,10 @@ MemTracker's, collectives are the Recorder's.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from parallelisms.parallelize import ParallelModel
+from parallelisms.parallelize import LossPart, ParallelModel
 from planning.workload import Workload, workload_of
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
@@ -108,7 +109,9 @@ def _run(config: Config, fields: Fields) -> DryRun:
     with fake:
         make_states(model, run)
         tracker.track_external(*model.parts, run.optimizer)
-        batches = FakeBatches(config, fields, mesh.degrees, tracker, Recorder(mesh))
+        batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
+        for name in ("predict", "forward_backward"):
+            setattr(model, name, followed(tracker, getattr(model, name)))
         update = build_update(config, model, run, NoCheckpoints(), objective.loss_part, len(batches))
         with ExitStack() as tracked, batches.record:
             tracked.enter_context(tracker)
@@ -131,16 +134,25 @@ def _run(config: Config, fields: Fields) -> DryRun:
     )
 
 
+def followed(tracker: MemTracker, passes: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The tracker follows one pass through each module: it begins anew before every other."""
+
+    def run(*arguments: Any, **options: Any) -> Tensor:
+        tracker.reset_mod_stats()
+        return passes(*arguments, **options)
+
+    return run
+
+
 class FakeBatches:
     """The micro-batches of a step. Those that only accumulate are alike: the first stands for all of them."""
 
-    def __init__(
-        self, config: Config, fields: Fields, degrees: Degrees, tracker: MemTracker, record: Recorder
-    ) -> None:
+    def __init__(self, config: Config, fields: Fields, degrees: Degrees, record: Recorder) -> None:
         training = config.training
-        self.shape = (training.local_batch_size, 2, len(fields.variables), *fields.grid.shape)
+        states = 1 + max(training.rollout_steps)
+        self.shape = (training.local_batch_size, states, len(fields.variables), *fields.grid.shape)
         self.accumulation = max(training.global_batch_size // (training.local_batch_size * degrees.dp), 1)
-        self.tracker, self.record, self.first = tracker, record, Counter()
+        self.record, self.first = record, Counter()
 
     def __len__(self) -> int:
         return min(self.accumulation, 2)
@@ -149,7 +161,6 @@ class FakeBatches:
         for number in range(len(self)):
             if number:
                 self.first = self.record.calls.copy()
-            self.tracker.reset_mod_stats()  # it follows one pass through each module
             yield torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
 
     def count_repeated(self) -> None:
@@ -180,7 +191,7 @@ class FirstStage:
         self.part, self.tracker = model.parts[0], tracker
         self.size, self.in_flight = work.micro_batch, work.in_flight
 
-    def step(self, inputs: Tensor, packed: Tensor, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, packed: Tensor, loss: LossPart, scale: float) -> Tensor:
         waiting: list[Tensor] = []
         for micro_batch in inputs.split(self.size):
             self.tracker.reset_mod_stats()
@@ -190,6 +201,10 @@ class FirstStage:
         while waiting:
             backward(waiting.pop(0))
         return torch.zeros(())
+
+    def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
+        self.part(inputs)
+        return torch.empty(output_shape)
 
 
 def backward(output: Tensor) -> None:

@@ -47,15 +47,13 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     """The moments at which a step can be at its peak, going through the backward pass block by block."""
     states, fields = state_bytes(work, first, last), field_bytes(work)
     copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
-    stored, copies = stored_bytes(work) * copies, copies * work.rollout_steps
+    stored = stored_bytes(work) * copies
     tokens = work.micro_batch * work.rank_tokens * work.itemsize * copies
     prediction = tokens * work.model.out_features * last
     norms = 2 * tokens * work.model.dim * last  # input and output of the last norm
     # The patches that the embedding took, where they are not the float32 ones.
     embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
-    number = work.rank_layers * work.rollout_steps  # of blocks that backward goes through
-    second = min(1, work.rank_layers - 1)
-    first_step = number - work.rank_layers  # done before the rollout's first step, whose gradients are whole
+    number = work.rank_layers  # of blocks that backward goes through
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
@@ -74,8 +72,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
         return {
             **step,
-            "gradients": states["gradients"] * gradients_alive(work, done - first_step) / work.rank_layers,
-            "gradients being summed": summed_bytes(work, done),
+            "gradients": states["gradients"] * gradients_alive(work, done) / work.rank_layers,
             "gathered parameters": gathered_bytes(work, first, last, gathered),
             "activations": stored * (1 - done / number) + embedded,
             "recomputed": recomputed(work) * working,
@@ -89,8 +86,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     moments = {
         "loss": loss,
         "backward of the first block": backward(0, 2, True, down),
-        "backward of the second block": backward(first_step + second, 2, True, down + reducing),
-        "reduction of the first block": backward(first_step + 1, 2, False, whole + reducing),
+        "backward of the second block": backward(min(1, number - 1), 2, True, down + reducing),
+        "reduction of the first block": backward(1, 2, False, whole + reducing),
         "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
         "update": {
@@ -101,8 +98,6 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
             "matrix made orthogonal": orthogonal_bytes(work),
         },
     }
-    if work.rollout_steps > 1:  # the rollout's last step is through, and all gradients have their first part
-        moments["backward of an earlier step"] = backward(work.rank_layers, 2, True, down)
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Memory(used, host_bytes(work, states))
 
@@ -195,7 +190,7 @@ def reduction_bytes(work: Workload) -> tuple[float, float]:
 
 def fresh_gradients(work: Workload) -> bool:
     """Whether gradients appear in the backward pass; where they accumulate without FSDP they are there."""
-    once = work.accumulation == 1 and work.micro_batches == 1
+    once = work.passes == 1
     return work.uses_fsdp or once and not work.keeps_gradients
 
 
@@ -206,19 +201,11 @@ def gradients_alive(work: Workload, done: int) -> int:
     return max(min(done, 1) if work.in_backward else done, 0)
 
 
-def summed_bytes(work: Workload, done: int) -> float:
-    """Gradients of which autograd has some steps of the rollout and waits for the others, whole, in the
-    precision of matrices, when `done` blocks are through.
-    """
-    layers = work.rank_layers
-    complete = max(done - layers * (work.rollout_steps - 1), 0)
-    block = count(cut(work.model.block(), work.degrees.tp))
-    return work.itemsize * block * (min(done, layers) - complete)
-
-
 def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:
-    """FSDP holds whole gradients of all blocks while micro-batches accumulate and exchange nothing."""
-    if not work.uses_fsdp or work.accumulation == 1:
+    """FSDP holds whole gradients of all blocks while micro-batches, or steps of a rollout, accumulate and
+    exchange nothing.
+    """
+    if not work.uses_fsdp or work.accumulation * work.gradient_steps == 1:
         return 0
     units = stage_shapes(work, first, last)
     itemsize = max(work.reduce_itemsize, work.itemsize)
@@ -270,7 +257,7 @@ def scores_bytes(work: Workload) -> float:
 
 def stored_bytes(work: Workload) -> float:
     """Of all blocks, from their forward pass to their backward pass."""
-    return work.rank_layers * block_activations(work, work.ac_mode) * work.rollout_steps
+    return work.rank_layers * block_activations(work, work.ac_mode)
 
 
 def recomputed(work: Workload) -> float:
@@ -289,10 +276,15 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the states as read, and the token shards of input, truths and weights."""
-    cp, tp = work.degrees.cp, work.degrees.tp
-    shards = work.input_values / cp + work.states_read * work.field_values / (cp * tp)
-    return FLOAT32 * work.local_batch * (work.states_read * work.field_values + shards)
+    """float32: the states as read, those of a rollout, and the token shards of input, truth and weights.
+
+    Of a rollout there is, too, the gradient of the next state, and its shard.
+    """
+    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
+    times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
+    shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
+    whole = work.states_read + work.rollout_steps * (work.rollout_steps > 1) + crosses
+    return FLOAT32 * work.local_batch * (whole * work.field_values + shards)
 
 
 def batch_bytes(work: Workload) -> float:
@@ -303,4 +295,4 @@ def batch_bytes(work: Workload) -> float:
 def loss_bytes(work: Workload) -> float:
     """The gradient of the predictions, and in float32 the errors of one sample, twice."""
     values = work.rank_tokens * work.model.out_features
-    return (work.micro_batch * work.itemsize * work.rollout_steps + 2 * FLOAT32) * values
+    return (work.micro_batch * work.itemsize + 2 * FLOAT32) * values

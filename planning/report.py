@@ -22,8 +22,14 @@ def describe(work: Workload, cluster: Cluster) -> str:
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
-        + (f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else "")
+        + (rollout(work) if work.rollout_steps > 1 else "")
     )
+
+
+def rollout(work: Workload) -> str:
+    some = work.gradient_steps < work.rollout_steps
+    through = f", gradients through the last {work.gradient_steps}" if some else ""
+    return f"; rolled out over {work.rollout_steps} steps{through}"
 
 
 def number_of(number: int, what: str) -> str:

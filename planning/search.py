@@ -49,13 +49,10 @@ def plan(work: Workload, cluster: Cluster) -> Plan:
 
 
 def check_device(work: Workload, cluster: Cluster) -> None:
-    """ConfigError for what neither the device nor the model's layout can do."""
+    """ConfigError for what the device cannot do."""
     if work.float8 and "fp8" not in cluster.device.matmul:
         reason = f"the {cluster.device.name} does not multiply in float8; set it to false, or name an h100"
         refuse("float8.enable", True, reason)
-    if work.rollout_steps > 1 and work.degrees.pp > 1:
-        reason = "a rollout needs the last stage's output in the first; set it to 1, or --rollout_steps to 1"
-        refuse("parallelism.pipeline_parallel_degree", work.degrees.pp, reason)
 
 
 def fits(made: Plan, cluster: Cluster) -> bool:
@@ -111,7 +108,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
     heads = work.model.heads
     for pp in DEGREES:
-        if world % pp or pp > work.model.layers or (pp > 1 and work.rollout_steps > 1):
+        if world % pp or pp > work.model.layers:
             continue
         for tp in (n for n in divisors(node) if heads % n == 0 and world % (pp * n) == 0):
             for cp in DEGREES:

@@ -78,19 +78,23 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     ends = (end_seconds(work, rates, backward) for backward in (False, True))
     passes, layers = work.passes, work.rank_layers
     total = Times()
-    for times, number in ((forward, layers), (backward, layers), *((end, 1) for end in ends)):
-        total.add(times * (number * passes))
+    for parts, number in (((forward, backward), layers), (ends, 1)):
+        for times, through in zip(parts, (passes + work.forecasts, passes), strict=True):
+            total.add(times * (number * through))
     total["fields"] += field_seconds(work, rates) * work.accumulation
     in_the_way = max(copy_seconds(work, cluster) - sum(total.values()) / work.accumulation, 0.0)
     total["exposed copies from the host"] += in_the_way * work.accumulation
     inside, everything = inner_communication(work, rates, routes)
-    total.add(inside * passes)
+    through = passes + work.forecasts / 2  # half of it is forward
+    total.add(inside * through)
     in_block = [sum(forward.values()), sum(backward.values())]
     exposed, hidden = sharding_communication(work, cluster, routes, in_block)
     total.add(exposed)
     total["bubble"] += bubble(work, (in_block[0] + in_block[1]) * layers + sum(inside.values()))
+    total["bubble"] += (work.degrees.pp - 1) * work.forecasts * in_block[0] * layers  # a stage at a time
+    total["exposed rollout"] += rollout_communication(work, routes)
     total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
-    total["host"] += host_seconds(work, rates, in_block) * passes * layers
+    total["host"] += host_seconds(work, rates, in_block) * (passes + work.forecasts) * layers
     if work.offload:
         total["update on the host"] += host_update_seconds(work, cluster) + norm_seconds(work, routes)
     else:
@@ -106,7 +110,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     total["stragglers"] += (work.slowest * usual - 1) * busy
     total["bubble"] *= work.slowest * usual
     classes = {name: value for name, value in total.items() if value > 0}
-    return StepTime(classes, work.global_batch, everything * passes + hidden)
+    return StepTime(classes, work.global_batch, everything * through + hidden)
 
 
 def spread(devices: int) -> float:
@@ -187,6 +191,21 @@ def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) 
     return found, everything
 
 
+def rollout_communication(work: Workload, routes: dict[str, Route]) -> float:
+    """Outputs of a forecast are gathered for the next step's input, and gradients of its states summed, by
+    all ranks that share a sample.
+    """
+    if work.rollout_steps == 1:
+        return 0.0
+    state = FLOAT32 * work.local_batch * work.field_values
+    gather, reduce = (
+        sum(seconds(kind, state, routes[axis]) for axis in ("cp", "tp", "pp"))
+        for kind in ("all-gather", "all-reduce")
+    )
+    gathers, sums = work.rollout_steps - 1, work.gradient_steps - 1
+    return work.accumulation * (gathers * gather + sums * reduce)
+
+
 # -- parameters and gradients
 
 
@@ -211,7 +230,8 @@ def sharding_communication(
     if work.offload:
         copy = FLOAT32 * shard / cluster.host_link
         found["exposed offload"] = exposed_sharding(work, gather + copy, reduce + copy, in_block) - exposed
-    gathers = work.passes * (work.rank_layers + gathers_backward(work))
+    again = gathers_backward(work)
+    gathers = work.passes * (work.rank_layers + again) + work.forecasts * again
     return found, gathers * gather + work.rank_layers * reduce
 
 
@@ -223,7 +243,7 @@ def gathers_backward(work: Workload) -> int:
 def exposed_sharding(work: Workload, gather: float, reduce: float, in_block: list[float]) -> float:
     """Seconds that nothing hides of a step's gathers and reductions, given those of a block.
 
-    Gradients are reduced once: a rollout sums those of all its steps before the first one's are whole.
+    Gradients are reduced once: those of a rollout's steps are added up before.
     """
     forward, backward = in_block
     layers, again = work.rank_layers, gathers_backward(work)
@@ -231,7 +251,8 @@ def exposed_sharding(work: Workload, gather: float, reduce: float, in_block: lis
     # The last pass gathers and reduces on the same network; nothing hides the last reduction.
     both = (gather if again else 0.0) + reduce
     reducing = layers * max(both - backward, 0.0) + reduce
-    return work.passes * in_forward + (work.passes - 1) * again * max(gather - backward, 0.0) + reducing
+    forwards = work.passes + work.forecasts * (again > 0)
+    return forwards * in_forward + (work.passes - 1) * again * max(gather - backward, 0.0) + reducing
 
 
 def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:
@@ -258,14 +279,14 @@ def bubble(work: Workload, batch_seconds: float) -> float:
     Idle for p - 1 micro-batches; interleaved stages are half as long; zero-bubble schedules fill all but the
     gradients of inputs, a third.
     """
-    pp = work.degrees.pp
+    pp, batches = work.degrees.pp, work.accumulation * work.gradient_steps
     if pp == 1:
         return 0.0
     idle = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
-    return work.accumulation * (pp - 1) * batch_seconds * idle
+    return batches * (pp - 1) * batch_seconds * idle
 
 
 def pipeline_sends(work: Workload, on: Route) -> float:
     """A micro-batch's way through all stages and back; the sends of others go beside computation."""
     hops = 2 * (num_stages(work.schedule, work.degrees.pp) - 1) if work.degrees.pp > 1 else 0
-    return work.accumulation * hops * seconds("send", unit_bytes(work), on)
+    return work.accumulation * work.gradient_steps * hops * seconds("send", unit_bytes(work), on)

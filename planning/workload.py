@@ -8,6 +8,7 @@ from config import Config, Model, Optimizer
 from errors import ConfigError
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
+from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -45,9 +46,8 @@ class Workload:
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
-    rollout_steps: int = (
-        1  # steps of the model, each from the last one's output, that one backward pass crosses
-    )
+    rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
+    gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
     batches_ahead: int = (
@@ -71,15 +71,24 @@ class Workload:
 
     @property
     def passes(self) -> int:
-        """Times that a step goes through the model: micro-batches, accumulated or passed through a pipeline,
-        each as often as it is rolled out.
+        """Times that a step goes through the model and back: micro-batches, accumulated or passed through a
+        pipeline, each as often as its rollout has gradients.
         """
-        return self.accumulation * self.micro_batches * self.rollout_steps
+        return self.accumulation * self.micro_batches * self.gradient_steps
+
+    @property
+    def forecasts(self) -> int:
+        """Times that it goes through the model before, for the states that these steps start from."""
+        return self.accumulation * self.micro_batches * (self.rollout_steps - 1)
 
     @property
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
-        return 3 * self.model.flops() * self.rollout_steps
+        return (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
+
+    def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
+        """Over `length` steps of the model, the last of which have gradients."""
+        return self.replace(rollout_steps=length, gradient_steps=gradient_steps)
 
     @property
     def states_read(self) -> int:
@@ -135,6 +144,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
     model = architecture_of(config.model, grid_shape, num_variables + conditions, num_variables)
+    rollouts = Rollouts.of(training)
     return Workload(
         model=model,
         degrees=degrees,
@@ -162,6 +172,8 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         state_itemsize=state_bytes(config.optimizer, model),
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
+        rollout_steps=rollouts.longest,
+        gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=config.data.prefetch_factor + 1 if config.data.num_workers else 1,
         arrays=len({name.partition(":")[0] for name in config.data.variables}),

@@ -146,6 +146,29 @@ COMMAND_LINES = [
     ),
     ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
+    ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
+    (
+        "--training.rollout_steps [1,2] --training.rollout_from_step [3,4]",
+        "rollout_from_step = [3, 4]: name the first step of each of the 1 later entries",
+    ),
+    (
+        "--training.rollout_steps [1,2] --training.rollout_from_step [2000]",
+        "rollout_from_step = 2000: lies beyond training.steps = 1000",
+    ),
+    (
+        "--training.rollout_steps [1,4] --training.rollout_gradient_steps 5",
+        "rollout_gradient_steps = 5: a rollout has 4 steps at most",
+    ),
+    ("--training.rollout_steps [1,2] --training.rollout_weights [1]", "rollout_weights = [1.0]: give 2"),
+    (
+        "--training.rollout_steps [1,2] --training.rollout_weights [0,1]",
+        "rollout_weights = [0.0, 1.0]: a rollout of 1 has no loss",
+    ),
+    ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
+    (
+        "--training.rollout_steps [2] --optimizer.in_backward --training.max_norm 0",
+        "training.rollout_steps = [2]: adds up gradients of its steps",
+    ),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     (
         "--training.variable_weights [0,0,0]",
@@ -346,6 +369,11 @@ RANKS = [
         {"NGPU": "2"},
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_splits [1,2]",
         "pipeline_parallel_splits = [1, 2]: name the first block of stages 2 to 2",
+    ),
+    (
+        {"NGPU": "2"},
+        "--parallelism.pipeline_parallel_degree 2 --training.rollout_steps [2] --model.stochastic_depth 0.1",
+        "training.rollout_steps = [2]: a pipeline draws stochastic depth a micro-batch at a time",
     ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]

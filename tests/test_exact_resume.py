@@ -1,7 +1,7 @@
 """A run that goes on from any of its checkpoints ends with the bits of the run that was not stopped.
 
 Configurations are drawn: spikes that are skipped, going back, averages, updates in backward, accumulation,
-ways of saving.
+rollouts in stages, ways of saving.
 """
 
 import json
@@ -85,7 +85,9 @@ def draw(seed: int) -> list[str]:
         return [*drawn, "--optimizer.state_dtype=float32", f"--optimizer.name={OTHERS[seed]}"]
     if rng.random() < 0.5:
         return [*drawn, "--optimizer.in_backward", "true", "--training.max_norm", "0"]
-    return [*drawn, "--training.global_batch_size", rng.choice(["2", "4"])]
+    drawn += ["--training.global_batch_size", rng.choice(["2", "4"])]
+    rollouts = ["--training.rollout_steps", "[1, 2]", "--model.stochastic_depth", "0.3"]  # from step 31 on
+    return drawn + rng.choice([[], rollouts])
 
 
 def run(config_file: Path, folder: Path, options: list[str]) -> None:

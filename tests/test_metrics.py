@@ -24,11 +24,11 @@ CONTRACT = list[str](
 
 def log(folder, steps, resume_step=0, loss=1.0):
     metrics = Metrics(
-        folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_sample=1e9, peak=0.0
+        folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_pass=1e9, peak=0.0
     )
     for step in steps:
         loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
-        batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, loader=loader)
+        batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, passes=3, loader=loader)
         metrics.count(8, batches)  # type: ignore[arg-type]
         metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), 1e-3, torch.device("cpu"))
     metrics.close()
@@ -117,7 +117,7 @@ def test_a_loop_that_does_not_wait_says_nothing():
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):
-    metrics = Metrics(tmp_path, resume_step=0, steps=1, tensorboard=False, flops_per_sample=1.0, peak=0.0)
+    metrics = Metrics(tmp_path, resume_step=0, steps=1, tensorboard=False, flops_per_pass=1.0, peak=0.0)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics.write({"step": 1, "loss": 1.0})
     assert "No space left on device; its lines are kept" in caplog.text

@@ -91,6 +91,9 @@ LAYOUTS = [
     (8, {"model.dim": "512", "training.local_batch_size": "1"}),
     (4, {"parallelism.context_parallel_degree": "4"}),
     (2, {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}),
+    (1, {"training.rollout_steps": "[4]"}),
+    (8, {"training.rollout_steps": "[1, 3]", "activation_checkpoint.mode": "full"}),
+    (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
 ]
 
 

@@ -10,7 +10,7 @@ from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
-from training.due import COLLECT_EVERY, Due, Schedule, due_at
+from training.due import COLLECT_EVERY, Due, Rollouts, Schedule, due_at
 
 EVERY = Schedule(last=100, log=10, save=20, validate=30)
 
@@ -54,9 +54,11 @@ class CountingLoader:
     def __init__(self, accumulation: int) -> None:
         self.sampler = TrainSampler(100, 0, 2, accumulation, 0, 1)
         self.starts: list[tuple[int, int]] = []
+        self.num_dates: list[int] = []
 
-    def iterate(self, taken: int, shuffle: int = 0):
+    def iterate(self, taken: int, shuffle: int = 0, num_dates: int = 2):
         self.starts.append((taken, shuffle))
+        self.num_dates.append(num_dates)
         for first in range(taken, 1000, 2):
             yield torch.full((2, 1), float(first)), torch.zeros(2, dtype=torch.int64)
 
@@ -77,6 +79,20 @@ def test_the_loader_goes_where_progress_stands() -> None:
     assert firsts() == [8, 10] and len(loader.starts) == 2
     progress.samples, progress.rollbacks = 4, 1
     assert firsts() == [4, 6] and loader.starts[-1] == (4, 1)
+
+
+def test_a_stage_reads_what_its_steps_need() -> None:
+    """The same samples in the same order, with as many dates as a rollout has states."""
+    loader, progress = CountingLoader(accumulation=1), Progress(global_batch=2)
+    rollouts = Rollouts(((1, 1), (3, 4)))
+    batches = Batches(loader, progress, torch.device("cpu"), rollouts)  # type: ignore[arg-type]
+    firsts = []
+    for _ in range(4):
+        firsts += [int(fields[0, 0]) for fields, _ in batches]
+        progress.advance()
+    assert firsts == [0, 2, 4, 6] and loader.starts == [(0, 0), (4, 0)] and loader.num_dates == [2, 5]
+    again = Batches(loader, progress, torch.device("cpu"), rollouts)  # type: ignore[arg-type]
+    assert next(iter(again))[0][0, 0] == 8 and loader.num_dates[-1] == 5
 
 
 def fail_on_the_first_rank() -> str:

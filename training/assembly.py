@@ -27,6 +27,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.parallelize import LossPart, ParallelModel, parallelize
 from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
+from training.due import Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.losses import variable_weights
@@ -120,7 +121,7 @@ def assemble(
 
 
 def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Objective:
-    """What is minimised, area (H,); a pipeline's schedule is told too: its last stage computes the loss."""
+    """What is minimised, area (H,); of how many micro-batches a pipeline's schedule is told too."""
     training, model = config.training, assembly.model
     objective = Objective(
         training.loss,
@@ -132,6 +133,8 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         variable_weights(training.variable_weights, len(assembly.normalizer.mean)),
         training.weight_by_change,
         training.local_batch_size,
+        Rollouts.of(training),
+        config.data.step_hours * 3600,
     )
     if config.compile.enable:
         objective.compile()
@@ -139,7 +142,7 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         parallelism = config.parallelism
         micro_batches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         schedule = parallelism.pipeline_parallel_schedule
-        model.pipeline.schedule(schedule, micro_batches, objective.loss_part)
+        model.pipeline.schedule(schedule, micro_batches)
     return objective
 
 

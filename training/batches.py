@@ -1,5 +1,6 @@
 """The micro-batches of each step on the device, wherever the run's progress stands."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
+from training.due import ONE_STEP, Rollouts
 
-Batch = tuple[Tensor, Tensor]  # fields (B, 2, V, H, W) float32, NaN where missing; first dates (B,), seconds
+logger = logging.getLogger(__name__)
+# Fields (B, 1 + R, V, H, W) float32, NaN where missing, for R steps of the model; first dates (B,), seconds.
+Batch = tuple[Tensor, Tensor]
 
 
 def build_batches(
@@ -28,7 +32,7 @@ def build_batches(
     training, data = config.training, config.data
     order = TrainSampler(len(samples), training.seed, training.local_batch_size, accumulation, *parts)
     loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
-    return Batches(loader, progress, device)
+    return Batches(loader, progress, device, Rollouts.of(training))
 
 
 class Batches:
@@ -37,10 +41,15 @@ class Batches:
     Where the run has gone back, or on with another replica's state, the loader goes there by itself.
     """
 
-    def __init__(self, loader: TrainLoader, progress: Progress, device: torch.device) -> None:
-        self.loader, self.progress, self.device = loader, progress, device
+    def __init__(
+        self, loader: TrainLoader, progress: Progress, device: torch.device, rollouts: Rollouts = ONE_STEP
+    ) -> None:
+        self.loader, self.progress, self.device, self.rollouts = loader, progress, device, rollouts
         self.iterator: Iterator[Batch] = iter(())
-        self.at: tuple[int, int] | None = None  # samples and rollbacks that the iterator goes on from
+        # Samples and rollbacks that the iterator goes on from, and steps of the model.
+        self.at: tuple[int, int, int] | None = None
+        self.length = 0  # steps of the model in the last step
+        self.passes = 0  # forward passes that a sample of the last step is worth
         self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and what it gave
 
     def __len__(self) -> int:
@@ -53,13 +62,17 @@ class Batches:
         return self.progress.samples / self.loader.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:
-        progress = self.progress
-        if self.at != (progress.samples, progress.rollbacks):
-            self.iterator = on_device(self.loader.iterate(progress.samples, progress.rollbacks), self.device)
-        self.at, self.seconds, self.bytes = None, 0.0, 0
+        progress, length = self.progress, self.rollouts.at(self.progress.step + 1)
+        if length != self.length and self.rollouts.longest > 1:
+            logger.info(f"rollouts of {length} steps from step {progress.step + 1} on")
+        self.length = length
+        if self.at != (progress.samples, progress.rollbacks, length):
+            batches = self.loader.iterate(progress.samples, progress.rollbacks, 1 + length)
+            self.iterator = on_device(batches, self.device)
+        self.at, self.seconds, self.bytes, self.passes = None, 0.0, 0, self.rollouts.passes(length)
         for _ in range(len(self)):
             yield self._next()
-        self.at = progress.samples + progress.global_batch, progress.rollbacks
+        self.at = progress.samples + progress.global_batch, progress.rollbacks, length
 
     def _next(self) -> Batch:
         with span("data"):

@@ -56,14 +56,14 @@ class Metrics:
         resume_step: int,
         steps: int,
         tensorboard: bool,
-        flops_per_sample: float,
+        flops_per_pass: float,
         peak: float,
         readers: int = 0,
     ) -> None:
         self.is_first = dist.get_rank() == 0
         self.steps, self.readers, self.began, self.first_step = steps, readers, time.monotonic(), resume_step
         self.journal = Journal(folder / "metrics.jsonl")
-        self.flops_per_sample, self.peak_tflops = flops_per_sample, peak
+        self.flops_per_pass, self.peak_tflops = flops_per_pass, peak
         self.tensorboard = self.bar = None
         if self.is_first:
             self.journal.forget_after(resume_step)
@@ -77,13 +77,14 @@ class Metrics:
     def start_interval(self) -> None:
         """The clock of the next logged step starts now: validation and saves before it do not count."""
         self.started, self.data_seconds, self.samples, self.num_steps = time.perf_counter(), 0.0, 0, 0
-        self.data_bytes = 0
+        self.data_bytes = self.passes = 0
         part_times.read(1)
         work.take()
 
     def count(self, samples: int, batches: Batches) -> None:
         """One step has been launched: `samples` over all ranks, with what this rank waited for and got."""
         self.samples += samples
+        self.passes += samples * batches.passes
         self.data_seconds += batches.seconds
         self.data_bytes += batches.bytes
         self.num_steps += 1
@@ -94,7 +95,8 @@ class Metrics:
         values = torch.stack([loss.detach().float(), grad_norm.detach().float()]).tolist()
         seconds = (time.perf_counter() - self.started) / self.num_steps
         rate = self.samples / self.num_steps / seconds
-        tflops = rate * self.flops_per_sample / dist.get_world_size() / 1e12
+        passes = self.passes / self.num_steps / seconds
+        tflops = passes * self.flops_per_pass / dist.get_world_size() / 1e12
         record = {
             "step": step,
             "loss": values[0],

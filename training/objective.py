@@ -15,6 +15,7 @@ from jobs.heartbeat import activity
 from models.build import WeatherModel
 from parallelisms.compile import compiled
 from parallelisms.parallelize import Shards
+from training.due import ONE_STEP, Rollouts
 from training.losses import (
     change_weights,
     fused_sum_of_squares,
@@ -40,8 +41,12 @@ class Objective:
         variables: Tensor,
         weight_by_change: bool,
         local_batch_size: int,
+        rollouts: Rollouts = ONE_STEP,
+        step_seconds: int = 0,
     ) -> None:
+        """step_seconds: of a step of the model."""
         self.relative, self.local_batch_size = name == "relative_l2", local_batch_size
+        self.rollouts, self.step_seconds = rollouts, step_seconds
         self.geometry, self.shards = geometry, shards
         self.conditions, self.normalizer, self.area = conditions, normalizer, area
         change = change_weights(normalizer.change_scale.flatten()) if weight_by_change else 1.0
@@ -52,7 +57,7 @@ class Objective:
         """One graph for the cut and one for the loss: operator by operator fields are read and written four
         times as often. Of whole fields, in validations, the loss stays as it is.
         """
-        self.cut = compiled(self.cut)
+        self.cut, self.cut_from = compiled(self.cut), compiled(self.cut_from)
         self.sum_of_squares = compiled(fused_sum_of_squares)
 
     def weights(self, target: Tensor, mask: Tensor) -> Tensor:
@@ -63,9 +68,12 @@ class Objective:
 
     def cut(self, fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights."""
-        values, mask = self.normalizer.normalize(fields)
-        state, target = values[:, 0], values[:, 1]
-        weights = self.weights(target, mask[:, 1]).mul_(self.normalizer.output_scale.square())
+        return self.cut_from(self.normalizer.normalize(fields[:, 0])[0], fields[:, 1], times)
+
+    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of normalised states, and of physical fields one step later (B, V, H, W)."""
+        target, mask = self.normalizer.normalize(truth)
+        weights = self.weights(target, mask).mul_(self.normalizer.output_scale.square())
         from_fields: Any = self.geometry.from_fields
         return (
             self.shards.cut_input(from_fields(self.conditions.append(state, times))),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from parallelisms.parallelize import ParallelModel
 from training.batches import Batch
 from training.objective import Objective
+from training.rollout import forward_backward
 from training.update import Update, UpdateInBackward
 
 
@@ -48,11 +49,10 @@ def train_step(
     """
     update.begin(step)
     loss, last = torch.zeros((), device=model.device), len(batches) - 1
+    scale = update.loss_scale / len(batches)
     with model.casting_once():
-        for number, (fields, times) in enumerate(batches):
-            shards = objective.cut(fields, times)
-            scale = update.loss_scale / len(batches)
-            part = model.forward_backward(*shards, update.loss_part, scale, exchange=number == last)
+        for number, batch in enumerate(batches):
+            part = forward_backward(objective, model, batch, update.loss_part, scale, exchange=number == last)
             loss += part / len(batches)
     if not others.average(loss, model.parameters.values()):
         model.zero_grad()

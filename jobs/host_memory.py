@@ -1,6 +1,7 @@
 """On a CPU a step's activations are the host's memory: it is kept for the next step, and only for that."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ KEPT = {
     M_TOP_PAD: 2**26,  # what is asked for beyond the need, when the heap grows
     M_MMAP_THRESHOLD: 2**30,  # larger blocks are mapped, and given back when they are free
 }
+ROOM = 8e9  # bytes of the host for a rank, below which a fifth more that the heap keeps may be too much
 GIVEN_BACK = {M_TRIM_THRESHOLD: 2**27, M_TOP_PAD: 2**17, M_MMAP_THRESHOLD: 2**25}
 
 
@@ -19,10 +21,15 @@ def keep_freed_memory(device: torch.device) -> None:
     """glibc otherwise gives freed memory back to the system, and the next step takes it again page by page.
 
     Of this process alone: the writer of checkpoints, for one, shall give back what it had. Without effect
-    where the C library is another.
+    where the C library is another. Where ranks have little memory each, it goes back: their steps are slower.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > ROOM:
         _set(KEPT)
+
+
+def host_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
@@ -39,7 +46,7 @@ def giving_memory_back(device: torch.device) -> Iterator[None]:
     _trim()
     yield
     _trim()
-    _set(KEPT)
+    keep_freed_memory(device)
 
 
 def _set(settings: dict[int, int]) -> None:
