@@ -87,12 +87,6 @@ class ParallelModel:
                 (loss * scale).backward()
         return loss.detach()
 
-    def casting_once(self) -> AbstractContextManager:
-        """Around all passes of a step: autocast keeps a weight that it has cast until the outermost of its
-        contexts ends. A compiled block casts its own in each pass, and FSDP what it gathers.
-        """
-        return torch.autocast(self.device.type, enabled=False)
-
     def _begin_pass(self) -> None:
         if self.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # what the last pass returned is not needed any more

@@ -1,5 +1,5 @@
-"""The norm of all gradients, clipping, and the loss scaler of fp16: the same on every layout, for all
-ranks.
+"""The norm of all gradients, clipping, and the loss scaler of fp16: the same on every layout, for all ranks.
+And what the passes that gradients come from share.
 """
 
 from collections.abc import Iterable
@@ -8,6 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+
+def casting_once(device: torch.device) -> torch.autocast:
+    """Around all passes of a step: autocast keeps a weight that it has cast until the outermost of its contexts
+    ends. A compiled block casts its own in each pass, and FSDP what it gathers.
+    """
+    return torch.autocast(device.type, enabled=False)
 
 
 def add_up(parameters: Iterable[nn.Parameter]) -> None:

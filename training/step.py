@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from parallelisms.parallelize import ParallelModel
 from training.batches import Batch
+from training.gradients import casting_once
 from training.objective import Objective
 from training.rollout import forward_backward
 from training.update import Update, UpdateInBackward
@@ -50,7 +51,7 @@ def train_step(
     update.begin(step)
     loss, last = torch.zeros((), device=model.device), len(batches) - 1
     scale = update.loss_scale / len(batches)
-    with model.casting_once():
+    with casting_once(model.device):
         for number, batch in enumerate(batches):
             part = forward_backward(objective, model, batch, update.loss_part, scale, exchange=number == last)
             loss += part / len(batches)
