@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def casting_once(device: torch.device) -> torch.autocast:
-    """Around all passes of a step: autocast keeps a weight that it has cast until the outermost of its contexts
-    ends. A compiled block casts its own in each pass, and FSDP what it gathers.
+    """Around all passes of a step: autocast keeps what it has cast of a weight until the outermost of its
+    contexts ends. A compiled block casts its own in each pass, and FSDP what it gathers.
     """
     return torch.autocast(device.type, enabled=False)
 
