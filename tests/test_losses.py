@@ -5,23 +5,27 @@ import pytest
 import torch
 
 from archives.grid import area_weights
-from training.losses import (
-    change_weights,
-    mse_loss,
-    mse_weights,
+from losses.pointwise import (
+    fused_sum_of_costs,
+    mean_loss,
+    penalty_of,
     relative_l2_loss,
+    sum_of_costs,
+)
+from losses.weights import (
+    change_weights,
+    mean_weights,
     relative_l2_weights,
-    sum_of_squares,
     variable_weights,
 )
 
 
 def mse(prediction, target, mask, area, weights):
-    return mse_loss(sum_of_squares(prediction, target, mse_weights(mask, area, weights)))
+    return mean_loss(sum_of_costs(prediction, target, mean_weights(mask, area, weights)))
 
 
 def relative_l2(prediction, target, mask):
-    squares = sum_of_squares(prediction, target, relative_l2_weights(mask, target))
+    squares = sum_of_costs(prediction, target, relative_l2_weights(mask, target))
     return relative_l2_loss(squares, len(mask), lambda total: total)
 
 
@@ -87,7 +91,7 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     relative_l2(whole, target, mask).backward()
     shards = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
     parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
-    squares = [sum_of_squares(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
+    squares = [sum_of_costs(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
     total = torch.stack(squares).sum(dim=0).detach()
     shares = torch.stack([relative_l2_loss(s, len(s), lambda _: total) for s in squares])
     torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
@@ -102,20 +106,46 @@ def test_weights():
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
 
 
-def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression():
-    """Value and gradient of sum w (p - y)^2, by autograd in float64, beside ours from float32 and bf16."""
+PENALTIES = ("mse", "mae", "huber")
+
+
+def exact_cost(loss: str, error: torch.Tensor, threshold: float) -> torch.Tensor:
+    if loss == "huber":
+        return torch.nn.functional.huber_loss(error, 0 * error, reduction="none", delta=threshold)
+    return error.abs() if loss == "mae" else error.square()
+
+
+@pytest.mark.parametrize("loss", PENALTIES)
+def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
+    """Value and gradient of sum w cost(p - y), by autograd in float64, beside ours from float32 and bf16."""
     generator = torch.Generator().manual_seed(0)
     output, target, weights = torch.randn(3, 4, 8, 5, generator=generator)
-    exact = output.double().requires_grad_()
-    sums = (weights.double() * (exact - target.double()).square()).flatten(1).sum(1)
+    # Whatever bf16 rounds, no error changes its sign or passes Huber's threshold.
+    output = output.bfloat16().float()
+    exact, penalty = output.double().requires_grad_(), penalty_of(loss, 0.7)
+    sums = (weights.double() * exact_cost(loss, exact - target.double(), 0.7)).flatten(1).sum(1)
     scale = torch.arange(1.0, 5.0)
     (sums * scale).sum().backward()
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        ours = output.detach().to(dtype, copy=True).requires_grad_()
-        found = sum_of_squares(ours, target, weights)
-        (found * scale).sum().backward()
-        assert found.dtype == torch.float32
-        assert ours.grad is not None and ours.grad.dtype == dtype
-        assert exact.grad is not None
-        for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
-            assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+        for function in (sum_of_costs, fused_sum_of_costs):
+            ours = output.detach().to(dtype, copy=True).requires_grad_()
+            found = function(ours, target, weights, penalty)
+            (found * scale).sum().backward()
+            assert found.dtype == torch.float32
+            assert ours.grad is not None and ours.grad.dtype == dtype
+            assert exact.grad is not None
+            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
+                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("loss, mean", [("mae", 1 / 2), ("huber", 37 / 384)])
+def test_means_of_a_known_field(loss, mean):
+    """The error sin(latitude) is evenly spread over area from -1 to 1: the mean of |e| is 1/2, Huber's with
+    d = 1/4 the integral of e^2/2 up to d, d^3/6 = 1/384, and of d (e - d/2) on to 1, 3/32.
+    """
+    latitude = np.linspace(90, -90, 721)
+    area = torch.tensor(area_weights(latitude), dtype=torch.float32)
+    error = torch.tensor(np.sin(np.deg2rad(latitude)), dtype=torch.float32)[:, None].expand(1, 1, 721, 4)
+    weights = mean_weights(torch.ones_like(error, dtype=torch.bool), area, torch.ones(1))
+    found = sum_of_costs(error, torch.zeros_like(error), weights, penalty_of(loss, 0.25)).sum()
+    assert found.item() == pytest.approx(mean, rel=1e-4)

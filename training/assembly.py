@@ -16,6 +16,8 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
+from losses.pointwise import penalty_of
+from losses.weights import variable_weights
 from models.attention import preferred_backend, use_backend
 from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
@@ -30,7 +32,6 @@ from training.bad_steps import BadSteps
 from training.due import Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.losses import variable_weights
 from training.objective import Objective
 from training.update import Saves, Update, UpdateInBackward
 
@@ -124,7 +125,8 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
     """What is minimised, area (H,); of how many micro-batches a pipeline's schedule is told too."""
     training, model = config.training, assembly.model
     objective = Objective(
-        training.loss,
+        penalty_of(training.loss, training.huber_threshold),
+        training.loss == "relative_l2",
         assembly.meta_model,
         model.shards,
         assembly.conditions,
