@@ -173,6 +173,11 @@ class Training:
     variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
     # weigh each variable by 1/(standard deviation of its change over a step)^2; with "mae" without the square
     weight_by_change: bool = False
+    # weigh each variable on a level by its pressure over the mean of the predicted levels; others by 1
+    weight_by_pressure: bool = False
+    # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
+    # scales stay; 1: all of it
+    spectral_fraction: Fraction = 0.0
     # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
     # on, in stages
     rollout_steps: tuple[Rollout, ...] = (1,)

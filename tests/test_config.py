@@ -174,6 +174,19 @@ COMMAND_LINES = [
         "--training.variable_weights [0,0,0]",
         "variable_weights = [0.0, 0.0, 0.0]: one of them must be above 0",
     ),
+    ("--training.loss huber --training.huber_threshold 0", "huber_threshold = 0.0: must be above 0"),
+    (
+        "--training.weight_by_pressure --training.loss relative_l2",
+        'weight_by_pressure = True: training.loss = "relative_l2" has no weights',
+    ),
+    (
+        "--training.weight_by_pressure --data.variables '[\"2m_temperature\"]'",
+        "weight_by_pressure = True: no variable has a level",
+    ),
+    (
+        "--training.spectral_fraction 0.5 --training.loss mae",
+        'spectral_fraction = 0.5: takes the place of squared errors, and training.loss = "mae"',
+    ),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
     ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),

@@ -5,16 +5,18 @@ import pytest
 import torch
 
 from archives.grid import area_weights
+from losses.penalties import penalty_of
 from losses.pointwise import (
     fused_sum_of_costs,
     mean_loss,
-    penalty_of,
     relative_l2_loss,
     sum_of_costs,
 )
+from losses.spectral import amse
 from losses.weights import (
     change_weights,
     mean_weights,
+    pressure_weights,
     relative_l2_weights,
     variable_weights,
 )
@@ -104,6 +106,13 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
 def test_weights():
     assert variable_weights((), 3).tolist() == [1, 1, 1]
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
+    assert change_weights(torch.tensor([0.5, 2.0]), power=1).tolist() == [2, 0.5]
+
+
+def test_weights_by_pressure():
+    """Two levels of mean 600 hPa, one of them of two variables, and one without a level."""
+    names = ["geopotential:900", "temperature:300", "temperature:900", "2m_temperature"]
+    assert pressure_weights(names).tolist() == [1.5, 0.5, 1.5, 1]
 
 
 PENALTIES = ("mse", "mae", "huber")
@@ -149,3 +158,80 @@ def test_means_of_a_known_field(loss, mean):
     weights = mean_weights(torch.ones_like(error, dtype=torch.bool), area, torch.ones(1))
     found = sum_of_costs(error, torch.zeros_like(error), weights, penalty_of(loss, 0.25)).sum()
     assert found.item() == pytest.approx(mean, rel=1e-4)
+
+
+def amse_by_definition(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> float:
+    """Of one field (H, W) in float64: the paper's formula for each wavenumber, -W/2 to W/2, over all rows.
+    Areas have mean 1: without the modification it is the area-weighted mean squared error.
+    """
+    x, y = (np.fft.fft(field, axis=-1) / field.shape[-1] for field in (forecast, truth))
+    weights = area[:, None] / len(area)
+    px, py = ((weights * np.abs(waves) ** 2).sum(0) for waves in (x, y))
+    coherence = (weights * (x * y.conj()).real).sum(0) / np.sqrt(px * py)
+    return float(((np.sqrt(px) - np.sqrt(py)) ** 2 + 2 * np.maximum(px, py) * (1 - coherence)).sum())
+
+
+def amse_of(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> torch.Tensor:
+    """Ours, of float32 fields."""
+    fields = [torch.tensor(field, dtype=torch.float32)[None, None] for field in (forecast, truth)]
+    mask = torch.ones_like(fields[0], dtype=torch.bool)
+    roots = mean_weights(mask, torch.tensor(area, dtype=torch.float32), torch.ones(1)).sqrt()
+    return amse(roots * (fields[0] - fields[1]), roots * fields[1])
+
+
+LATITUDE = np.linspace(87, -87, 12)
+AREA = area_weights(LATITUDE)
+
+
+def wave(number: int, amplitude: float, phase: float = 0.0, columns: int = 16) -> np.ndarray:
+    angle = 2 * np.pi * np.arange(columns) / columns
+    return np.broadcast_to(amplitude * np.cos(number * angle + phase), (len(LATITUDE), columns))
+
+
+@pytest.mark.parametrize(
+    "forecast, truth, expected",
+    [
+        (wave(3, 2.0), wave(3, 0.5), 1.5**2 / 2),  # coherent: the squared error
+        (wave(3, 1.0, np.pi / 2), wave(3, 1.0), 1.0),  # quadrature, equal amplitude: the squared error
+        (wave(3, 0.5, np.pi / 2), wave(3, 1.0), 0.5**2 / 2 + 1.0),  # squared error: 0.625
+        (wave(3, 2.0, np.pi / 3), wave(3, 1.0), 1 / 2 + 4 * (1 - 0.5)),  # squared error: 1.5
+        (wave(3, 1.0, np.pi), wave(3, 1.0), 2.0),  # opposite
+        (wave(3, 1.0) + wave(5, 1.0, np.pi / 2), wave(3, 0.5) + wave(5, 1.0), 0.5**2 / 2 + 1.0),
+        (wave(0, 3.0) + wave(8, 1.0), wave(0, 2.0) + wave(8, 0.5), 1.0 + 0.5**2),  # mean and shortest
+        (wave(7, 1.0, columns=15), wave(7, 0.5, columns=15), 0.5**2 / 2),  # an odd number of columns
+        (wave(3, 1.0), wave(3, 0.0), 1.5),  # a wave that the truth has not: C = 0
+        (wave(3, 0.0), wave(3, 1.0), 1.5),
+    ],
+)
+def test_amse_of_known_waves(forecast, truth, expected):
+    """The mean square of a wave of amplitude 1 is 1/2; of the mean, and of the shortest wave, it is 1."""
+    assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_amse_is_the_papers_formula_with_its_gradient():
+    generator = np.random.default_rng(0)
+    truth, noise = generator.normal(size=(2, 12, 10))
+    for forecast in (truth + 0.1 * noise, 0.3 * truth + noise, 1.001 * truth):
+        expected = amse_by_definition(forecast, truth, AREA)
+        assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-4)
+    roots = torch.tensor(np.sqrt(AREA / 12))[:, None]
+    error = (roots * torch.tensor(0.1 * noise))[None, None].requires_grad_()
+    assert torch.autograd.gradcheck(amse, (error, (roots * torch.tensor(truth))[None, None]))
+
+
+def test_what_cannot_be_placed_keeps_its_amplitude():
+    """Of a forecast that is as large as the truth and has nothing to do with it, squared errors are least
+    for none of it, AMSE for nearly all.
+    """
+    forecast, truth = np.random.default_rng(0).normal(size=(2, 400, 16))
+    area, scales = np.ones(400), np.linspace(0, 1.5, 16)
+    squared = [np.square(scale * forecast - truth).mean() for scale in scales]
+    modified = [amse_of(scale * forecast, truth, area).item() for scale in scales]
+    assert scales[np.argmin(squared)] <= 0.1 and 0.9 <= scales[np.argmin(modified)] <= 1.1
+
+
+def test_amse_of_fields_without_waves_has_finite_gradients():
+    for error, truth in ((0.0, 0.0), (1.0, 0.0), (-1.0, 1.0), (0.0, 1.0)):
+        fields = torch.full((1, 1, 4, 8), error, requires_grad=True)
+        amse(fields, torch.full((1, 1, 4, 8), truth)).backward()
+        assert fields.grad is not None and torch.isfinite(fields.grad).all()

@@ -13,7 +13,9 @@ from torch import Tensor
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from jobs.heartbeat import activity
-from losses.pointwise import Penalty, fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
+from losses.penalties import Penalty
+from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
+from losses.spectral import SpectralPart, amse
 from losses.weights import change_weights, mean_weights, relative_l2_weights
 from models.build import WeatherModel
 from parallelisms.compile import compiled
@@ -42,11 +44,12 @@ class Objective:
         local_batch_size: int,
         rollouts: Rollouts = ONE_STEP,
         step_seconds: int = 0,
+        spectral_fraction: float = 0.0,
     ) -> None:
-        """step_seconds: of a step of the model."""
+        """step_seconds: of a step of the model; spectral_fraction: of the loss that is AMSE."""
         self.penalty, self.relative, self.local_batch_size = penalty, relative, local_batch_size
         self.rollouts, self.step_seconds = rollouts, step_seconds
-        self.geometry, self.shards = geometry, shards
+        self.geometry, self.shards, self.spectral_fraction = geometry, shards, spectral_fraction
         self.conditions, self.normalizer, self.area = conditions, normalizer, area
         ratio = normalizer.change_scale.flatten()
         change = change_weights(ratio, penalty.power) if weight_by_change else 1.0
@@ -66,27 +69,34 @@ class Objective:
             return relative_l2_weights(mask, target)
         return mean_weights(mask, self.area, self.variables)
 
-    def cut(self, fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights."""
+    def cut(self, fields: Tensor, times: Tensor) -> list[Tensor]:
+        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights,
+        and for a spectral loss the truth times the root of what it weighs.
+        """
         return self.cut_from(self.normalizer.normalize(fields[:, 0])[0], fields[:, 1], times)
 
-    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> list[Tensor]:
         """The same of normalised states, and of physical fields one step later (B, V, H, W)."""
         target, mask = self.normalizer.normalize(truth)
-        weights = self.weights(target, mask).mul_(self.normalizer.output_scale.pow(self.penalty.power))
+        weights = self.weights(target, mask)
+        weighted = [weights.sqrt() * target] if self.spectral_fraction else []
+        weights.mul_(self.normalizer.output_scale.pow(self.penalty.power))
         from_fields: Any = self.geometry.from_fields
-        return (
+        return [
             self.shards.cut_input(from_fields(self.conditions.append(state, times))),
             self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
-            self.shards.cut_output(from_fields(weights, with_zeros=True)),
-        )
+            *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *weighted)),
+        ]
 
-    def loss_part(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def loss_part(self, output: Tensor, target: Tensor, weights: Tensor, *truth: Tensor) -> Tensor:
         """The part of the loss that a shard of a batch has; the parts of all ranks add up to it."""
         costs = self.sum_of_costs(output, target, weights)  # (B,)
         if self.relative:
             return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
-        return mean_loss(costs)
+        if not truth:
+            return mean_loss(costs)
+        part = SpectralPart.apply(output, target, weights, *truth, self.shards, self.geometry)
+        return torch.lerp(mean_loss(costs), part, self.spectral_fraction)
 
     def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """The loss of whole physical fields (1, V, H, W)."""
@@ -96,4 +106,9 @@ class Objective:
         weights = self.weights(target, mask).mul_(scale.pow(self.penalty.power))
         output = self.normalizer.normalize(predicted)[0].div_(scale)
         costs = sum_of_costs(output, target.div_(scale), weights, self.penalty)
-        return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
+        if not self.spectral_fraction:
+            return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
+        roots = weights.sqrt_()
+        return torch.lerp(
+            mean_loss(costs), amse(roots * (output - target), roots * target), self.spectral_fraction
+        )
