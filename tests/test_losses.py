@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from archives.grid import area_weights
+from archives.grid import area_weights, global_grid
 from losses.penalties import penalty_of
 from losses.pointwise import (
     fused_sum_of_costs,
@@ -20,6 +20,7 @@ from losses.weights import (
     relative_l2_weights,
     variable_weights,
 )
+from tests.parity import Layout, SmallRun
 
 
 def mse(prediction, target, mask, area, weights):
@@ -235,3 +236,27 @@ def test_amse_of_fields_without_waves_has_finite_gradients():
         fields = torch.full((1, 1, 4, 8), error, requires_grad=True)
         amse(fields, torch.full((1, 1, 4, 8), truth)).backward()
         assert fields.grad is not None and torch.isfinite(fields.grad).all()
+
+
+@pytest.mark.parametrize("loss", [*PENALTIES, "spectral"])
+def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss):
+    """That of a step is that of its fields, as validations have it; changes count in units of states."""
+    settings = {"spectral_fraction": 0.5} if loss == "spectral" else {"loss": loss, "huber_threshold": 0.7}
+    run = SmallRun(Layout(grid=(11, 10)), **settings)
+    objective, normalizer = run.objective, run.objective.normalizer
+    scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
+    changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    _, *expected = objective.cut(fields, times)
+    output = objective.geometry.from_fields(changes)
+    found = objective.loss_part(output, *expected).item()
+    states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
+    parts = [objective.of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
+    assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
+    if loss == "spectral":
+        return
+    area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
+    errors = (states - truth).nan_to_num().double() / scale
+    costs = exact_cost(loss, errors, 0.7) * scale ** (1 if loss == "mae" else 2)
+    means = (area * costs).sum((-2, -1)) / area.sum((-2, -1))  # (B, V)
+    assert found == pytest.approx((means * torch.tensor([1.0, 2.0, 0.5])).mean().item(), rel=1e-5)
