@@ -77,7 +77,9 @@ class SpectralPart(torch.autograd.Function):
     ) -> Tensor:
         """Shards (B, ...): of the truth times the root of weights, and as `Objective.cut` gives them."""
         total, gradients = torch.zeros((), device=output.device), []
-        for sample in zip(*(each.split(1) for each in (output, target, weights, truth)), strict=True):
+        for number in range(len(output)):
+            one = slice(number, number + 1)
+            sample = output[one], target[one], weights[one], truth[one]
             loss, gradient = of_sample(*sample, shards, geometry)
             total += loss
             gradients.append(gradient)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from config import Compile, Config, Parallelism
+from archives.grid import Grid
+from config import Compile, Config, Parallelism, Training
+from errors import ConfigError
 from jobs import start_checks
 from tests.sample_archives import analyses, weatherbench
 
@@ -485,3 +488,10 @@ def test_schedules_that_an_older_torch_cannot_run(
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_schedule(config)
+
+
+def test_zonal_waves_need_the_whole_globe() -> None:
+    config, latitude = Config(training=Training(spectral_fraction=0.5)), np.linspace(70, 30, 9)
+    start_checks.check_model(config, Grid(latitude, np.arange(0, 360, 5.0)))
+    with pytest.raises(ConfigError, match="^training.spectral_fraction = 0.5: waves are counted"):
+        start_checks.check_model(config, Grid(latitude, np.arange(0, 60, 5.0)))

@@ -1,5 +1,7 @@
 """Losses against explicit sums in float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -241,6 +243,7 @@ def test_amse_of_fields_without_waves_has_finite_gradients():
 @pytest.mark.parametrize("loss", [*PENALTIES, "spectral"])
 def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss):
     """That of a step is that of its fields, as validations have it; changes count in units of states."""
+    settings: dict[str, Any]
     settings = {"spectral_fraction": 0.5} if loss == "spectral" else {"loss": loss, "huber_threshold": 0.7}
     run = SmallRun(Layout(grid=(11, 10)), **settings)
     objective, normalizer = run.objective, run.objective.normalizer
