@@ -501,7 +501,7 @@ FAST = [
     "tp 2, qk norm, sincos",
     "tp 2, ac full",
     "tp 2, asynchronous",
-    "tp 2, mae, compile",
+    "tp 2, mae",
     "tp 2, spectral",
     "ulysses 2, odd tokens, relative l2",
     "all-gather 2",
