@@ -166,11 +166,18 @@ class Training:
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
-    # area-weighted MSE, or the NERSC tutorial's unweighted |p-y|/|y|
-    loss: Literal["mse", "relative_l2"] = "mse"
+    # area-weighted mean of squared, absolute or Huber errors, or the NERSC tutorial's unweighted |p-y|/|y|
+    loss: Literal["mse", "mae", "huber", "relative_l2"] = "mse"
+    # Huber: beyond it costs grow linearly; in standard deviations of what the model predicts (model.predict)
+    huber_threshold: AboveZero = 1.0
     variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
-    # weigh each variable by 1/(standard deviation of its change over a step)^2
+    # weigh each variable by 1/(standard deviation of its change over a step)^2; with "mae" without the square
     weight_by_change: bool = False
+    # weigh each variable on a level by its pressure over the mean of the predicted levels; others by 1
+    weight_by_pressure: bool = False
+    # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
+    # scales stay; 1: all of it
+    spectral_fraction: Fraction = 0.0
     # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
     # on, in stages
     rollout_steps: tuple[Rollout, ...] = (1,)

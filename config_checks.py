@@ -7,7 +7,7 @@ import math
 from archives.dates import parse_period
 from archives.picks import parse_picks
 from archives.storage_options import parse_storage_options
-from archives.variables import expand_levels, named_by, nearest_name
+from archives.variables import expand_levels, named_by, nearest_name, split_name
 from config import Config, Data, Model, Training, Validation
 from errors import nearest, refuse
 from parallelisms.layout_checks import check_layout
@@ -113,10 +113,26 @@ def _check_training(config: Config) -> None:
         refuse("training.variable_weights", list(weights), reason)
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
+    _check_loss(config.training, variables)
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
         refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
+
+
+def _check_loss(training: Training, variables: list[str]) -> None:
+    """What does not go with the loss that is chosen."""
+    fraction = training.spectral_fraction
+    if fraction and training.loss != "mse":
+        reason = f'takes the place of squared errors, and training.loss = "{training.loss}"'
+        refuse("training.spectral_fraction", fraction, f'{reason}; set that to "mse" or this to 0')
+    if not training.weight_by_pressure:
+        return
+    if training.loss == "relative_l2":
+        reason = 'training.loss = "relative_l2" has no weights; set this to false'
+        refuse("training.weight_by_pressure", True, reason)
+    if not any(split_name(name)[1] for name in variables):
+        refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
 
 
 def _check_rollouts(training: Training) -> None:

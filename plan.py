@@ -99,6 +99,9 @@ def check_options(options: argparse.Namespace) -> None:
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
+    if fraction := config.training.spectral_fraction:
+        reason = "gathers whole fields, of which closed forms know nothing; set it to 0, or use --dry_run"
+        refuse("training.spectral_fraction", fraction, reason)
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(slowest=options.slowest)

@@ -132,10 +132,10 @@ class Step(RandomRun):
 
     def forward_loss(self) -> Tensor:
         """The loss of the batch, whose backward has not run."""
-        inputs, target, weights = self.objective.cut(*self.batches[0])
+        inputs, *expected = self.objective.cut(*self.batches[0])
         with self.model.autocast:
             output = self.model.parts[0](inputs)
-        return self.objective.loss_part(output, target, weights)
+        return self.objective.loss_part(output, *expected)
 
     def seconds(self) -> float:
         synchronize()
@@ -211,7 +211,7 @@ def saved_bytes(case: Case) -> int:
     """Of a forward pass, without parameters and the copies that autocast makes of them."""
     step, kept = Step(case), {}
     if case.mode == "selective":  # what its policy keeps, no hook of autograd sees
-        inputs, _, _ = step.objective.cut(*step.batches[0])
+        inputs, *_ = step.objective.cut(*step.batches[0])
         return bytes_alive(step.model.parts[0], inputs, autocast=False)
     parameters = step.model.parameters.values()
     weights = {tuple(p.shape) for p in parameters} | {tuple(p.t().shape) for p in parameters if p.ndim == 2}

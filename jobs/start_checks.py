@@ -141,6 +141,9 @@ def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> N
 def check_model(config: Config, grid: Grid) -> None:
     """What depends on the grid of the data, and on the model's layers. Raises ConfigError."""
     check_tokens(config, grid)
+    if (fraction := config.training.spectral_fraction) and not grid.periodic:
+        reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
+        refuse("training.spectral_fraction", fraction, reason)
     if config.model.name == "vit" and not config.float8.enable:
         return
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)

@@ -69,6 +69,11 @@ class GridTiles:
         return len(self.row_bounds) - 1, len(self.column_bounds) - 1
 
     @property
+    def num_shards(self) -> int:
+        """Of a sample."""
+        return len(self.ranks)
+
+    @property
     def position(self) -> tuple[int, int]:
         """(row, column) of this rank."""
         return divmod(self.index, self.tiles[1])

@@ -26,6 +26,11 @@ class TokenShards:
         self.padded = -(-num_tokens // (self.cp * self.tp)) * self.cp * self.tp  # T'
 
     @property
+    def num_shards(self) -> int:
+        """Of a sample's output."""
+        return self.cp * self.tp
+
+    @property
     def first_token(self) -> int:
         """Where this rank's cp chunk begins."""
         return self.mesh.rank("cp") * self.padded // self.cp

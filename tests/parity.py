@@ -59,6 +59,7 @@ class Layout:
     grid: tuple[int, int] = (16, 32)
     model: tuple[tuple[str, Any], ...] = ()
     loss: str = "mse"
+    spectral: float = 0.0  # fraction of the loss
     float8: bool = False  # emulated
     float8_all_gather: bool = False
     unet: bool = False
@@ -116,6 +117,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "mixed_precision_param": layout.dtype,
         "mixed_precision_reduce": layout.reduce,
         "loss": layout.loss,
+        "spectral_fraction": layout.spectral,
         "rollout_steps": (layout.rollout,),
         "variable_weights": (1.0, 2.0, 0.5),
         "max_norm": 0.5,
@@ -264,7 +266,16 @@ def reference_of(layout: Layout) -> Layout:
     return replace(layout, **vars(Layout()) | {key: getattr(layout, key) for key in MODEL_KEYS})
 
 
-MODEL_KEYS = ("dtype", "grid", "model", "loss", "float8", "unet", "rollout")  # what a layout does not change
+MODEL_KEYS = (
+    "dtype",
+    "grid",
+    "model",
+    "loss",
+    "spectral",
+    "float8",
+    "unet",
+    "rollout",
+)  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
@@ -301,6 +312,8 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
     "fsdp 2, accumulation 2": Layout(2, accumulation=2),
     "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
+    "fsdp 2, mae": Layout(2, loss="mae"),
+    "fsdp 2, spectral": Layout(2, spectral=0.5),
     "fsdp 2, ac full": Layout(2, activation_checkpoint="full"),
     "fsdp 2, ac selective": Layout(2, activation_checkpoint="selective"),
     "fsdp 2, ac every 2 blocks": Layout(2, activation_checkpoint="every_n_blocks"),
@@ -315,6 +328,9 @@ TABLE: dict[str, Layout] = {
     "u-net, tiles 1 x 2": Layout(2, {"domain_parallel_tiles": (1, 2)}, unet=True, grid=(18, 30)),
     "u-net, tiles 2 x 2": Layout(4, {"domain_parallel_tiles": (2, 2)}, unet=True),
     "u-net, fsdp 2 x tiles 2 x 1": Layout(4, {"domain_parallel_tiles": (2, 1)}, unet=True, accumulation=2),
+    "u-net, tiles 1 x 2, spectral": Layout(
+        2, {"domain_parallel_tiles": (1, 2)}, unet=True, grid=(18, 30), spectral=1.0
+    ),
     "tp 2": Layout(2, tp()),
     "tp 2, odd tokens": Layout(2, tp(), grid=ODD),
     "tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER),
@@ -323,7 +339,10 @@ TABLE: dict[str, Layout] = {
     "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
     "tp 2, asynchronous": Layout(2, tp(enable_async_tensor_parallel=True)),
     "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
+    "tp 2, mae": Layout(2, tp(), loss="mae"),
+    "tp 2, spectral": Layout(2, tp(), grid=ODD, spectral=1.0),
     "ulysses 2": Layout(2, cp()),
+    "ulysses 2, spectral": Layout(2, cp(), spectral=0.5),
     "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
     "ulysses 2, ac full": Layout(2, cp(), activation_checkpoint="full"),
     "all-gather 2": Layout(2, cp("all_gather")),
@@ -339,6 +358,8 @@ TABLE: dict[str, Layout] = {
     "pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble")),
     "pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble")),
     "pp 2, named splits": Layout(2, pp(pipeline_parallel_splits=(1,))),
+    "pp 2, mae": Layout(2, pp(), loss="mae"),
+    "pp 2, spectral": Layout(2, pp(), spectral=0.5),
     "pp 2, relative l2": Layout(2, pp(), loss="relative_l2"),
     "pp 2, ac full": Layout(2, pp(), activation_checkpoint="full"),
     "pp 2, accumulation 2": Layout(2, pp(), accumulation=2),
@@ -384,6 +405,7 @@ ROLLOUT = {
     "rollout 4, ulysses 2": Layout(2, cp(), rollout=4),
     "rollout 4, all-gather 2, odd grid": Layout(2, cp("all_gather"), grid=(11, 10), rollout=4),
     "rollout 4, ring 2, relative l2": Layout(2, cp("ring"), loss="relative_l2", rollout=4),
+    "rollout 2, tp 2, spectral": Layout(2, tp(), spectral=0.5, rollout=2),
     "rollout 4, pp 2, 1f1b": Layout(2, pp(), rollout=4),
     "rollout 4, pp 2, accumulation 2": Layout(2, pp(), accumulation=2, rollout=4),
     "rollout 4, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), rollout=4),
@@ -426,6 +448,8 @@ COMPILED = [
     "tp 2, ac full",
     "tp 2, bf16",
     "tp 2, asynchronous",
+    "tp 2, mae",
+    "tp 2, spectral",
     "ulysses 2, odd tokens, relative l2",
     "ulysses 2, ac full",
     "all-gather 2, odd tokens",
@@ -468,6 +492,7 @@ FAST = [
     "fsdp 2, zero-2",
     "fsdp 2, accumulation 2",
     "fsdp 2, ac selective",
+    "fsdp 2, spectral",
     "fsdp 2, bf16",
     "fsdp 2, fp16",
     "fsdp 2, float8",
@@ -476,6 +501,8 @@ FAST = [
     "tp 2, qk norm, sincos",
     "tp 2, ac full",
     "tp 2, asynchronous",
+    "tp 2, mae",
+    "tp 2, spectral",
     "ulysses 2, odd tokens, relative l2",
     "all-gather 2",
     "ring 2",

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from config import Compile, Config, Parallelism
+from archives.grid import Grid
+from config import Compile, Config, Parallelism, Training
+from errors import ConfigError
 from jobs import start_checks
 from tests.sample_archives import analyses, weatherbench
 
@@ -173,6 +176,19 @@ COMMAND_LINES = [
     (
         "--training.variable_weights [0,0,0]",
         "variable_weights = [0.0, 0.0, 0.0]: one of them must be above 0",
+    ),
+    ("--training.loss huber --training.huber_threshold 0", "huber_threshold = 0.0: must be above 0"),
+    (
+        "--training.weight_by_pressure --training.loss relative_l2",
+        'weight_by_pressure = True: training.loss = "relative_l2" has no weights',
+    ),
+    (
+        "--training.weight_by_pressure --data.variables '[\"2m_temperature\"]'",
+        "weight_by_pressure = True: no variable has a level",
+    ),
+    (
+        "--training.spectral_fraction 0.5 --training.loss mae",
+        'spectral_fraction = 0.5: takes the place of squared errors, and training.loss = "mae"',
     ),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
@@ -472,3 +488,10 @@ def test_schedules_that_an_older_torch_cannot_run(
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_schedule(config)
+
+
+def test_zonal_waves_need_the_whole_globe() -> None:
+    config, latitude = Config(training=Training(spectral_fraction=0.5)), np.linspace(70, 30, 9)
+    start_checks.check_model(config, Grid(latitude, np.arange(0, 360, 5.0)))
+    with pytest.raises(ConfigError, match="^training.spectral_fraction = 0.5: waves are counted"):
+        start_checks.check_model(config, Grid(latitude, np.arange(0, 60, 5.0)))

@@ -1,27 +1,36 @@
 """Losses against explicit sums in float64."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from archives.grid import area_weights
-from training.losses import (
-    change_weights,
-    mse_loss,
-    mse_weights,
+from archives.grid import area_weights, global_grid
+from losses.penalties import penalty_of
+from losses.pointwise import (
+    fused_sum_of_costs,
+    mean_loss,
     relative_l2_loss,
+    sum_of_costs,
+)
+from losses.spectral import amse
+from losses.weights import (
+    change_weights,
+    mean_weights,
+    pressure_weights,
     relative_l2_weights,
-    sum_of_squares,
     variable_weights,
 )
+from tests.parity import Layout, SmallRun
 
 
 def mse(prediction, target, mask, area, weights):
-    return mse_loss(sum_of_squares(prediction, target, mse_weights(mask, area, weights)))
+    return mean_loss(sum_of_costs(prediction, target, mean_weights(mask, area, weights)))
 
 
 def relative_l2(prediction, target, mask):
-    squares = sum_of_squares(prediction, target, relative_l2_weights(mask, target))
+    squares = sum_of_costs(prediction, target, relative_l2_weights(mask, target))
     return relative_l2_loss(squares, len(mask), lambda total: total)
 
 
@@ -87,7 +96,7 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     relative_l2(whole, target, mask).backward()
     shards = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
     parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
-    squares = [sum_of_squares(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
+    squares = [sum_of_costs(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
     total = torch.stack(squares).sum(dim=0).detach()
     shares = torch.stack([relative_l2_loss(s, len(s), lambda _: total) for s in squares])
     torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
@@ -100,22 +109,157 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
 def test_weights():
     assert variable_weights((), 3).tolist() == [1, 1, 1]
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
+    assert change_weights(torch.tensor([0.5, 2.0]), power=1).tolist() == [2, 0.5]
 
 
-def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression():
-    """Value and gradient of sum w (p - y)^2, by autograd in float64, beside ours from float32 and bf16."""
+def test_weights_by_pressure():
+    """Two levels of mean 600 hPa, one of them of two variables, and one without a level."""
+    names = ["geopotential:900", "temperature:300", "temperature:900", "2m_temperature"]
+    assert pressure_weights(names).tolist() == [1.5, 0.5, 1.5, 1]
+
+
+PENALTIES = ("mse", "mae", "huber")
+
+
+def exact_cost(loss: str, error: torch.Tensor, threshold: float) -> torch.Tensor:
+    if loss == "huber":
+        return torch.nn.functional.huber_loss(error, 0 * error, reduction="none", delta=threshold)
+    return error.abs() if loss == "mae" else error.square()
+
+
+@pytest.mark.parametrize("loss", PENALTIES)
+def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
+    """Value and gradient of sum w cost(p - y), by autograd in float64, beside ours from float32 and bf16."""
     generator = torch.Generator().manual_seed(0)
     output, target, weights = torch.randn(3, 4, 8, 5, generator=generator)
-    exact = output.double().requires_grad_()
-    sums = (weights.double() * (exact - target.double()).square()).flatten(1).sum(1)
+    # Whatever bf16 rounds, no error changes its sign or passes Huber's threshold.
+    output = output.bfloat16().float()
+    exact, penalty = output.double().requires_grad_(), penalty_of(loss, 0.7)
+    sums = (weights.double() * exact_cost(loss, exact - target.double(), 0.7)).flatten(1).sum(1)
     scale = torch.arange(1.0, 5.0)
     (sums * scale).sum().backward()
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        ours = output.detach().to(dtype, copy=True).requires_grad_()
-        found = sum_of_squares(ours, target, weights)
-        (found * scale).sum().backward()
-        assert found.dtype == torch.float32
-        assert ours.grad is not None and ours.grad.dtype == dtype
-        assert exact.grad is not None
-        for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
-            assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+        for function in (sum_of_costs, fused_sum_of_costs):
+            ours = output.detach().to(dtype, copy=True).requires_grad_()
+            found = function(ours, target, weights, penalty)
+            (found * scale).sum().backward()
+            assert found.dtype == torch.float32
+            assert ours.grad is not None and ours.grad.dtype == dtype
+            assert exact.grad is not None
+            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
+                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("loss, mean", [("mae", 1 / 2), ("huber", 37 / 384)])
+def test_means_of_a_known_field(loss, mean):
+    """The error sin(latitude) is evenly spread over area from -1 to 1: the mean of |e| is 1/2, Huber's with
+    d = 1/4 the integral of e^2/2 up to d, d^3/6 = 1/384, and of d (e - d/2) on to 1, 3/32.
+    """
+    latitude = np.linspace(90, -90, 721)
+    area = torch.tensor(area_weights(latitude), dtype=torch.float32)
+    error = torch.tensor(np.sin(np.deg2rad(latitude)), dtype=torch.float32)[:, None].expand(1, 1, 721, 4)
+    weights = mean_weights(torch.ones_like(error, dtype=torch.bool), area, torch.ones(1))
+    found = sum_of_costs(error, torch.zeros_like(error), weights, penalty_of(loss, 0.25)).sum()
+    assert found.item() == pytest.approx(mean, rel=1e-4)
+
+
+def amse_by_definition(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> float:
+    """Of one field (H, W) in float64: the paper's formula for each wavenumber, -W/2 to W/2, over all rows.
+    Areas have mean 1: without the modification it is the area-weighted mean squared error.
+    """
+    x, y = (np.fft.fft(field, axis=-1) / field.shape[-1] for field in (forecast, truth))
+    weights = area[:, None] / len(area)
+    px, py = ((weights * np.abs(waves) ** 2).sum(0) for waves in (x, y))
+    coherence = (weights * (x * y.conj()).real).sum(0) / np.sqrt(px * py)
+    return float(((np.sqrt(px) - np.sqrt(py)) ** 2 + 2 * np.maximum(px, py) * (1 - coherence)).sum())
+
+
+def amse_of(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> torch.Tensor:
+    """Ours, of float32 fields."""
+    fields = [torch.tensor(field, dtype=torch.float32)[None, None] for field in (forecast, truth)]
+    mask = torch.ones_like(fields[0], dtype=torch.bool)
+    roots = mean_weights(mask, torch.tensor(area, dtype=torch.float32), torch.ones(1)).sqrt()
+    return amse(roots * (fields[0] - fields[1]), roots * fields[1])
+
+
+LATITUDE = np.linspace(87, -87, 12)
+AREA = area_weights(LATITUDE)
+
+
+def wave(number: int, amplitude: float, phase: float = 0.0, columns: int = 16) -> np.ndarray:
+    angle = 2 * np.pi * np.arange(columns) / columns
+    return np.broadcast_to(amplitude * np.cos(number * angle + phase), (len(LATITUDE), columns))
+
+
+@pytest.mark.parametrize(
+    "forecast, truth, expected",
+    [
+        (wave(3, 2.0), wave(3, 0.5), 1.5**2 / 2),  # coherent: the squared error
+        (wave(3, 1.0, np.pi / 2), wave(3, 1.0), 1.0),  # quadrature, equal amplitude: the squared error
+        (wave(3, 0.5, np.pi / 2), wave(3, 1.0), 0.5**2 / 2 + 1.0),  # squared error: 0.625
+        (wave(3, 2.0, np.pi / 3), wave(3, 1.0), 1 / 2 + 4 * (1 - 0.5)),  # squared error: 1.5
+        (wave(3, 1.0, np.pi), wave(3, 1.0), 2.0),  # opposite
+        (wave(3, 1.0) + wave(5, 1.0, np.pi / 2), wave(3, 0.5) + wave(5, 1.0), 0.5**2 / 2 + 1.0),
+        (wave(0, 3.0) + wave(8, 1.0), wave(0, 2.0) + wave(8, 0.5), 1.0 + 0.5**2),  # mean and shortest
+        (wave(7, 1.0, columns=15), wave(7, 0.5, columns=15), 0.5**2 / 2),  # an odd number of columns
+        (wave(3, 1.0), wave(3, 0.0), 1.5),  # a wave that the truth has not: C = 0
+        (wave(3, 0.0), wave(3, 1.0), 1.5),
+    ],
+)
+def test_amse_of_known_waves(forecast, truth, expected):
+    """The mean square of a wave of amplitude 1 is 1/2; of the mean, and of the shortest wave, it is 1."""
+    assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_amse_is_the_papers_formula_with_its_gradient():
+    generator = np.random.default_rng(0)
+    truth, noise = generator.normal(size=(2, 12, 10))
+    for forecast in (truth + 0.1 * noise, 0.3 * truth + noise, 1.001 * truth):
+        expected = amse_by_definition(forecast, truth, AREA)
+        assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-4)
+    roots = torch.tensor(np.sqrt(AREA / 12))[:, None]
+    error = (roots * torch.tensor(0.1 * noise))[None, None].requires_grad_()
+    assert torch.autograd.gradcheck(amse, (error, (roots * torch.tensor(truth))[None, None]))
+
+
+def test_what_cannot_be_placed_keeps_its_amplitude():
+    """Of a forecast that is as large as the truth and has nothing to do with it, squared errors are least
+    for none of it, AMSE for nearly all.
+    """
+    forecast, truth = np.random.default_rng(0).normal(size=(2, 400, 16))
+    area, scales = np.ones(400), np.linspace(0, 1.5, 16)
+    squared = [np.square(scale * forecast - truth).mean() for scale in scales]
+    modified = [amse_of(scale * forecast, truth, area).item() for scale in scales]
+    assert scales[np.argmin(squared)] <= 0.1 and 0.9 <= scales[np.argmin(modified)] <= 1.1
+
+
+def test_amse_of_fields_without_waves_has_finite_gradients():
+    for error, truth in ((0.0, 0.0), (1.0, 0.0), (-1.0, 1.0), (0.0, 1.0)):
+        fields = torch.full((1, 1, 4, 8), error, requires_grad=True)
+        amse(fields, torch.full((1, 1, 4, 8), truth)).backward()
+        assert fields.grad is not None and torch.isfinite(fields.grad).all()
+
+
+@pytest.mark.parametrize("loss", [*PENALTIES, "spectral"])
+def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss):
+    """That of a step is that of its fields, as validations have it; changes count in units of states."""
+    settings: dict[str, Any]
+    settings = {"spectral_fraction": 0.5} if loss == "spectral" else {"loss": loss, "huber_threshold": 0.7}
+    run = SmallRun(Layout(grid=(11, 10)), **settings)
+    objective, normalizer = run.objective, run.objective.normalizer
+    scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
+    changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    _, *expected = objective.cut(fields, times)
+    output = objective.geometry.from_fields(changes)
+    found = objective.loss_part(output, *expected).item()
+    states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
+    parts = [objective.of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
+    assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
+    if loss == "spectral":
+        return
+    area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
+    errors = (states - truth).nan_to_num().double() / scale
+    costs = exact_cost(loss, errors, 0.7) * scale ** (1 if loss == "mae" else 2)
+    means = (area * costs).sum((-2, -1)) / area.sum((-2, -1))  # (B, V)
+    assert found == pytest.approx((means * torch.tensor([1.0, 2.0, 0.5])).mean().item(), rel=1e-5)

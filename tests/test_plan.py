@@ -123,6 +123,7 @@ def test_a_search_keeps_the_batch_that_the_local_one_makes():
     [
         (("--float8.enable",), "float8.enable = True: the a100 does not multiply in float8"),
         (("--training.rollout_steps", "[0]"), "training.rollout_steps[0] = 0: "),
+        (("--training.spectral_fraction", "0.5"), "training.spectral_fraction = 0.5: gathers whole fields"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(options, said):

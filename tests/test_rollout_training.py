@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from archives.grid import area_weights, global_grid
 from config import Training
+from losses.spectral import amse
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run
 from planning.memory import memory
@@ -41,10 +42,12 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
         state = output if objective.normalizer.predict == "state" else state + output
         truth = fields[:, number + 1]
         weights = truth.isfinite() * area[:, None]
-        errors = (weights * (state - truth.nan_to_num()).square()).sum((-2, -1)) / weights.sum(
-            (-2, -1)
-        )  # (B, V)
-        losses.append(share * (errors * WEIGHTS).mean())
+        weights = weights / weights.sum((-2, -1), keepdim=True) * WEIGHTS[:, None, None] / len(WEIGHTS)
+        roots, truth = (weights / len(state)).sqrt(), truth.nan_to_num()
+        loss = (roots * (state - truth)).square().sum()
+        if fraction := objective.spectral_fraction:
+            loss = (1 - fraction) * loss + fraction * amse(roots * (state - truth), roots * truth)
+        losses.append(share * loss)
     return torch.stack(losses).sum()
 
 
@@ -56,6 +59,7 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
         ({}, {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         ({}, {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
         ({"predict": "state"}, {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
+        ({}, {"spectral_fraction": 0.7}, [1 / 3, 1 / 3, 1 / 3]),
         ({"stochastic_depth": 0.5}, {}, [1 / 3, 1 / 3, 1 / 3]),
     ],
 )

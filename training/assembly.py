@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from archives.grid import Grid
+from archives.variables import expand_levels
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
+from losses.penalties import penalty_of
+from losses.weights import pressure_weights, variable_weights
 from models.attention import preferred_backend, use_backend
 from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
@@ -30,7 +34,6 @@ from training.bad_steps import BadSteps
 from training.due import Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.losses import variable_weights
 from training.objective import Objective
 from training.update import Saves, Update, UpdateInBackward
 
@@ -124,17 +127,19 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
     """What is minimised, area (H,); of how many micro-batches a pipeline's schedule is told too."""
     training, model = config.training, assembly.model
     objective = Objective(
-        training.loss,
+        penalty_of(training.loss, training.huber_threshold),
+        training.loss == "relative_l2",
         assembly.meta_model,
         model.shards,
         assembly.conditions,
         assembly.normalizer,
         torch.tensor(area, dtype=torch.float32, device=model.device),
-        variable_weights(training.variable_weights, len(assembly.normalizer.mean)),
+        weights_of(config, len(assembly.normalizer.mean)),
         training.weight_by_change,
         training.local_batch_size,
         Rollouts.of(training),
         config.data.step_hours * 3600,
+        training.spectral_fraction,
     )
     if config.compile.enable:
         objective.compile()
@@ -144,6 +149,14 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         schedule = parallelism.pipeline_parallel_schedule
         model.pipeline.schedule(schedule, micro_batches)
     return objective
+
+
+def weights_of(config: Config, num_variables: int) -> Tensor:
+    """(V,): what variables and levels weigh by the configuration alone."""
+    weights = variable_weights(config.training.variable_weights, num_variables)
+    if config.training.weight_by_pressure:
+        weights *= pressure_weights(expand_levels(config.data.variables, config.data.levels))
+    return weights
 
 
 def build_run_state(config: Config, model: ParallelModel) -> RunState:

@@ -4,6 +4,7 @@ Shapes: B batch, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,27 +13,27 @@ from torch import Tensor
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from jobs.heartbeat import activity
+from losses.penalties import Penalty
+from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
+from losses.spectral import SpectralPart, amse
+from losses.weights import change_weights, mean_weights, relative_l2_weights
 from models.build import WeatherModel
 from parallelisms.compile import compiled
 from parallelisms.parallelize import Shards
 from training.due import ONE_STEP, Rollouts
-from training.losses import (
-    change_weights,
-    fused_sum_of_squares,
-    mse_loss,
-    mse_weights,
-    relative_l2_loss,
-    relative_l2_weights,
-    sum_of_squares,
-)
 
 
 class Objective:
-    """`name`: "mse", weighted by area (H,) and variable (V,), or "relative_l2", the NERSC tutorial's."""
+    """The mean of what errors cost, weighted by area (H,) and variable (V,), or `relative`: the NERSC
+    tutorial's relative L2.
+
+    Errors are those of the model's output, costs in units of normalised states.
+    """
 
     def __init__(
         self,
-        name: str,
+        penalty: Penalty,
+        relative: bool,
         geometry: WeatherModel,
         shards: Shards,
         conditions: Conditions,
@@ -43,55 +44,71 @@ class Objective:
         local_batch_size: int,
         rollouts: Rollouts = ONE_STEP,
         step_seconds: int = 0,
+        spectral_fraction: float = 0.0,
     ) -> None:
-        """step_seconds: of a step of the model."""
-        self.relative, self.local_batch_size = name == "relative_l2", local_batch_size
+        """step_seconds: of a step of the model; spectral_fraction: of the loss that is AMSE."""
+        self.penalty, self.relative, self.local_batch_size = penalty, relative, local_batch_size
         self.rollouts, self.step_seconds = rollouts, step_seconds
-        self.geometry, self.shards = geometry, shards
+        self.geometry, self.shards, self.spectral_fraction = geometry, shards, spectral_fraction
         self.conditions, self.normalizer, self.area = conditions, normalizer, area
-        change = change_weights(normalizer.change_scale.flatten()) if weight_by_change else 1.0
+        ratio = normalizer.change_scale.flatten()
+        change = change_weights(ratio, penalty.power) if weight_by_change else 1.0
         self.variables = variables.to(area.device) * change
-        self.sum_of_squares: Callable[[Tensor, Tensor, Tensor], Tensor] = sum_of_squares
+        self.sum_of_costs: Callable[..., Tensor] = partial(sum_of_costs, penalty=penalty)
 
     def compile(self) -> None:
         """One graph for the cut and one for the loss: operator by operator fields are read and written four
         times as often. Of whole fields, in validations, the loss stays as it is.
         """
         self.cut, self.cut_from = compiled(self.cut), compiled(self.cut_from)
-        self.sum_of_squares = compiled(fused_sum_of_squares)
+        self.sum_of_costs = compiled(partial(fused_sum_of_costs, penalty=self.penalty))
 
     def weights(self, target: Tensor, mask: Tensor) -> Tensor:
-        """(B, V, H, W): what each squared error of a normalised state weighs."""
+        """(B, V, H, W): what the cost of each error of a normalised state weighs."""
         if self.relative:
             return relative_l2_weights(mask, target)
-        return mse_weights(mask, self.area, self.variables)
+        return mean_weights(mask, self.area, self.variables)
 
-    def cut(self, fields: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights."""
+    def cut(self, fields: Tensor, times: Tensor) -> list[Tensor]:
+        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights,
+        and for a spectral loss the truth times the root of what it weighs.
+        """
         return self.cut_from(self.normalizer.normalize(fields[:, 0])[0], fields[:, 1], times)
 
-    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> list[Tensor]:
         """The same of normalised states, and of physical fields one step later (B, V, H, W)."""
         target, mask = self.normalizer.normalize(truth)
-        weights = self.weights(target, mask).mul_(self.normalizer.output_scale.square())
+        weights = self.weights(target, mask)
+        weighted = [weights.sqrt() * target] if self.spectral_fraction else []
+        weights.mul_(self.normalizer.output_scale.pow(self.penalty.power))
         from_fields: Any = self.geometry.from_fields
-        return (
+        return [
             self.shards.cut_input(from_fields(self.conditions.append(state, times))),
             self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
-            self.shards.cut_output(from_fields(weights, with_zeros=True)),
-        )
+            *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *weighted)),
+        ]
 
-    def loss_part(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def loss_part(self, output: Tensor, target: Tensor, weights: Tensor, *truth: Tensor) -> Tensor:
         """The part of the loss that a shard of a batch has; the parts of all ranks add up to it."""
-        squares = self.sum_of_squares(output, target, weights)  # (B,)
+        costs = self.sum_of_costs(output, target, weights)  # (B,)
         if self.relative:
-            return relative_l2_loss(squares, self.local_batch_size, self.shards.sum_over_shards)
-        return mse_loss(squares)
+            return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
+        if not truth:
+            return mean_loss(costs)
+        part = SpectralPart.apply(output, target, weights, *truth, self.shards, self.geometry)
+        return torch.lerp(mean_loss(costs), part, self.spectral_fraction)
 
     def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """The loss of whole physical fields (1, V, H, W)."""
         activity.progress()  # a validation may take as long as it likes while it gets on
         target, mask = self.normalizer.normalize(truth)
-        weights = self.weights(target, mask)
-        squares = sum_of_squares(self.normalizer.normalize(predicted)[0], target, weights)
-        return torch.mean(squares.sqrt()) if self.relative else mse_loss(squares)
+        scale = self.normalizer.output_scale
+        weights = self.weights(target, mask).mul_(scale.pow(self.penalty.power))
+        output = self.normalizer.normalize(predicted)[0].div_(scale)
+        costs = sum_of_costs(output, target.div_(scale), weights, self.penalty)
+        if not self.spectral_fraction:
+            return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
+        roots = weights.sqrt_()
+        return torch.lerp(
+            mean_loss(costs), amse(roots * (output - target), roots * target), self.spectral_fraction
+        )

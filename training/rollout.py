@@ -90,11 +90,11 @@ class StepBack:
     ) -> None:
         """state, later (B, V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the state."""
         self.normalizer, self.model, self.state, self.later = objective.normalizer, model, state, later
-        inputs, target, weights = objective.cut_from(state, truth, times)
+        inputs, target, *weights = objective.cut_from(state, truth, times)
         self.of_state = [inputs, target]  # as functions of it
         # Cut off: the micro-batches of a pipeline would each go back through the cut of them all.
         self.inputs = inputs.detach().requires_grad_(state.requires_grad)
-        self.expected = [target.detach(), weights.detach()]
+        self.expected = [target.detach(), *(each.detach() for each in weights)]
         if later is not None:
             from_fields: Any = objective.geometry.from_fields
             of_output = from_fields(later * self.normalizer.output_scale, with_zeros=True)
@@ -105,9 +105,10 @@ class StepBack:
         """Forward and backward, of its own loss and of those of later steps: this rank's part of its own."""
         self.factor = scale * self.model.mesh.degrees.cp  # as ParallelModel.forward_backward has it
 
-        def part(output: Tensor, target: Tensor, weights: Tensor, later: Tensor | None = None) -> Tensor:
+        def part(output: Tensor, *expected: Tensor) -> Tensor:
+            later = None if self.later is None else expected[-1]
             output.register_hook(partial(self._joined, later))
-            return share * loss_part(output, target, weights)
+            return share * loss_part(output, *(expected if later is None else expected[:-1]))
 
         return self.model.forward_backward(self.inputs, self.expected, part, scale, exchange)
 
