@@ -6,10 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 from command_line import load_config
-from optimizers.lr_range import MARGIN, WINDOW, Sweep, has_blown_up, main, scaling, smoothed, suggestion
+from datasets.selection import open_selection
+from optimizers.lr_range import (
+    MARGIN,
+    WINDOW,
+    Sweep,
+    Trial,
+    for_a_sweep,
+    has_blown_up,
+    main,
+    scaling,
+    smoothed,
+    suggestion,
+    sweep_losses,
+)
 from tests.sample_archives import weatherbench
 from train import train
 from training.journal import read_records
@@ -79,6 +93,19 @@ def test_its_first_step_is_the_runs(config_file: Path, tmp_path: Path, capsys, m
     main([str(config_file), "--steps", "10", "--lowest", "1e-9", "--highest", "1e-8"])
     first = re.findall(r"^ *1 +1.0e-09 +(\S+)$", capsys.readouterr().out, re.MULTILINE)
     assert float(first[0]) == pytest.approx(read_records(tmp_path / "run/metrics.jsonl")[0]["loss"], abs=5e-6)
+
+
+def losses_on_ranks(argv: list[str]) -> list[float]:
+    config = for_a_sweep(load_config(argv))
+    trial = Trial(config, open_selection(config.data, config.model.patch_size, ()), torch.device("cpu"))
+    return sweep_losses(trial, Sweep(12, 1e-3, 1e-2))
+
+
+def test_two_ranks_sweep_as_one(config_file: Path, one_rank, ranks) -> None:
+    argv = [f"--job.config_file={config_file}"]
+    expected = losses_on_ranks([*argv, f"--job.dump_folder={config_file.parent / 'one'}"])
+    for found in ranks(2).run(losses_on_ranks, [*argv, "--training.local_batch_size=4"]):
+        assert found == pytest.approx(expected, rel=1e-5) and len(found) == 12
 
 
 @pytest.mark.parametrize(
