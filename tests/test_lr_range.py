@@ -101,6 +101,7 @@ def losses_on_ranks(argv: list[str]) -> list[float]:
     return sweep_losses(trial, Sweep(12, 1e-3, 1e-2))
 
 
+@pytest.mark.slow
 def test_two_ranks_sweep_as_one(config_file: Path, one_rank, ranks) -> None:
     argv = [f"--job.config_file={config_file}"]
     expected = losses_on_ranks([*argv, f"--job.dump_folder={config_file.parent / 'one'}"])
