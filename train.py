@@ -154,7 +154,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             if due.log:
                 with span("log"):
                     dist.all_reduce(taken.loss)
-                    metrics.log_step(step, taken.loss / degrees.dp, taken.grad_norm, update.lr, device)
+                    metrics.log_step(step, taken.loss / degrees.dp, taken.grad_norm, update, device)
                     saves.poll()
             if due.collect:
                 gc.collect(1)

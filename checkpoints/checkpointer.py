@@ -364,6 +364,9 @@ def files_of(written: list[Written]) -> Files:
     return {name: entry for each in written for name, entry in each.files.items()}
 
 
+Saves = Checkpointer | NoCheckpoints
+
+
 def complete_all(answers: list[Written | str], complete: Callable[[list[Written]], None]) -> str:
     """On rank 0, which completes the checkpoint where all ranks could write; else what has failed."""
     problems = [f"rank {rank}: {a}" for rank, a in enumerate(answers) if isinstance(a, str)]

@@ -175,6 +175,7 @@ class UntrackedUpdate:
     def __init__(self, update: Update | UpdateInBackward, model: ParallelModel, tracked: ExitStack) -> None:
         self.update, self.model, self.tracked, self.gradients = update, model, tracked, 0
         self.begin, self.loss_part, self.loss_scale = update.begin, update.loss_part, update.loss_scale
+        self.noise = None
 
     def finish(self, step: int, loss: Tensor) -> Tensor:
         self.gradients = sum(

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from training.metrics import Metrics, dense_line
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second epoch".split()
+    "data_gb_per_second epoch critical_batch_size".split()
 )
 
 
@@ -26,11 +27,12 @@ def log(folder, steps, resume_step=0, loss=1.0):
     metrics = Metrics(
         folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_pass=1e9, peak=0.0
     )
+    update: Any = SimpleNamespace(lr=1e-3, noise=None)
     for step in steps:
         loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
         batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, passes=3, loader=loader)
         metrics.count(8, batches)  # type: ignore[arg-type]
-        metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), 1e-3, torch.device("cpu"))
+        metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), update, torch.device("cpu"))
     metrics.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -39,7 +41,7 @@ def test_objects_have_the_keys_of_the_contract(one_rank, tmp_path):
     record = log(tmp_path, [1])[0]
     assert list(record) == CONTRACT
     assert record["mfu"] is None and record["samples_per_second"] > 0
-    assert record["tflops"] == pytest.approx(record["samples_per_second"] * 1e9 / 1e12)
+    assert record["tflops"] == pytest.approx(record["samples_per_second"] * 3e9 / 1e12)  # three passes
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -82,10 +84,10 @@ def test_every_part_of_a_long_interval_counts(on_gpu, monkeypatch):
 
 def test_dense_line():
     record = dict(
-        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25], strict=True)
+        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 96.4], strict=True)
     )
     line = dense_line(record, steps=400, seconds_left=3725)
-    assert "data wait 20.0%" in line and "mfu 40.0%" in line
+    assert "data wait 20.0%" in line and "mfu 40.0%" in line and line.endswith("critical batch 96")
     assert line.startswith("step  10/400  epoch 2.25  1:02:05 left  loss 0.50000")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from archives.grid import Grid
 from archives.variables import expand_levels
+from checkpoints.checkpointer import Saves
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
@@ -25,6 +26,7 @@ from models.build import WeatherModel, build_model
 from models.vit import VisionTransformer
 from optimizers.build import build_optimizer
 from optimizers.lr_schedules import learning_rate
+from optimizers.noise_scale import build_noise_scale
 from optimizers.shared_sums import SharedSums
 from parallelisms.measured_choices import Choices, choose_attention, choose_float8
 from parallelisms.mesh import Mesh
@@ -35,7 +37,7 @@ from training.due import Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.objective import Objective
-from training.update import Saves, Update, UpdateInBackward
+from training.update import Update, UpdateInBackward
 
 
 @dataclass(frozen=True)
@@ -191,4 +193,7 @@ def build_update(
     parts = (model, run, saves, rate, loss_part)
     if config.optimizer.in_backward:
         return UpdateInBackward(*parts, accumulation)
-    return Update(*parts, config.training.max_norm)
+    reduce_dtype, replicas = config.training.mixed_precision_reduce, config.fault_tolerance.enable
+    sizes = (config.training.local_batch_size, accumulation, getattr(torch, reduce_dtype))
+    noise = None if replicas else build_noise_scale(model, *sizes)  # the norm is that of all replicas
+    return Update(*parts, config.training.max_norm, noise)

@@ -18,9 +18,11 @@ from tqdm import tqdm
 
 from archives.chunks import work
 from datasets.data_wait import Reading, advice
+from optimizers.noise_scale import NoiseScale
 from traces.profiler import part_times
 from training.batches import Batches
 from training.journal import Journal
+from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
@@ -90,8 +92,15 @@ class Metrics:
         self.num_steps += 1
         self.epoch, self.by_threads = batches.epoch, batches.loader.dataset.by_threads
 
-    def log_step(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, device: torch.device) -> None:
-        """Waits for the device, then writes the means of the steps since the last logged one."""
+    def log_step(
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor,
+        update: Update | UpdateInBackward,
+        device: torch.device,
+    ) -> None:
+        """Waits for the device, then writes the means of the steps since the last logged one. All ranks."""
         values = torch.stack([loss.detach().float(), grad_norm.detach().float()]).tolist()
         seconds = (time.perf_counter() - self.started) / self.num_steps
         rate = self.samples / self.num_steps / seconds
@@ -101,7 +110,7 @@ class Metrics:
             "step": step,
             "loss": values[0],
             "grad_norm": values[1],
-            "lr": lr,
+            "lr": update.lr,
             "samples_per_second": rate,
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.num_steps,
@@ -111,6 +120,7 @@ class Metrics:
             # What the loader gave over what it was waited for: with loader processes, at least its bandwidth.
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.epoch,
+            "critical_batch_size": self._critical_batch(update.noise),
         }
         record |= self._reading(seconds * self.num_steps)
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
@@ -119,6 +129,12 @@ class Metrics:
             self.bar.update(step - self.bar.n)
         self._say(record)
         self.start_interval()
+
+    def _critical_batch(self, noise: NoiseScale | None) -> float | None:
+        critical = noise and noise.critical_batch()
+        if noise and self.is_first:
+            noise.advise(critical)
+        return critical
 
     def _reading(self, seconds: float) -> dict[str, float]:
         """What this rank's readers did; where the loop waits for them, once, why."""
@@ -200,13 +216,15 @@ def _finite(value: Any) -> Any:
 def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
+    critical = record["critical_batch_size"]
+    batch = "" if critical is None else f"  critical batch {critical:.0f}"
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
         f"  {timedelta(seconds=round(seconds_left))} left"
         f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
         f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
         f"  {record['step_seconds']:.3f} s/step"
-        f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
+        f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}{batch}"
     )
 
 

@@ -55,6 +55,8 @@ def train_step(
         for number, batch in enumerate(batches):
             part = forward_backward(objective, model, batch, update.loss_part, scale, exchange=number == last)
             loss += part / len(batches)
+            if number == 0 and update.noise:
+                update.noise.first_micro_batch()
     if not others.average(loss, model.parameters.values()):
         model.zero_grad()
         return None

@@ -5,25 +5,20 @@
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from checkpoints.checkpointer import Saves
 from checkpoints.run_state import RunState
 from errors import ConfigError
 from optimizers.build import set_lr
+from optimizers.noise_scale import NoiseScale
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
-
-
-class Saves(Protocol):
-    """A save in flight (checkpoints/checkpointer.py), which copies the weights before they change."""
-
-    def before_update(self) -> None: ...
 
 
 class Update:
@@ -37,11 +32,11 @@ class Update:
         rate: Callable[[int], float],
         loss_part: LossPart,
         max_norm: float,
+        noise: NoiseScale | None = None,
     ) -> None:
         """rate: step -> learning rate; max_norm: gradients are clipped to it, 0: not at all."""
-        self.model, self.run, self.saves = model, run, saves
-        self.rate, self.loss_part, self.max_norm = rate, loss_part, max_norm
-        self.lr = 0.0
+        self.model, self.run, self.saves, self.noise = model, run, saves, noise
+        self.rate, self.loss_part, self.max_norm, self.lr = rate, loss_part, max_norm, 0.0
 
     @property
     def loss_scale(self) -> float:
@@ -61,6 +56,8 @@ class Update:
             norm = total_norm(parameters, self.model.pipeline_group)
             clip(parameters, self.max_norm, norm)
             norm = norm.to(loss.device)  # offloaded gradients, and with them their norm, are on the host
+            if self.noise:
+                self.noise.step(norm, scaler.factor)
             self.saves.before_update()  # the window of losses is saved too
             bad = self.run.bad_steps.judge(step, loss, norm, overflow_is_normal=scaler.enabled)
             if scaler.good(norm):
@@ -78,6 +75,7 @@ class UpdateInBackward:
     """
 
     loss_scale = 1.0  # config_checks refuses fp16
+    noise = None
 
     def __init__(
         self,

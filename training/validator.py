@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from archives.variables import named_by
+from checkpoints.checkpointer import Saves
 from checkpoints.run_state import RunState
 from config import Config
 from jobs.host_memory import giving_memory_back
@@ -21,7 +22,6 @@ from training.assembly import Assembly
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples
-from training.update import Saves
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
 from verification.validation import Scores, Validation
