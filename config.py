@@ -186,7 +186,7 @@ class Training:
     # last steps of a rollout that have losses and gradients; 0: all; 1: push-forward
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = 0
     # what the loss of each step of the longest rollout counts; []: all the same
-    rollout_weights: tuple[NonNegative, ...] = ()
+    rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = ()
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
     # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never

@@ -63,7 +63,7 @@ class Muon(torch.optim.AdamW):
             new = torch.where(bad, mean, new)  # which leaves the mean as it is
         mean.lerp_(new, 1 - self.momentum)
         update = self._orthogonal(new.lerp(mean, self.momentum), parameter)  # Nesterov's
-        rows, columns = parameter.shape[0], parameter[0].numel()
+        rows, columns = parameter.shape[0], parameter.shape[1:].numel()
         scale = 0.2 * math.sqrt(max(rows, columns))
         moved = weight * (1 - group["lr"] * group["weight_decay"])
         moved.add_(update, alpha=-group["lr"] * scale)

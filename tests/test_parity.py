@@ -4,6 +4,7 @@ A fast part of the table in tests/parity.py; benchmarks/layout_parity.py runs al
 """
 
 import pytest
+import torch
 
 from tests.parity import FAST, TABLE, Outcome, reference_of, three_steps
 from tests.test_whole_matrices import check, train
@@ -17,6 +18,8 @@ def references():
 @pytest.mark.parametrize("name", FAST)
 def test_layout(name: str, ranks, references) -> None:
     layout = TABLE[name]
+    if "zbv" in name and torch.__version__ < "2.12":
+        pytest.skip("jobs/start_checks.py refuses this schedule below torch 2.12")
     reference = reference_of(layout)
     if reference not in references:
         references[reference] = ranks(1).run(three_steps, reference)[0]
