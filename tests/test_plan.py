@@ -69,8 +69,8 @@ SHIPPED = ("vit1b", "vit1b_4096", "vit1b_12heads", "vit1b_rollout", "vit1b_adamw
 
 @pytest.mark.parametrize("config", SHIPPED)
 def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(config):
-    """Within 3 % of what a search finds for the cluster that the header names, compiled or not; the last two
-    have the layout of the first.
+    """Within 3 % of what a search finds for the cluster that the header names, compiled or not; those with
+    rollouts and with AdamW have the layout of the first.
     """
     header = Path(f"train_configs/{config}.toml").read_text(encoding="utf-8")
     (days, cluster, seconds, low, high), (memory,) = (
@@ -85,7 +85,7 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
     assert made["step_seconds"] == pytest.approx(float(seconds), abs=0.05)
     assert made["step_seconds_band"] == pytest.approx([float(low), float(high)], abs=0.05)
     assert made["cost"]["fleets"]["on demand"]["hours"] / 24 == pytest.approx(float(days), abs=0.05)
-    if config in SHIPPED[:3]:
+    if config not in ("vit1b_rollout", "vit1b_adamw"):
         best = json.loads(plan("--cluster", cluster, "--json", "--layout", "auto", config=config))
         assert made["step_seconds"] <= 1.03 * best["step_seconds"]
 
