@@ -45,7 +45,7 @@ cpu = torch.device("cpu")
 keep_freed_memory(cpu)
 before = held()
 blocks = [torch.ones(10_000_000) for _ in range(8)]  # 40 MB each
-del blocks[:7]  # the last one keeps the heap's end
+del blocks[::2]  # gaps between blocks in use
 with giving_memory_back(cpu) if sys.argv[1] == "given back" else nullcontext():
     fields = [torch.ones(15_000_000) for _ in range(4)]  # 60 MB: none fits into the place of one of those
     del fields[:3]
@@ -60,4 +60,4 @@ def test_a_validation_begins_without_what_steps_left() -> None:
         done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=True)
         return int(done.stdout)
 
-    assert held("given back") < 300_000 < 400_000 < held("kept")  # KiB: 100 MB are in use
+    assert held("given back") < held("kept") - 150_000  # KiB, of 330,000 that nobody uses
