@@ -1,5 +1,6 @@
 """Memory that a step frees is there for the next one, and for others when a validation begins."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,14 +24,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+def number_from(program: str, how: str, local_ranks: int = 1) -> int:
+    """What it prints, in a process of its own."""
+    environment = os.environ | {"LOCAL_WORLD_SIZE": str(local_ranks)}
+    command, folder = [sys.executable, "-c", program, how], Path(__file__).parent.parent
+    return int(subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True).stdout)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has other settings")
 def test_the_next_step_faults_no_pages_in() -> None:
-    def faults(how: str) -> int:
-        command = [sys.executable, "-c", STEPS, how]
-        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=True)
-        return int(done.stdout)
-
-    assert faults("kept") < 100 < 1_000 < faults("given back")  # 160 MB are 39,000 pages
+    pages = 39_000  # of 160 MB
+    assert number_from(STEPS, "kept") < 100 < pages / 10 < number_from(STEPS, "given back")
+    assert number_from(STEPS, "kept", local_ranks=10_000) > pages / 10  # they have little memory each
 
 
 LEFT = """
@@ -55,9 +60,6 @@ with giving_memory_back(cpu) if sys.argv[1] == "given back" else nullcontext():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has no malloc_trim")
 def test_a_validation_begins_without_what_steps_left() -> None:
-    def held(how: str) -> int:
-        command = [sys.executable, "-c", LEFT, how]
-        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, check=True)
-        return int(done.stdout)
-
-    assert held("given back") < held("kept") - 150_000  # KiB, of 330,000 that nobody uses
+    assert (
+        number_from(LEFT, "given back") < number_from(LEFT, "kept") - 150_000
+    )  # KiB, of 330,000 that nobody uses

@@ -73,6 +73,11 @@ def truth_of(fields: Tensor, lead: int) -> Tensor:
     return torch.where(torch.isfinite(fields[:, :1]), fields[:, lead + 1 : lead + 2], torch.nan)
 
 
+def loss_of_date(predicted: Tensor, truth: Tensor, loss: Loss) -> Tensor:
+    """() of fields (1, V, H, W) twice; 0 where there is no truth."""
+    return torch.where(torch.isfinite(truth).any(), loss(predicted, truth), 0.0)
+
+
 class Validation:
     """The samples of a period (a date and the truth at every lead), and the baselines' errors once known."""
 
@@ -118,11 +123,10 @@ class Validation:
                     squares = mean_squared_error(predicted[:, lead : lead + 1], truth, self.area)[:, 0]
                     errors[name][dates, lead] = squares[mine]
                     present[dates, lead] = torch.isfinite(truth).any(-1).any(-1)[mine, 0].double()
-                    if name == "model" and lead == 0:
-                        there = torch.isfinite(truth).flatten(1).any(-1)  # (B,)
-                        for row in mine:
-                            of_date = loss(predicted[row, :1], truth[row])
-                            losses[indices[row]] = torch.where(there[row], of_date, 0.0)
+                if name == "model":
+                    for row in mine:
+                        truth = truth_of(fields[row : row + 1], 0)[0]
+                        losses[indices[row]] = loss_of_date(predicted[row, :1], truth, loss)
         return self._scores(errors, losses, present)
 
     @torch.no_grad()
