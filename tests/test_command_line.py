@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import resource
 import shlex
 import subprocess
@@ -123,7 +124,10 @@ def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
-def test_every_train_config_loads(path: Path) -> None:
+def test_every_train_config_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the ranks that its header starts it on."""
+    for name, number in re.findall(r"(NNODES|NGPU)=(\d+)", path.read_text()):
+        monkeypatch.setenv(name, number)
     loaded = load_config(["--job.config_file", str(path)])
     assert loaded.dump_folder == ROOT / "outputs" / path.stem
 
