@@ -162,7 +162,8 @@ class Training:
     local_batch_size: Batch = 16  # samples a rank takes through the model at once
     # samples of an optimiser step, of all ranks; more than local_batch_size x ranks are accumulated; -1: none
     global_batch_size: Rest = -1
-    ema_decay: Decay = 0.0  # of averaged weights, which validation and forecasts then use; 0: none
+    # of averaged weights, which validation (beside the raw ones) and forecasts then use; 0: none
+    ema_decay: Decay = 0.0
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks

@@ -1,7 +1,7 @@
 """From nothing to a fixed score on dates that were not seen: processor minutes and FLOPs of training.
 
     .venv/bin/python benchmarks/time_to_skill.py [--task winds] [--seeds 3] [--last 2]
-    .venv/bin/python benchmarks/time_to_skill.py --task winds --options "--training.steps=200"
+    .venv/bin/python benchmarks/time_to_skill.py --task winds --options="--training.steps=200"
 
 Every run of benchmarks/time_to_skill.toml is a shipped configuration with options of train.py, trained to its
 last step once a seed, the runs of a task in turn. What counts is the mean over seeds of the RMSE after the
@@ -101,7 +101,7 @@ def train(task: Task, run: dict, seed: int) -> dict:
         records[-1][f"val/rmse/{name}{suffix}"] / records[-1][f"val/rmse_{task.baseline}/{name}{suffix}"]
         for name in task.variables
     ]
-    threads = len(os.sched_getaffinity(0))
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
         "score": statistics.mean(scores),
         "minutes": sum(each["step_seconds"] for each in steps) * threads / 60,

@@ -173,6 +173,21 @@ def plain_forecast(run: Path, part: str, num_steps: int) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_raw_weights_are_validated_beside_the_averaged_ones(run: Path, tmp_path: Path) -> None:
+    """They are those of a run that averages nothing, to the bit."""
+    options = ("--validation.enable=true", "--validation.plots=false", "--checkpoint.enable=false")
+    options += ("--job.config_file", str(run.parent / "tiny.toml"))
+    scores = []
+    for decay in ("0.9", "0"):
+        folder = tmp_path / decay
+        train(load_config([*options, "--training.ema_decay", decay, "--job.dump_folder", str(folder)]))
+        scores.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
+    averaged, plain = scores
+    key = "geopotential:500@24h"
+    assert averaged[f"val/rmse_raw_weights/{key}"] == plain[f"val/rmse/{key}"] != averaged[f"val/rmse/{key}"]
+    assert f"val/rmse_raw_weights/{key}" not in plain
+
+
 @pytest.mark.parametrize(("part", "averaged"), [("ema", "true"), ("model", "false")])
 def test_values_are_those_of_a_plain_loop(run, tmp_path, part, averaged):
     ds = store(

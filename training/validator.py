@@ -41,7 +41,9 @@ def counted(forecast: Forecast, bar: tqdm) -> Forecast:
 
 
 class Validator:
-    """Called by all ranks together. Averaged weights, where there are any, are what is validated."""
+    """Called by all ranks together. Averaged weights, where there are any, are what is validated, and those
+    that are trained stand beside them as "raw weights".
+    """
 
     def __init__(
         self,
@@ -89,11 +91,14 @@ class Validator:
         self.model.train(False)
         self.saves.before_update()  # averages take the place of weights that are still being copied
         started = time.monotonic()
-        bar = progress_bar(len(self.validation.sampler), "batch", dist.get_rank() == 0, desc="validation")
-        with giving_memory_back(self.model.device), span("validation"), self._averaged(), bar:
-            scores = self.validation.run(
-                counted(self.forecast, bar), self.baselines, self.objective.of_fields
-            )
+        number = len(self.validation.sampler) * (2 if self.run.average else 1)
+        bar = progress_bar(number, "batch", dist.get_rank() == 0, desc="validation")
+        forecast, loss = counted(self.forecast, bar), self.objective.of_fields
+        with giving_memory_back(self.model.device), span("validation"), bar:
+            with self._averaged():
+                scores = self.validation.run(forecast, self.baselines, loss)
+            if self.run.average:
+                scores.rmse["raw weights"] = self.validation.run(forecast, {}, loss).rmse["model"]
         self.model.train()
         seconds = time.monotonic() - started
         logger.info(f"validated {max(scores.num_dates)} dates in {seconds:.1f} s")
