@@ -44,7 +44,7 @@ class Task:
     variables: tuple[str, ...]
     lead_hours: tuple[int, ...]  # the last is scored
     baseline: str
-    target: float  # RMSE over the baseline's, the mean over variables
+    target: float = 0.0  # RMSE over the baseline's at the last lead, the mean over variables
 
 
 TASKS = {
@@ -81,33 +81,36 @@ def measured(runs: list[dict], seeds: int) -> list[list[dict]]:
     rows = [[] for _ in runs]
     for seed in range(seeds):
         for own, run in zip(rows, runs, strict=True):
-            own.append({**run, "seed": seed, "commit": commit(), **train(TASKS[run["task"]], run, seed)})
-            print({key: own[-1][key] for key in ("changed", "seed", "score", "minutes")}, flush=True)
+            found = train(TASKS[run["task"]], run["options"], seed)
+            own.append({**run, "seed": seed, "commit": commit(), **found})
+            print({key: own[-1][key] for key in ("changed", "seed", "scores", "minutes")}, flush=True)
     return rows
 
 
-def train(task: Task, run: dict, seed: int) -> dict:
-    """One run, a process of its own."""
+def train(task: Task, changes: list[str], seed: int) -> dict:
+    """One run, a process of its own: its score at each lead, and what it cost."""
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--job.config_file=train_configs/{task.config}.toml", f"--training.seed={seed}"]
         options += [f"--validation.lead_hours={list(task.lead_hours)}", f"--job.dump_folder={folder}/run"]
-        command = [sys.executable, "train.py", *OFF, *options, *run["options"]]
+        command = [sys.executable, "train.py", *OFF, *options, *changes]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         text = (Path(folder) / "run/metrics.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     steps = [each for each in records if "step_seconds" in each]
-    suffix = "" if len(task.lead_hours) == 1 else f"@{task.lead_hours[-1]}h"
-    scores = [
-        records[-1][f"val/rmse/{name}{suffix}"] / records[-1][f"val/rmse_{task.baseline}/{name}{suffix}"]
-        for name in task.variables
-    ]
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
-        "score": statistics.mean(scores),
+        "scores": [score(records[-1], task, hours) for hours in task.lead_hours],
         "minutes": sum(each["step_seconds"] for each in steps) * threads / 60,
         "tflop": sum(each["tflops"] * each["step_seconds"] for each in steps),
         "steps": len(steps),
     }
+
+
+def score(validation: dict, task: Task, hours: int) -> float:
+    suffix = "" if hours == task.lead_hours[0] else f"@{hours}h"
+    own, other = "val/rmse", f"val/rmse_{task.baseline}"
+    ratios = [validation[f"{own}/{v}{suffix}"] / validation[f"{other}/{v}{suffix}"] for v in task.variables]
+    return statistics.mean(ratios)
 
 
 def commit() -> str:
@@ -116,7 +119,8 @@ def commit() -> str:
 
 
 def means(rows: list[dict]) -> dict[str, float]:
-    return {key: statistics.mean(row[key] for row in rows) for key in ("score", "minutes", "tflop", "steps")}
+    found = {key: statistics.mean(row[key] for row in rows) for key in ("minutes", "tflop", "steps")}
+    return {"score": statistics.mean(row["scores"][-1] for row in rows), **found}
 
 
 def table(rows: list[dict]) -> str:
@@ -126,7 +130,7 @@ def table(rows: list[dict]) -> str:
         runs.setdefault((row["task"], row.get("date", ""), row["changed"]), []).append(row)
     lines = []
     for (name, date, changed), own in runs.items():
-        task, mean, scores = TASKS[name], means(own), [row["score"] for row in own]
+        task, mean, scores = TASKS[name], means(own), [row["scores"][-1] for row in own]
         spread = f"{mean['score']:.3f} ({min(scores):.3f} to {max(scores):.3f})"
         reached = "yes" if mean["score"] <= task.target else f"no ({task.target})"
         figures = [round(mean["steps"]), spread, reached, mean["minutes"], mean["tflop"]]
