@@ -84,6 +84,8 @@ class Data:
     # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
     select: tuple[str, ...] = ()
     step_hours: Hours = 6  # lead time of one step of the model
+    # states, step_hours apart, that the model sees; 2: the one before, too; input only, one is predicted
+    history: Annotated[int, Range(1, 8)] = 1
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are

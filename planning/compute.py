@@ -34,6 +34,7 @@ CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the
 # gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
 # gradient 3.
 FIELD_PASSES, FIELD_PASSES_COMPILED = 55, 11.5
+OLDER_PASSES, OLDER_PASSES_COMPILED = 11.5, 2  # of an older state: normalised, an input, patches
 
 
 class Times(defaultdict[str, float]):
@@ -224,7 +225,9 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
     values = work.local_batch * work.field_values * work.rollout_steps
-    return rates.elementwise_seconds(4 * (FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES) * values)
+    passes = FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES
+    passes += (work.history - 1) * (OLDER_PASSES_COMPILED if work.compiled else OLDER_PASSES)
+    return rates.elementwise_seconds(4 * passes * values)
 
 
 def update_seconds(work: Workload, rates: Rates) -> float:

@@ -276,14 +276,15 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the states as read, those of a rollout, and the token shards of input, truth and weights.
+    """float32: the states as read, windows of a rollout, and the token shards of input, truth and weights.
 
-    Of a rollout there is, too, the gradient of the next state, and its shard.
+    Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
     cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
     times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    whole = work.states_read + work.rollout_steps * (work.rollout_steps > 1) + crosses
+    windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
+    whole = work.states_read + work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + shards)
 
 
