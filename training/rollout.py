@@ -65,7 +65,7 @@ def seed_again(seed: int, number: int) -> None:
 def forecast(
     objective: Objective, model: ParallelModel, start: Tensor, times: Tensor, num_steps: int, seed: int
 ) -> list[Tensor]:
-    """The normalised windows (B, h V, H, W) that each of `num_steps` steps starts from, the first physical."""
+    """The normalised windows (B, h V, H, W) that each step starts from; `start` is physical."""
     numbers = count()
 
     def predict(inputs: Tensor) -> Tensor:
