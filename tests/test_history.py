@@ -143,15 +143,14 @@ def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
     phase = torch.rand(3, 2, 4, 8, generator=torch.Generator().manual_seed(0)).double()
     start = torch.cat([torch.cos(phase), torch.cos(phase - FREQUENCY)], dim=1).float()
     times = torch.zeros(3, dtype=torch.int64)
-    for step, window in enumerate(rollout(predicted, normalizer, conditions, 3600, start, times, 20), 1):
-        torch.testing.assert_close(
-            window[:, :2], torch.cos(phase + step * FREQUENCY).float(), atol=1e-4, rtol=0
-        )
-        assert step == 1 or torch.equal(window[:, 2:], newest)
-        newest = window[:, :2]
-    forecast = model_forecast(predicted, normalizer, conditions, 3600)(start, times, [2, 5])
-    assert forecast.shape == (3, 2, 2, 4, 8)
-    torch.testing.assert_close(forecast[:, 1], torch.cos(phase + 5 * FREQUENCY).float(), atol=1e-5, rtol=0)
+    windows = list(rollout(predicted, normalizer, conditions, 3600, start, times, 20))
+    for step, window in enumerate(windows, 1):
+        expected = torch.cos(phase + step * FREQUENCY).float()
+        torch.testing.assert_close(window[:, :2], expected, atol=1e-4, rtol=0)
+        assert step == 1 or torch.equal(window[:, 2:], windows[step - 2][:, :2])
+    found = model_forecast(predicted, normalizer, conditions, 3600)(start, times, [2, 5])
+    assert found.shape == (3, 2, 2, 4, 8)
+    torch.testing.assert_close(found[:, 1], torch.cos(phase + 5 * FREQUENCY).float(), atol=1e-5, rtol=0)
 
 
 def test_two_states_say_where_a_standing_wave_goes(config_file, trained, tmp_path) -> None:
@@ -201,10 +200,7 @@ def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, cap
     assert "forecast.period: 1 dates left out: not all of the data.history = 2 states" in caplog.text
     assert code == 1
     wrong = found.time.values[found[U].isnull().all(("prediction_timedelta", "latitude", "longitude"))]
-    assert (
-        wrong.tolist() == [EMPTY.astype("M8[ns]"), (EMPTY + STEP).astype("M8[ns]")]
-        or (wrong == np.array([EMPTY, EMPTY + STEP], "M8[ns]")).all()
-    )
+    assert (wrong == np.array([EMPTY, EMPTY + STEP], "M8[ns]")).all()
     said = " ".join(path.read_text() for path in sorted((tmp_path / "f.zarr/.finished").iterdir()))
     assert f"no value of {V}" in said and f"no value of {V} 6 h before" in said
 
