@@ -27,7 +27,7 @@ from checkpoints.files import (
 )
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
-from config import Config
+from config import Config, Data
 from datasets.window import channel_names
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
@@ -56,9 +56,9 @@ class Channels:
     @classmethod
     def of(cls, data: dict[str, Any]) -> "Channels":
         """From the section `data` of a configuration."""
+        data = asdict(Data()) | data  # a file of an older version has not all keys
         outputs = expand_levels(data["variables"], data["levels"])
-        history = data.get("history", 1)  # a file of an older version does not say
-        window = channel_names(outputs, history, data["step_hours"])
+        window = channel_names(outputs, data["history"], data["step_hours"])
         return cls([*window, *data["static_variables"], *data["forcings"]], outputs)
 
 
