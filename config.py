@@ -106,7 +106,8 @@ class Model:
     num_layers: Layers = 4  # ViT: transformer blocks
     num_heads: Layers = 4  # ViT: attention heads; must divide dim
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = 0  # ViT: hidden width of the MLP; 0: 4 x dim
-    position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
+    # ViT: a vector a token is added, learned or of sines; "rotary" turns queries and keys by row and column
+    position: Literal["learned", "sincos", "rotary"] = "learned"
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
     # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer

@@ -135,7 +135,7 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
     """
     hidden = work.model.mlp_dim / work.model.dim
     gelu = hidden * gate_passes(work, backward)
-    turned = rotary_units(work) * (2 if backward and not work.compiled else 1)
+    turned = (rotary_units(work) + axial_units(work)) * (2 if backward and not work.compiled else 1)
     if work.compiled and not backward:  # a sum and the norm after it in one pass
         return [("layer_norm", 8.0 + turned), ("gelu", gelu)]
     if not backward:
@@ -145,6 +145,15 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
         return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", biases)]
     adds = [("layer_norm_backward", 6.0 + turned), ("add", 6.0), ("gelu_backward", gelu)]
     return [*adds, ("sum", biases), ("copy", 12.0)]
+
+
+def axial_units(work: Workload) -> float:
+    """Of turning queries and keys as models/embeddings.py does: one pass each where compiled. Uncompiled, of
+    a value: products 16 bytes, their sums 12, both halves put together 8, and of half precision 12 to
+    float32 and back.
+    """
+    uncompiled = (36 + 12 * (work.itemsize < 4)) / work.itemsize
+    return 2 * work.model.axial * (2 if work.compiled else uncompiled)
 
 
 def rotary_units(work: Workload) -> float:

@@ -239,11 +239,12 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode == "memory_budget":
         least, most = block_activations(work, "full"), block_activations(work, "none")
         return least + work.memory_budget * (most - least)
-    normed = 3 if model.qk_norm else 0
+    normed = 3 if model.qk_norm or model.axial else 0
+    turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     statistics = 16 * work.micro_batch * work.rank_tokens
     kept = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
-    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics
+    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
 
 def scores_bytes(work: Workload) -> float:

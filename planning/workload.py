@@ -197,4 +197,5 @@ def architecture_of(
     shape = (model.dim, model.num_layers, model.num_heads, model.mlp_dim)
     options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
     options["learned_position"] = model.position == "learned"
+    options["axial"] = model.position == "rotary"
     return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)

@@ -283,6 +283,7 @@ MODEL_KEYS = (
     "history",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
+ROTARY = (("position", "rotary"),)
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
 
@@ -444,6 +445,20 @@ HISTORY = {
     "history 3, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=3),
 }
 TABLE |= HISTORY
+TURNED = {
+    "rotary, accumulation 2": Layout(1, accumulation=2, model=ROTARY),
+    "rotary, qk norm, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=(*ROTARY, ("qk_norm", True))),
+    "rotary, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=ROTARY),
+    "rotary, all-gather 2": Layout(2, cp("all_gather"), model=ROTARY),
+    "rotary, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, model=ROTARY),
+    "rotary, pp 2, 1f1b": Layout(2, pp(), model=ROTARY),
+    "rotary, fsdp 2, ac selective": Layout(2, activation_checkpoint="selective", model=ROTARY),
+    "rotary, tp 2, float8": Layout(2, tp(), float8=True, model=ROTARY),
+    "rotary, tp 2, bf16": Layout(2, tp(), dtype="bfloat16", model=ROTARY),
+    "rotary, ulysses 2 x tp 2": Layout(4, cp(**tp()), model=ROTARY),
+    "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
+}
+TABLE |= TURNED
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 COMPILED = [
     "accumulation 4",
@@ -504,9 +519,8 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-TABLE |= {
-    f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in [*COMPILED, *ROLLOUT, *HISTORY]
-}
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED]
+TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
     "ac full",
@@ -550,4 +564,7 @@ FAST = [
     "rollout 4, fsdp 2 x tp 2",
     "history 2, rollout 2, u-net, tiles 2 x 1",
     "history 3, rollout 4, fsdp 2 x tp 2",
+    "rotary, qk norm, tp 2, odd tokens",
+    "rotary, ring 2, odd tokens",
+    "rotary, pp 2, 1f1b",
 ]
