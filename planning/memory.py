@@ -239,7 +239,8 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode == "memory_budget":
         least, most = block_activations(work, "full"), block_activations(work, "none")
         return least + work.memory_budget * (most - least)
-    normed = 3 if model.qk_norm or model.axial else 0
+    sent = work.degrees.cp > 1 and work.method == "ulysses"  # what came back is kept, not what was turned
+    normed = 3 if model.qk_norm or (model.axial and not sent) else 0
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     statistics = 16 * work.micro_batch * work.rank_tokens

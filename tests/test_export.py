@@ -30,6 +30,7 @@ for batch in (1, 3):
     numpy.save(f"{sys.argv[3]}-{batch}.npy", numpy.stack(leads, axis=1))
 assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 """
+HISTORY = ["--data.history", "2", "--model.position", "rotary"]
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
 
 
@@ -41,7 +42,7 @@ def options(request, tmp_path_factory) -> list[str]:
     options += ["--training.steps", "2", "--training.ema_decay", "0.9"]
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
-    options += ["--data.history", "2"] if request.param == "history" else []
+    options += HISTORY if request.param == "history" else []
     train(load_config(options))
     return options
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader
 import forecast
 from archives.grid import area_weights, global_grid
 from checkpoints.initial_weights import Channels
+from checkpoints.trained_weights import Trained
 from command_line import load_config
 from config import Data, Model
 from datasets.conditions import Conditions
@@ -208,9 +209,8 @@ def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, cap
 def test_validation_scores_what_forecasts_are(config_file, trained, tmp_path) -> None:
     _, found = make_forecasts(config_file, trained, tmp_path / "f.zarr")
     archive = xr.open_zarr(config_file.parent / "wb.zarr").load()
-    there = set(archive.time.values[archive.time.values >= np.datetime64("2020-02-01")]) - {
-        np.datetime64(EMPTY, "ns")
-    }
+    times = archive.time.values
+    there = set(times[times >= np.datetime64("2020-02-01")]) - {EMPTY.astype("M8[ns]")}
     area = xr.DataArray(area_weights(archive.latitude.values), dims="latitude")
     for lead, suffix in ((1, ""), (2, "@12h")):
         dates = [t for t in sorted(there) if {t - STEP, t + lead * STEP} <= there]
@@ -229,7 +229,7 @@ def test_members_differ_in_their_newest_state(config_file, trained) -> None:
     selection = forecast.open_data(config)
     statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
     chosen = np.array([[7, 6], [8, 7]])
-    weights = type("Trained", (), {"statistics": statistics})()
+    weights = Trained(trained[0], averaged=False, statistics=statistics)
     windows, times = forecast.InitialStates(config, selection, chosen, weights)([(0, 0), (0, 1), (1, 0)])
     assert windows.shape == (3, 4, 6, 8) and times[2] - times[0] == 6 * 3600
     assert torch.equal(windows[0, 2:], windows[1, 2:]) and not torch.isclose(windows[0], windows[1])[:2].any()
@@ -315,11 +315,9 @@ MEAN, STD, CHANGE = (1.0, -2.0, 0.5), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0)
 
 
 def fields_with_moments(grid: tuple[int, int]) -> Fields:
-    moments = (np.array(numbers) for numbers in (MEAN, STD, CHANGE))
+    mean, std, change = (np.array(numbers) for numbers in (MEAN, STD, CHANGE))
     plain = PLAIN_FIELDS(grid)
-    nothing = np.zeros(0, "datetime64[s]")
-    statistics = Statistics(*moments, np.zeros((3, *grid), np.float32), nothing, nothing, "")
-    return replace(plain, statistics=statistics)
+    return replace(plain, statistics=replace(plain.statistics, mean=mean, std=std, change_std=change))
 
 
 PLAIN_FIELDS = parity.fields_of

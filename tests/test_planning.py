@@ -97,6 +97,14 @@ LAYOUTS = [
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
     (1, {"model.position": "rotary"}),
     (2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}),
+    (
+        2,
+        {
+            "model.position": "rotary",
+            "parallelism.context_parallel_degree": "2",
+            "parallelism.context_parallel_method": "ring",
+        },
+    ),
 ]
 
 
