@@ -84,6 +84,8 @@ class Data:
     # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
     select: tuple[str, ...] = ()
     step_hours: Hours = 6  # lead time of one step of the model
+    # states, step_hours apart, that the model sees; 2: the one before, too; input only, one is predicted
+    history: Annotated[int, Range(1, 8)] = 1
     train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
     validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
@@ -104,7 +106,8 @@ class Model:
     num_layers: Layers = 4  # ViT: transformer blocks
     num_heads: Layers = 4  # ViT: attention heads; must divide dim
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = 0  # ViT: hidden width of the MLP; 0: 4 x dim
-    position: Literal["learned", "sincos"] = "learned"  # ViT: position embedding
+    # ViT: a vector a token is added, learned or of sines; "rotary" turns queries and keys by row and column
+    position: Literal["learned", "sincos", "rotary"] = "learned"
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
     # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer

@@ -56,6 +56,9 @@ def _check_vit(model: Model) -> None:
         refuse("model.num_heads", model.num_heads, reason)
     if model.position == "sincos" and model.dim % 4:
         refuse("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
+    if model.position == "rotary" and (model.dim // model.num_heads) % 4:
+        reason = 'model.position = "rotary" needs heads whose size, dim / num_heads, is a multiple of 4'
+        refuse("model.num_heads", model.num_heads, reason)
     needs_eights = model.attention_backend not in ("auto", "sdpa", "math")
     if needs_eights and (model.dim // model.num_heads) % 8:
         reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"

@@ -35,6 +35,7 @@ from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
+from datasets.window import channel_names
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.progress_bar import progress_bar
@@ -77,7 +78,7 @@ def forecast(config: Config) -> int:
     index = StoreIndex(
         selection.variables,
         selection.archive.grid,
-        selection.archive.times[chosen],
+        selection.archive.times[chosen[:, 0]],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
         {name: selection.archive.shown_units(name) for name in selection.variables},
@@ -105,8 +106,8 @@ def forecast(config: Config) -> int:
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.speaks_for_sample
-        fields, times = start_from(batch)
-        problems = forecast_batch(forecaster, config, batch, fields, times, writer if mine else None, bar)
+        windows, times = start_from(batch)
+        problems = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
         if mine:
             writer.wait()
             for pair in batch:
@@ -177,10 +178,12 @@ def create(store: ForecastStore, content: dict) -> None:
 
 
 class InitialStates:
-    """Analyses of the initial dates and, for the members of an ensemble after the first, what is added."""
+    """Windows of analyses, and what is added to the newest of them for the members of an ensemble after the
+    first.
+    """
 
     def __init__(self, config: Config, selection: Selection, chosen: np.ndarray, trained: Trained) -> None:
-        """chosen (n,): indices of the initial dates in the archive."""
+        """chosen (n, h): indices of windows in the archive."""
         self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
         self.seed, self.scale = (
             config.forecast.seed,
@@ -189,18 +192,22 @@ class InitialStates:
         self.random = RandomFields(selection.archive.grid) if config.forecast.num_members > 1 else None
 
     def __call__(self, batch: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """States (B, V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
-        analyses = {date: self.archive.read(int(self.chosen[date]), self.variables) for date, _ in batch}
-        for date, fields in analyses.items():
-            refuse_fills(fields, self.variables, self.archive.times[self.chosen[date]])
-        states = [analyses[date] + self._perturbation(date, member) for date, member in batch]
-        times = self.archive.times[self.chosen[[date for date, _ in batch]]].astype(np.int64)
-        return torch.from_numpy(np.stack(states)), torch.from_numpy(times)
+        """Windows (B, h V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
+        rows = self.chosen[[date for date, _ in batch]]  # (B, h)
+        analyses = {index: self.archive.read(index, self.variables) for index in np.unique(rows).tolist()}
+        for index, fields in analyses.items():
+            refuse_fills(fields, self.variables, self.archive.times[index])
+        windows = []
+        for (date, member), (now, *before) in zip(batch, rows.tolist(), strict=True):
+            newest = analyses[now] + self._perturbation(date, member)
+            windows.append(np.concatenate([newest, *(analyses[index] for index in before)]))
+        times = self.archive.times[rows[:, 0]].astype(np.int64)
+        return torch.from_numpy(np.stack(windows)), torch.from_numpy(times)
 
     def _perturbation(self, date: int, member: int) -> np.ndarray | float:
         if self.random is None or member == 0:
             return 0.0
-        start = np.datetime64(str(self.archive.times[self.chosen[date]]), "s")
+        start = np.datetime64(str(self.archive.times[self.chosen[date, 0]]), "s")
         return perturbation(self.random, self.scale, self.variables, self.seed, start, member)
 
 
@@ -209,49 +216,51 @@ def forecast_batch(
     forecaster: Forecaster,
     config: Config,
     batch: Sequence[Pair],
-    fields: Tensor,
+    start: Tensor,
     times: Tensor,
     writer: ForecastWriter | None,
     bar: tqdm,
 ) -> dict[Pair, str]:
-    """Writes all leads from the states `fields` (B, V, H, W) at `times` (B,); what is wrong with which.
+    """Writes all leads from the windows `start` (B, h V, H, W) at `times` (B,); what is wrong with which.
 
     Nothing waits for the device before the last lead, except the writer when it falls behind.
     """
-    empty = ~torch.isfinite(fields).flatten(2).any(-1)  # (B, V)
+    normalizer, settings = forecaster.normalizer, config.forecast
+    empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
-    fields, times = fields.to(forecaster.model.device), times.to(forecaster.model.device)
-    normalizer, settings = forecaster.normalizer, config.forecast
-    first = 0 if settings.include_initial_state else 1
+    start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
+    state, first = normalizer.newest(start), 0 if settings.include_initial_state else 1
     if writer and not first:
-        writer.write(pairs, 0, fields[rows])
-    limit, broken = plausible_size(normalizer.normalize(fields)[0]), []
+        writer.write(pairs, 0, state[rows])
+    limit, broken = plausible_size(normalizer.normalize(state)[0]), []
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
-    states = rollout(
-        predict, normalizer, forecaster.conditions, step_seconds, fields, times, settings.num_steps
+    windows = rollout(
+        predict, normalizer, forecaster.conditions, step_seconds, start, times, settings.num_steps
     )
-    for lead, state in enumerate(states, 1):
+    for lead, window in enumerate(windows, 1):
+        state = normalizer.newest(window)
         broken.append(blown_up(state, limit))  # (B, V)
         if writer:
             writer.write(pairs, lead - first, normalizer.denormalize(state[rows]))
         bar.update()
-    names = np.array(expand_levels(config.data.variables, config.data.levels))
+    data, names = config.data, expand_levels(config.data.variables, config.data.levels)
+    names = np.array(channel_names(names, data.history, data.step_hours))
     tables = empty.numpy(), torch.stack(broken).cpu().numpy()  # waits for the device
-    return dict(problems_of(batch, *tables, names, config.data.step_hours))
+    return dict(problems_of(batch, *tables, names, data.step_hours))
 
 
 def problems_of(
     batch: Sequence[Pair], empty: np.ndarray, broken: np.ndarray, names: np.ndarray, step_hours: int
 ) -> Iterator[tuple[Pair, str]]:
-    """For each forecast that went wrong, how. empty (B, V), broken (L, B, V) bool, names (V,)."""
+    """For each forecast that went wrong, how. empty (B, h V), broken (L, B, V) bool, names (h V,)."""
     for row, pair in enumerate(batch):
         leads = np.flatnonzero(broken[:, row].any(-1))
         if empty[row].any():
             yield pair, f"the analysis has no value of {', '.join(names[empty[row]])}"
         elif len(leads):
             lead = (int(leads[0]) + 1) * step_hours
-            yield pair, f"blew up at {lead} h: {', '.join(names[broken[leads[0], row]])}"
+            yield pair, f"blew up at {lead} h: {', '.join(names[np.flatnonzero(broken[leads[0], row])])}"
 
 
 def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
@@ -283,6 +292,7 @@ def export(config: Config, target: Path) -> None:
         grid.latitude.tolist(),
         grid.longitude.tolist(),
         config.data.step_hours,
+        config.data.history,
         forecaster.trained.folder.name,
         to_toml(config),
     )

@@ -71,7 +71,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
     samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
-    train_set = samples.dataset("train", range(1 + max(training.rollout_steps)))
+    train_set = samples.dataset("train", range(1, 1 + max(training.rollout_steps)))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
     model, meta_model = assembly.model, assembly.meta_model

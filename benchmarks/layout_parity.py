@@ -107,7 +107,7 @@ def architecture(layout: Layout) -> Architecture:
     options = dict(layout.model)
     learned = options.get("position", "learned") == "learned"
     bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
-    shape = (5, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
+    shape = (3 * layout.history + 2, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
     return vit_architecture(
         layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned
     )

@@ -38,7 +38,7 @@ MODEL = {
     ),
     "unet": ("width", "levels", "predict"),
 }
-DATA = ("variables", "static_variables", "forcings", "step_hours")
+DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
 UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 

@@ -27,7 +27,8 @@ from checkpoints.files import (
 )
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
-from config import Config
+from config import Config, Data
+from datasets.window import channel_names
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
 from parallelisms.float8 import plain_weight
@@ -45,7 +46,9 @@ CHANNELS = {
 
 @dataclass(frozen=True)
 class Channels:
-    """Names of a model's channels, in their order: predicted variables, then static fields and forcings."""
+    """Names of a model's channels, in their order: predicted variables, those of older states,
+    then static fields and forcings.
+    """
 
     inputs: list[str]
     outputs: list[str]
@@ -53,8 +56,10 @@ class Channels:
     @classmethod
     def of(cls, data: dict[str, Any]) -> "Channels":
         """From the section `data` of a configuration."""
+        data = asdict(Data()) | data  # a file of an older version has not all keys
         outputs = expand_levels(data["variables"], data["levels"])
-        return cls(outputs + list(data["static_variables"]) + list(data["forcings"]), outputs)
+        window = channel_names(outputs, data["history"], data["step_hours"])
+        return cls([*window, *data["static_variables"], *data["forcings"]], outputs)
 
 
 def find_checkpoint(path: Path) -> Path:

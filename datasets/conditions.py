@@ -1,6 +1,7 @@
 """What the model is told besides the state: constant fields, and forcings computed from date and position.
 
-Shapes: B batch, V variables, S static fields, F forcings, H latitudes, W longitudes, C = V + S + F channels.
+Shapes: B batch, h states of a window (datasets/window.py), V variables, S static fields, F forcings,
+H latitudes, W longitudes, C = h V + S + F channels.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from datasets.forcings import compute_forcings
 
 
 class Conditions(nn.Module):
-    """Appends static fields and forcings to a state. Computed on the device: the loader moves states only."""
+    """Appends static fields and forcings to a window. Computed on the device: the loader moves states."""
 
     static: Tensor
     latitude: Tensor
@@ -34,10 +35,10 @@ class Conditions(nn.Module):
     def num_channels(self) -> int:
         return len(self.static) + len(self.forcings)
 
-    def append(self, state: Tensor, times: Tensor) -> Tensor:
-        """state (B, V, H, W) at `times` (B,) in seconds since 1970 -> (B, C, H, W)."""
-        # Not len(state): an exported program would keep that number.
-        parts = [state, self.static.expand(state.shape[0], -1, -1, -1)]
+    def append(self, window: Tensor, times: Tensor) -> Tensor:
+        """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970 -> (B, C, H, W)."""
+        # Not len(window): an exported program would keep that number.
+        parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
         if self.forcings:
             parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
         return torch.cat(parts, dim=1)

@@ -1,6 +1,6 @@
 """Samples of a period: which dates each has, and how they are read.
 
-Shapes: B batch, K dates of a sample (the state, then its targets), V variables, H latitudes, W longitudes.
+Shapes: B batch, K dates of a sample (datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Iterator, Sequence

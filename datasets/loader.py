@@ -1,6 +1,6 @@
 """From dates to batches: a sampler that is a pure function of (seed, step), and the loader around it.
 
-Shapes: B batch, K dates of a sample (the state, then its targets), V variables, H latitudes, W longitudes.
+Shapes: B batch, K dates of a sample (datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
 import math

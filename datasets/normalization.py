@@ -1,6 +1,6 @@
 """The passage between physical and normalised fields.
 
-Shapes: B batch, V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
 import torch
@@ -19,9 +19,9 @@ class Normalizer(nn.Module):
     std: Tensor
     change_scale: Tensor
 
-    def __init__(self, statistics: Statistics, predict: str) -> None:
+    def __init__(self, statistics: Statistics, predict: str, history: int = 1) -> None:
         super().__init__()
-        self.predict = predict
+        self.predict, self.history = predict, history
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
         for name, values in column.items():
@@ -37,17 +37,38 @@ class Normalizer(nn.Module):
         # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
         return (fields - self.mean).div_(self.std).masked_fill_(~mask, 0.0), mask
 
+    def normalize_window(self, window: Tensor) -> Tensor:
+        """(B, h V, H, W) physical -> normalised, with 0 where a value is missing."""
+        return self.normalize(window.unflatten(1, (self.history, -1)))[0].flatten(1, 2)
+
+    def newest(self, window: Tensor) -> Tensor:
+        """(B, h V, H, W) -> the state (B, V, H, W) that a forecast starts from."""
+        return window[:, : len(self.mean)]
+
     def denormalize(self, fields: Tensor) -> Tensor:
         """(..., V, H, W) normalised -> physical units."""
         return fields * self.std + self.mean
 
-    def advance(self, state: Tensor, output: Tensor) -> Tensor:
-        """The next normalised state (B, V, H, W) from this one and the model's output, in float32."""
-        output = output.float()
-        return output if self.predict == "state" else state + self.change_scale * output
+    def advance(self, window: Tensor, output: Tensor) -> Tensor:
+        """The next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W), in
+        float32: the new state, then all of this window's but the oldest.
+        """
+        state = output.float()
+        if self.predict == "change":
+            state = self.newest(window) + self.change_scale * state
+        return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
+
+    def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
+        """To the gradient with respect to a window, in place: what `advance` takes over from it into the next
+        window, with respect to which the gradient is `later` (B, h V, H, W).
+        """
+        num = len(self.mean)
+        if self.predict == "change":
+            gradient[:, :num] += later[:, :num]
+        gradient[:, :-num] += later[:, num:]
 
     def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
-        """The output that would take `state` to `target` (B, V, H, W): the inverse of `advance`."""
+        """The output that would take `state` to `target` (B, V, H, W), normalised: `advance` undone."""
         return target if self.predict == "state" else (target - state).div_(self.change_scale)
 
     @property

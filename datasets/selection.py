@@ -1,9 +1,11 @@
 """Which variables, dates and constant fields of an archive a run uses.
 
 Opening a selection is also the check of what a configuration says about its data: everything that is not
-there raises a ConfigError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates.
+there raises a ConfigError of one line. Shapes: S static variables, H latitudes, W longitudes, T dates,
+h states of a window (datasets/window.py).
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +23,11 @@ from config import Data
 from datasets import simulated
 from datasets.forcings import check_forcings
 from datasets.plausibility import refuse_fills
+from datasets.window import window_steps
 from errors import ConfigError, DataError
 from project_folder import SIMULATED, in_project
 
+logger = logging.getLogger(__name__)
 SIMULATED_PATH = "outputs/simulated.zarr"
 
 
@@ -37,52 +41,60 @@ class Selection:
     step: np.timedelta64  # lead time of one model step
     train: np.ndarray  # indices into archive.times
     validation: np.ndarray
+    history: int = 1  # states of a window
 
-    def samples(self, period: str, offsets: Sequence[int], empty: np.ndarray) -> np.ndarray:
-        """(n, len(offsets)) indices of the dates t + offset x step, for every t where all of them are there.
+    def samples(self, period: str, later: Sequence[int], empty: np.ndarray) -> np.ndarray:
+        """(n, h + R) indices of a window and the R dates t + later x step, for every t where all are there.
 
         All dates of a sample lie in the period, so that none reaches into another; gaps and `empty` dates
         (without any value of a variable) make no samples. ConfigError where there are none at all.
         """
-        rows = self._later(period, offsets, empty)
+        rows = self._around(period, [*window_steps(self.history), *later], empty)
         whole = (rows >= 0).all(axis=1)
         if not whole.any():
-            self._refuse(period, offsets[-1])
+            self._refuse(period, later[-1], self.history)
         return rows[whole]
 
     def samples_a_lead(
-        self, period: str, leads: Sequence[int], empty: np.ndarray, limit: int = 0
+        self, period: str, leads: Sequence[int], empty: np.ndarray, limit: int = 0, history: int = 1
     ) -> np.ndarray:
-        """(n, 1 + L) indices of t and t + lead x step, -1 for a lead that t has not: a long lead takes no
-        dates from short ones.
+        """(n, h + L) indices of a window of `history` states and of t + lead x step, -1 for a lead that t has
+        not: a long lead takes no dates from short ones.
 
         Every t with any of the leads, or those among `limit` dates of the period, evenly spaced: so the
         dates of a lead do not depend on which others are asked for. ConfigError for a lead that no date has.
         """
-        rows = self._later(period, [0, *leads], empty)
-        rows = rows[rows[:, 0] >= 0]
-        for lead, later in zip(leads, rows[:, 1:].T, strict=True):
+        rows = self._around(period, [*window_steps(history), *leads], empty)
+        rows = rows[(rows[:, :history] >= 0).all(axis=1)]
+        for lead, later in zip(leads, rows[:, history:].T, strict=True):
             if not (later >= 0).any():
-                self._refuse(period, lead)
+                self._refuse(period, lead, history)
         rows = evenly_spaced(rows, limit)
-        return rows[(rows[:, 1:] >= 0).any(axis=1)]
+        return rows[(rows[:, history:] >= 0).any(axis=1)]
 
-    def _later(self, period: str, offsets: Sequence[int], empty: np.ndarray) -> np.ndarray:
+    def _around(self, period: str, offsets: Sequence[int], empty: np.ndarray) -> np.ndarray:
         """(n, len(offsets)) indices of t + offset x step for every date t of a period, -1 where it is not
         there or empty.
         """
         dates = self._dates(period)
-        times, full = self.archive.times[dates], ~np.isin(dates, empty)
-        columns = []
-        for offset in offsets:
-            wanted = times + offset * self.step
-            rows = np.searchsorted(times, wanted).clip(max=len(dates) - 1)
-            columns.append(np.where((times[rows] == wanted) & full[rows], dates[rows], -1))
-        return np.stack(columns, axis=1)
+        return self.around(dates, offsets, np.setdiff1d(dates, empty))
 
-    def _refuse(self, period: str, offset: int) -> NoReturn:
+    def around(self, dates: np.ndarray, offsets: Sequence[int], there: np.ndarray) -> np.ndarray:
+        """(n, len(offsets)) indices of t + offset x step for every date t (n,), -1 for one that is not among
+        the dates `there`, ascending.
+        """
+        wanted = self.archive.times[dates][:, None] + np.array(offsets) * self.step
+        if not len(there):
+            return np.full(wanted.shape, -1)
+        rows = np.searchsorted(self.archive.times[there], wanted).clip(max=len(there) - 1)
+        return np.where(self.archive.times[there[rows]] == wanted, there[rows], -1)
+
+    def _refuse(self, period: str, offset: int, history: int) -> NoReturn:
         hours, count = (offset * self.step).astype("timedelta64[h]"), len(self._dates(period))
-        raise ConfigError(f"data.{period}_period: none of its {count} dates has another {hours} later")
+        reason = f"data.{period}_period: none of its {count} dates has another {hours} later"
+        if history > 1:
+            reason += f", and the {history - 1} before it that data.history = {history} needs"
+        raise ConfigError(reason)
 
     def describe(self, period: str, samples: np.ndarray, empty: np.ndarray) -> str:
         """One line: how many samples a period has, and what was left out of it."""
@@ -92,6 +104,7 @@ class Selection:
             f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
             f"{_missing(times)} dates missing in between, {left_out} left out for fields without a value, "
             f"{len(dates) - left_out - len(samples)} without the dates that follow"
+            f"{' or come before' if self.history > 1 else ''}"
         )
 
     def land(self) -> np.ndarray | None:
@@ -131,10 +144,10 @@ def open_selection(
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
     nothing = np.zeros(0, int)
-    selection.samples("train", range(1 + rollout_steps), nothing)
+    selection.samples("train", range(1, 1 + rollout_steps), nothing)
     if len(selection.validation) and lead_hours:
         leads = [hours // data.step_hours for hours in lead_hours]
-        selection.samples_a_lead("validation", leads, nothing)
+        selection.samples_a_lead("validation", leads, nothing, history=data.history)
     return selection
 
 
@@ -165,7 +178,7 @@ def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
             for name in names
         }
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
-    return Selection(archive, variables, static, step, train=nothing, validation=nothing)
+    return Selection(archive, variables, static, step, nothing, nothing, data.history)
 
 
 def access_of(data: Data) -> Access:
@@ -183,10 +196,10 @@ def _naming_source(source: str) -> Iterator[None]:
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
-    """Indices of the dates (n,) in a period that forecasts start from, `interval_hours` apart.
+    """Indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart.
 
-    With interval 0 it is every date that has all variables. ConfigError: there is none, or one of the dates
-    wanted is missing; the last day counts as far as the data go.
+    With interval 0 it is every date that has all variables, and a whole window. ConfigError: there is none,
+    or one of the dates wanted is missing; the last day counts as far as the data go.
     """
     archive, key = selection.archive, "forecast.period"
     there = np.flatnonzero(archive.has(selection.variables))
@@ -196,7 +209,7 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
         found = there[np.isin(there, _inside(archive.times, key, period))]
         if not len(found):
             raise ConfigError(f"{key} = {list(period)}: no date {_span(archive.times)}")
-        return found
+        return _whole_windows(selection, found, there, key)
     first, last = _ends(key, period)
     if is_whole_day(period[1]):
         last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
@@ -209,7 +222,28 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
     if len(absent := found[~np.isin(found, there)]):
         date = archive.times[absent[0]]
         raise ConfigError(f"{key} = {list(period)}: {archive.path!r} has not all variables at {date}")
-    return found
+    windows = selection.around(found, window_steps(selection.history), there)
+    if len(cut := np.flatnonzero((windows < 0).any(axis=1))):
+        date = f"{archive.times[found[cut[0]]]}: {_history(selection)}"
+        raise ConfigError(f"{key} = {list(period)}: no forecast can start from {date}; begin later")
+    return windows
+
+
+def _whole_windows(selection: Selection, dates: np.ndarray, there: np.ndarray, key: str) -> np.ndarray:
+    """(n, h) of the dates whose window is among those that are `there`; says how many are left out."""
+    windows = selection.around(dates, window_steps(selection.history), there)
+    whole = (windows >= 0).all(axis=1)
+    if not whole.any():
+        raise ConfigError(f"{key}: no forecast can start from any of its dates: {_history(selection)}")
+    if not whole.all():
+        logger.info("%s: %d dates left out: %s", key, (~whole).sum(), _history(selection))
+    return windows[whole]
+
+
+def _history(selection: Selection) -> str:
+    """What a date lacks that has no window."""
+    number, step = selection.history, selection.step.astype("timedelta64[h]")
+    return f"not all of the data.history = {number} states, {step} apart, that end there are in the data"
 
 
 def _simulated_path(data: Data, variables: list[str]) -> str:

@@ -127,7 +127,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
         key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
     _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
     batch = config.training.local_batch_size
-    states = 1 + max(config.training.rollout_steps)  # inputs and targets
+    states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
 

@@ -10,14 +10,14 @@ WeatherModel = VisionTransformer | UNet
 
 
 def build_model(
-    model: Model, num_variables: int, num_conditions: int, grid_shape: tuple[int, int], periodic: bool
+    model: Model, num_variables: int, num_further: int, grid_shape: tuple[int, int], periodic: bool
 ) -> WeatherModel:
     """On the meta device: no memory is taken before a rank knows which part of it is its own.
 
-    The input is the state of `num_variables` and `num_conditions` further channels, on `grid_shape`
-    latitudes and longitudes. ValueError for a grid that is too small for it.
+    The input is the state of `num_variables` and `num_further` channels (older states, conditions), on
+    `grid_shape` latitudes and longitudes. ValueError for a grid that is too small for it.
     """
-    inputs = num_variables + num_conditions
+    inputs = num_variables + num_further
     with torch.device("meta"):
         if model.name == "unet":
             return UNet(inputs, num_variables, grid_shape, model.width, model.levels, periodic=periodic)

@@ -1,7 +1,7 @@
 """Fields to tokens and back, and where on the globe a token lies.
 
 Shapes: B batch, C channels, H latitudes, W longitudes, (P, Q) patch, h = H/P, w = W/Q, T = h w tokens,
-D width.
+t tokens at hand, D width, N heads, E head size.
 """
 
 import math
@@ -94,6 +94,62 @@ class SinCosPosition(Position):
     def values(self) -> Tensor:
         """What the buffer has to hold: a module built on the meta device has no values yet."""
         return sincos_positions(self.token_shape, self.dim, self.periodic)
+
+
+class NoPosition(nn.Module):
+    """tokens (B, t, D) as they are: attention knows where they lie."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
+class Rotary(nn.Module):
+    """Queries and keys (B, N, t, E), turned by their tokens' rows (half of E) and columns (the other half):
+    so their products know the differences of both alone (Su et al. 2021; axial as in Heo et al. 2024).
+
+    Whole wave numbers in longitude where the grid goes round: 360 degrees meet 0 without a seam. In latitude,
+    and in longitude where it does not, angles a token fall from 1 to nearly 1 / BASE. The tokens may be a
+    chunk of all: `first_token` says where it begins.
+    """
+
+    BASE = 100.0  # of Heo et al.: a hundred tokens are few rows of a grid
+    first_token = 0
+
+    def __init__(self, token_shape: tuple[int, int], head_dim: int, periodic: bool) -> None:
+        super().__init__()
+        self.width, self.count, self.periodic = token_shape[1], head_dim // 4, periodic
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.angles(q.shape[2], q.device)
+        cos, sin = angles.cos(), angles.sin()
+        return _turned(q, cos, sin), _turned(k, cos, sin)
+
+    def angles(self, count: int, device: torch.device) -> Tensor:
+        """(t, E/2) float32, of the `count` tokens at hand."""
+        tokens = self.first_token + torch.arange(count, device=device)  # padded ones lie below the last row
+        row, column = tokens // self.width, tokens % self.width
+        steps = torch.arange(self.count, device=device)
+        frequencies = self.BASE ** (-steps / self.count)
+        latitude = row[:, None] * frequencies
+        if not self.periodic:
+            return torch.cat([latitude, column[:, None] * frequencies], dim=1)
+        # From one wave round the globe to the shortest that the columns can carry, spaced geometrically.
+        waves = (max(self.width / 2, 1) ** (steps / max(self.count - 1, 1))).round().long()
+        turns = (column[:, None] * waves) % self.width  # as whole numbers: exact
+        return torch.cat([latitude, turns * (2 * math.pi / self.width)], dim=1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, N, t, E), by angles (t, E/2), in float32: number i with number i + E/2."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+def build_position(name: str, token_shape: tuple[int, int], dim: int, periodic: bool) -> nn.Module:
+    """What is added to tokens."""
+    if name == "learned":
+        return LearnedPosition(token_shape, dim)
+    return SinCosPosition(token_shape, dim, periodic) if name == "sincos" else NoPosition()
 
 
 def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:

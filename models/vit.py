@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from config import Model
 from models.attention import Kernel
 from models.embeddings import (
-    LearnedPosition,
-    SinCosPosition,
+    Rotary,
+    build_position,
     crop_grid,
     pad_grid,
     padded_shape,
@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
         self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.rotary: Rotary | None = None
         self.kernel = Kernel(backend)
         self.projection = nn.Linear(dim, dim)
 
@@ -55,7 +56,9 @@ class Attention(nn.Module):
         b, t, _ = qkv.shape
         qkv = qkv.view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: the heads that this slice holds
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, T, E)
-        out = self.kernel(self.q_norm(q), self.k_norm(k), v)  # (B, N, T, E)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, k) if self.rotary is not None else (q, k)
+        out = self.kernel(q, k, v)  # (B, N, T, E)
         return self.projection(out.transpose(1, 2).reshape(b, t, -1))  # (B, T, D)
 
 
@@ -127,15 +130,15 @@ class VisionTransformer(nn.Module):
         self.padded_shape = padded_shape(grid_shape, patch_size)
         self.token_shape = (self.padded_shape[0] // patch_size[0], self.padded_shape[1] // patch_size[1])
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
-        if model.position == "learned":
-            self.position: LearnedPosition | SinCosPosition = LearnedPosition(self.token_shape, dim)
-        else:
-            self.position = SinCosPosition(self.token_shape, dim, periodic)
+        self.position = build_position(model.position, self.token_shape, dim, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
         blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+        if model.position == "rotary":
+            for block in blocks:
+                block.attention.rotary = Rotary(self.token_shape, block.attention.head_dim, periodic)
         self.norm = LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 

@@ -71,7 +71,7 @@ class Trial:
         mesh = mesh_of(parallelism, device)
         dp, self.dp_rank = mesh.degrees.dp, mesh.dp_rank
         samples = Samples(selection, config.data, config.dump_folder, None, mesh.same_samples)
-        train_set = samples.dataset("train", range(1 + max(config.training.rollout_steps)))
+        train_set = samples.dataset("train", range(1, 1 + max(config.training.rollout_steps)))
         assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
         self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)
         run = build_run_state(config, self.model)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
 from models.attention import Kernel
+from models.embeddings import Position, Rotary
 from parallelisms.parameter_names import blocks_of
 from parallelisms.ring_attention import ring_attention
+from parallelisms.token_shards import TokenShards
 
 
 class UlyssesKernel(nn.Module):
@@ -97,12 +99,17 @@ METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}
 
 
 def apply_context_parallel(
-    model: nn.Module, group: dist.ProcessGroup, method: str, num_tokens: int, reduce_dtype: torch.dtype
+    model: nn.Module, group: dist.ProcessGroup, method: str, shards: TokenShards, reduce_dtype: torch.dtype
 ) -> None:
-    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`.
+    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`, and says
+    which of them are this rank's to what knows where tokens lie.
 
     reduce_dtype: what the ring's gradients travel in.
     """
+    num_tokens = shards.num_tokens
+    for module in model.modules():
+        if isinstance(module, Position | Rotary):
+            module.first_token = shards.first_token
     for block in blocks_of(model):
         kernel = block.attention.kernel
         if method == "ring":

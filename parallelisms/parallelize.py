@@ -216,8 +216,7 @@ def split_samples(
         return
     assert isinstance(shards, TokenShards)
     if mesh.degrees.cp > 1:
-        apply_context_parallel(part, mesh.group("cp"), method, model.num_tokens, reduce_dtype)
-        model.position.first_token = shards.first_token
+        apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
     elif shards.padded > model.num_tokens:
         trim_padding(part, model.num_tokens)
 

@@ -30,6 +30,7 @@ class Architecture:
     learned_position: bool = True
     gated: bool = False  # an MLP of three matrices (SwiGLU)
     causal: bool = False
+    axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
     rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
     vocabulary: int = 0  # rows of the table that tokens are looked up in
 
@@ -142,7 +143,7 @@ def vit_architecture(
 ) -> Architecture:
     """The ViT of models/vit.py for a grid, which is padded to whole patches.
 
-    mlp_dim: 0 for 4 x dim. options: qkv_bias, qk_norm and learned_position.
+    mlp_dim: 0 for 4 x dim. options: qkv_bias, qk_norm, learned_position and axial.
     """
     cells = math.prod(patch_size)
     tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, patch_size, strict=True))

@@ -34,6 +34,7 @@ CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the
 # gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
 # gradient 3.
 FIELD_PASSES, FIELD_PASSES_COMPILED = 55, 11.5
+OLDER_PASSES, OLDER_PASSES_COMPILED = 11.5, 2  # of an older state: normalised, an input, patches
 
 
 class Times(defaultdict[str, float]):
@@ -134,7 +135,7 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
     """
     hidden = work.model.mlp_dim / work.model.dim
     gelu = hidden * gate_passes(work, backward)
-    turned = rotary_units(work) * (2 if backward and not work.compiled else 1)
+    turned = (rotary_units(work) + axial_units(work)) * (2 if backward and not work.compiled else 1)
     if work.compiled and not backward:  # a sum and the norm after it in one pass
         return [("layer_norm", 8.0 + turned), ("gelu", gelu)]
     if not backward:
@@ -144,6 +145,15 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
         return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", biases)]
     adds = [("layer_norm_backward", 6.0 + turned), ("add", 6.0), ("gelu_backward", gelu)]
     return [*adds, ("sum", biases), ("copy", 12.0)]
+
+
+def axial_units(work: Workload) -> float:
+    """Of turning queries and keys as models/embeddings.py does: one pass each where compiled. Uncompiled, of
+    a value: products 16 bytes, their sums 12, both halves put together 8, and of half precision 12 to
+    float32 and back.
+    """
+    uncompiled = (36 + 12 * (work.itemsize < 4)) / work.itemsize
+    return 2 * work.model.axial * (2 if work.compiled else uncompiled)
 
 
 def rotary_units(work: Workload) -> float:
@@ -224,7 +234,9 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
     values = work.local_batch * work.field_values * work.rollout_steps
-    return rates.elementwise_seconds(4 * (FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES) * values)
+    passes = FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES
+    passes += (work.history - 1) * (OLDER_PASSES_COMPILED if work.compiled else OLDER_PASSES)
+    return rates.elementwise_seconds(4 * passes * values)
 
 
 def update_seconds(work: Workload, rates: Rates) -> float:

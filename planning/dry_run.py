@@ -149,7 +149,7 @@ class FakeBatches:
 
     def __init__(self, config: Config, fields: Fields, degrees: Degrees, record: Recorder) -> None:
         training = config.training
-        states = 1 + max(training.rollout_steps)
+        states = config.data.history + max(training.rollout_steps)
         self.shape = (training.local_batch_size, states, len(fields.variables), *fields.grid.shape)
         self.accumulation = max(training.global_batch_size // (training.local_batch_size * degrees.dp), 1)
         self.record, self.first = record, Counter()

@@ -239,11 +239,13 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode == "memory_budget":
         least, most = block_activations(work, "full"), block_activations(work, "none")
         return least + work.memory_budget * (most - least)
-    normed = 3 if model.qk_norm else 0
+    sent = work.degrees.cp > 1 and work.method == "ulysses"  # what came back is kept, not what was turned
+    normed = 3 if model.qk_norm or (model.axial and not sent) else 0
+    turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     statistics = 16 * work.micro_batch * work.rank_tokens
     kept = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
-    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics
+    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
 
 def scores_bytes(work: Workload) -> float:
@@ -276,14 +278,15 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the states as read, those of a rollout, and the token shards of input, truth and weights.
+    """float32: the states as read, windows of a rollout, and the token shards of input, truth and weights.
 
-    Of a rollout there is, too, the gradient of the next state, and its shard.
+    Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
     cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
     times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    whole = work.states_read + work.rollout_steps * (work.rollout_steps > 1) + crosses
+    windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
+    whole = work.states_read + work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + shards)
 
 

@@ -22,6 +22,7 @@ def describe(work: Workload, cluster: Cluster) -> str:
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
+        + (f"; windows of {work.history} states" if work.history > 1 else "")
         + (rollout(work) if work.rollout_steps > 1 else "")
     )
 
@@ -151,6 +152,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,
+        "history": work.history,
         "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
         "hardware_flops_per_sample": hardware_flops(work),

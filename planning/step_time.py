@@ -192,15 +192,15 @@ def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) 
 
 
 def rollout_communication(work: Workload, routes: dict[str, Route]) -> float:
-    """Outputs of a forecast are gathered for the next step's input, and gradients of its states summed, by
+    """Outputs of a forecast are gathered for the next step's input, and gradients of its windows summed, by
     all ranks that share a sample.
     """
     if work.rollout_steps == 1:
         return 0.0
     state = FLOAT32 * work.local_batch * work.field_values
     gather, reduce = (
-        sum(seconds(kind, state, routes[axis]) for axis in ("cp", "tp", "pp"))
-        for kind in ("all-gather", "all-reduce")
+        sum(seconds(kind, size, routes[axis]) for axis in ("cp", "tp", "pp"))
+        for kind, size in (("all-gather", state), ("all-reduce", work.history * state))
     )
     gathers, sums = work.rollout_steps - 1, work.gradient_steps - 1
     return work.accumulation * (gathers * gather + sums * reduce)

@@ -46,6 +46,7 @@ class Workload:
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
+    history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
@@ -92,8 +93,8 @@ class Workload:
 
     @property
     def states_read(self) -> int:
-        """Of a sample: where it starts, and the truth of every step of its rollout."""
-        return 1 + self.rollout_steps
+        """Of a sample: the window it starts from, and the truth of every step of its rollout."""
+        return self.history + self.rollout_steps
 
     @property
     def micro_batch(self) -> int:
@@ -140,10 +141,11 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
     degrees = resolve_degrees(world, parallelism)
-    conditions = len(config.data.static_variables) + len(config.data.forcings)
+    conditions, history = len(config.data.static_variables) + len(config.data.forcings), config.data.history
+    channels = history * num_variables + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
-    model = architecture_of(config.model, grid_shape, num_variables + conditions, num_variables)
+    model = architecture_of(config.model, grid_shape, channels, num_variables)
     rollouts = Rollouts.of(training)
     return Workload(
         model=model,
@@ -153,7 +155,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
-        input_values=(num_variables + conditions) * cells,
+        input_values=channels * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
         memory_budget=ac.memory_budget,
@@ -172,6 +174,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         state_itemsize=state_bytes(config.optimizer, model),
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
+        history=history,
         rollout_steps=rollouts.longest,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
@@ -194,4 +197,5 @@ def architecture_of(
     shape = (model.dim, model.num_layers, model.num_heads, model.mlp_dim)
     options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
     options["learned_position"] = model.position == "learned"
+    options["axial"] = model.position == "rotary"
     return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)

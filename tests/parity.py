@@ -31,6 +31,7 @@ from config import (
 )
 from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
+from datasets.window import split_sample
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
@@ -64,6 +65,7 @@ class Layout:
     float8_all_gather: bool = False
     unet: bool = False
     rollout: int = 1  # steps of the model
+    history: int = 1  # states that it sees
 
     def tolerance(self, what: str) -> float:
         """Largest relative difference to one process; initial weights have to be the same bits."""
@@ -126,7 +128,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
-        data=Data(static_variables=("one", "another")),
+        data=Data(static_variables=("one", "another"), history=layout.history),
         model=replace(Model(dim=32), **model),
         optimizer=Optimizer(**optimizer),
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
@@ -138,15 +140,17 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     )
 
 
-def samples(grid: tuple[int, int], rollout: int = 1) -> Tensor:
-    """16 states and what follows them (16, 1 + R, 3, H, W), all but the first with holes."""
+def samples(grid: tuple[int, int], rollout: int = 1, history: int = 1) -> Tensor:
+    """16 windows and what follows them (16, h + R, 3, H, W), all but the newest states with holes."""
     generator = torch.Generator().manual_seed(1)
     states, found = torch.randn(16, 3, *grid, generator=generator), []
     for step in range(1, rollout + 1):
         targets = states.roll(2 * step, dims=-1) + 0.1 * torch.randn(16, 3, *grid, generator=generator)
         holes = torch.rand(16, 3, *grid, generator=generator) < 0.1
         found.append(targets.masked_fill(holes, torch.nan))
-    return torch.stack([states, *found], dim=1)
+    older = torch.randn(16, history - 1, 3, *grid, generator=generator)
+    older = older.masked_fill(torch.rand(older.shape, generator=generator) < 0.1, torch.nan)
+    return torch.cat([states[:, None], older, torch.stack(found, dim=1)], dim=1)
 
 
 def fields_of(grid: tuple[int, int]) -> Fields:
@@ -179,7 +183,7 @@ class SmallRun:
         parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, layout.accumulation)
         self.update = build_update(config, *parts)
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
-        self.data = samples(layout.grid, layout.rollout)
+        self.data = samples(layout.grid, layout.rollout, layout.history)
         self.gradients: dict[str, np.ndarray] = {}  # of the last step, before it was clipped
         self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
         self._finish, self._watched = self.update.finish, ExitStack()
@@ -224,7 +228,8 @@ def three_steps(layout: Layout) -> Outcome:
         norms.append(norm)
         first = first or run.gradients
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
-    inputs = torch.cat([run.data[:2, 0], run.data[2:4, 0, :2]], dim=1).to(run.device)
+    window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
+    inputs = torch.cat([window, run.data[2:4, 0, :2]], dim=1).to(run.device)
     predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
@@ -275,8 +280,10 @@ MODEL_KEYS = (
     "float8",
     "unet",
     "rollout",
+    "history",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
+ROTARY = (("position", "rotary"),)
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
 
@@ -420,6 +427,38 @@ ROLLOUT = {
     "rollout 4, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=4),
 }
 TABLE |= ROLLOUT
+HISTORY = {
+    "history 2, accumulation 2": Layout(1, accumulation=2, history=2),
+    "history 2, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), history=2),
+    "history 2, ulysses 2": Layout(2, cp(), history=2),
+    "history 2, pp 2, 1f1b": Layout(2, pp(), history=2),
+    "history 2, fsdp 2 x tp 2": Layout(4, tp(), history=2),
+    "history 2, rollout 2, zero-1 2": Layout(2, replicate(data_parallel="zero1"), rollout=2, history=2),
+    "history 3, rollout 4, all-gather 2, odd grid": Layout(
+        2, cp("all_gather"), grid=(11, 10), rollout=4, history=3
+    ),
+    "history 2, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, history=2),
+    "history 2, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, history=2),
+    "history 2, rollout 2, u-net, tiles 2 x 1": Layout(
+        2, {"domain_parallel_tiles": (2, 1)}, unet=True, rollout=2, history=2
+    ),
+    "history 3, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=3),
+}
+TABLE |= HISTORY
+TURNED = {
+    "rotary, accumulation 2": Layout(1, accumulation=2, model=ROTARY),
+    "rotary, qk norm, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=(*ROTARY, ("qk_norm", True))),
+    "rotary, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=ROTARY),
+    "rotary, all-gather 2": Layout(2, cp("all_gather"), model=ROTARY),
+    "rotary, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, model=ROTARY),
+    "rotary, pp 2, 1f1b": Layout(2, pp(), model=ROTARY),
+    "rotary, fsdp 2, ac selective": Layout(2, activation_checkpoint="selective", model=ROTARY),
+    "rotary, tp 2, float8": Layout(2, tp(), float8=True, model=ROTARY),
+    "rotary, tp 2, bf16": Layout(2, tp(), dtype="bfloat16", model=ROTARY),
+    "rotary, ulysses 2 x tp 2": Layout(4, cp(**tp()), model=ROTARY),
+    "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
+}
+TABLE |= TURNED
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 COMPILED = [
     "accumulation 4",
@@ -480,7 +519,8 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED + [*ROLLOUT]}
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED]
+TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
     "ac full",
@@ -522,4 +562,9 @@ FAST = [
     "rollout 4, all-gather 2, odd grid",
     "rollout 4, pp 2, 1f1b",
     "rollout 4, fsdp 2 x tp 2",
+    "history 2, rollout 2, u-net, tiles 2 x 1",
+    "history 3, rollout 4, fsdp 2 x tp 2",
+    "rotary, qk norm, tp 2, odd tokens",
+    "rotary, ring 2, odd tokens",
+    "rotary, pp 2, 1f1b",
 ]

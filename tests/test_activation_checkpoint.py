@@ -111,6 +111,8 @@ def test_units_of_other_blocks(mode: str) -> None:
     narrow = units_alive(mode, mlp_dim=2 * D)
     assert narrow == pytest.approx(stated_units(mode, mlp_ratio=2), rel=0.01)
     assert units_alive(mode, qk_norm=True) == pytest.approx(stated_units(mode, qk_norm=True), rel=0.02)
+    turned = stated_units(mode, qk_norm=True)  # queries and keys of their own here too
+    assert units_alive(mode, position="rotary") == pytest.approx(turned, rel=0.02)
     assert units_alive(mode, stochastic_depth=0.5) == pytest.approx(stated_units(mode), rel=0.01)
 
 

@@ -139,6 +139,7 @@ COMMAND_LINES = [
         "--model.dim 3 --model.num_heads 2",
         "model.num_heads = 2: does not divide model.dim = 3; near ones do: [1]",
     ),
+    ("--model.dim 36 --model.num_heads 6 --model.position rotary", "model.num_heads = 6: model.position"),
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
     ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs heads whose size"),
     ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),

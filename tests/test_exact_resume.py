@@ -81,6 +81,7 @@ def draw(seed: int) -> list[str]:
         "optimizer.state_dtype": ["float32", "int8"],
     }
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
+    drawn += ["--data.history", str(1 + seed % 2)]
     if seed in OTHERS:  # which have float32 moments, and need all gradients
         return [*drawn, "--optimizer.state_dtype=float32", f"--optimizer.name={OTHERS[seed]}"]
     if rng.random() < 0.5:

@@ -26,14 +26,15 @@ for batch in (1, 3):
     for step in range(4):
         seconds = 1578355200 + 6 * 3600 * step  # from 2020-01-07
         state = program(state, torch.full((batch,), seconds))
-        leads.append(state.numpy())
+        leads.append(state[:, :1].numpy())
     numpy.save(f"{sys.argv[3]}-{batch}.npy", numpy.stack(leads, axis=1))
 assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 """
+HISTORY = ["--data.history", "2", "--model.position", "rotary"]
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
 
 
-@pytest.fixture(scope="module", params=["vit", "unet"])
+@pytest.fixture(scope="module", params=["vit", "unet", "history"])
 def options(request, tmp_path_factory) -> list[str]:
     """Of a short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -41,6 +42,7 @@ def options(request, tmp_path_factory) -> list[str]:
     options += ["--training.steps", "2", "--training.ema_decay", "0.9"]
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
+    options += HISTORY if request.param == "history" else []
     train(load_config(options))
     return options
 
@@ -57,8 +59,9 @@ def test_the_program_runs_with_torch_alone_and_equals_the_forecast(options, tmp_
     assert forecast.forecast(load_config([*options, *forecasts])) == 0
     name, archive = "10m_u_component_of_wind", Path(options[1]).parent / "wb.zarr"
     expected = xr.open_zarr(tmp_path / "forecast.zarr")[name].values[0]  # (4, H, W)
-    start = xr.open_zarr(archive)[name].sel(time="2020-01-07T00").values
-    np.save(tmp_path / "states.npy", np.stack([start, start + 1, start])[:, None])  # (3, 1, H, W)
+    dates = ["2020-01-07T00", "2020-01-06T18"][: load_config(options).data.history]
+    start = xr.open_zarr(archive)[name].sel(time=dates).values  # (h, H, W)
+    np.save(tmp_path / "states.npy", np.stack([start, start + 1, start]))  # (3, h, H, W)
     names = [str(tmp_path / name) for name in ("model.pt2", "states.npy", "leads")]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run([sys.executable, "-c", PROGRAM, *names], cwd=tmp_path, env=environment, check=True)

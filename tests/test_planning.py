@@ -94,6 +94,17 @@ LAYOUTS = [
     (1, {"training.rollout_steps": "[4]"}),
     (8, {"training.rollout_steps": "[1, 3]", "activation_checkpoint.mode": "full"}),
     (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
+    (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
+    (1, {"model.position": "rotary"}),
+    (2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}),
+    (
+        2,
+        {
+            "model.position": "rotary",
+            "parallelism.context_parallel_degree": "2",
+            "parallelism.context_parallel_method": "ring",
+        },
+    ),
 ]
 
 

@@ -88,11 +88,12 @@ def test_stages_of_a_run() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the profiler
-def test_memory_of_a_rollout(monkeypatch) -> None:
-    """The dry run within 5 % of what the allocator counts, the planner within 10 %; a state a step."""
+@pytest.mark.parametrize(("steps", "history"), [(4, 1), (1, 3), (2, 3)])
+def test_memory_of_a_rollout(monkeypatch, steps, history) -> None:
+    """The dry run within 5 % of what the allocator counts, the planner within 10 %; a window a step."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
-    layout = Layout(rollout=4, grid=(32, 64), model=size)
+    layout = Layout(rollout=steps, grid=(32, 64), model=size, history=history)
     config = config_of(layout, 0)
     tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
     work = workload_of(config, 1, layout.grid, 3)
@@ -101,8 +102,8 @@ def test_memory_of_a_rollout(monkeypatch) -> None:
     dist.destroy_process_group()
     assert tracked == pytest.approx(counted, rel=0.05)
     assert memory(work).peak == pytest.approx(counted, rel=0.1)
-    one_more = memory(work.rolled_out(5, 5)).peak - memory(work).peak
-    assert one_more == 2 * 4 * 8 * 3 * 32 * 64  # the state, and the truth it is held against
+    one_more = memory(work.rolled_out(5, 5)).peak - memory(work.rolled_out(4, 4)).peak
+    assert one_more == (history + 1) * 4 * 8 * 3 * 32 * 64  # the window, and the truth it is held against
 
 
 def peak_bytes(run: SmallRun) -> int:

@@ -43,17 +43,17 @@ def test_dates_with_an_offset_become_utc() -> None:
 def test_samples_keep_to_their_period_and_make_nothing_of_gaps(data):
     selection = open_selection(data, (2, 2), ())
     times = selection.archive.times
-    train = selection.samples("train", [0, 1], NOTHING)
+    train = selection.samples("train", [1], NOTHING)
     assert (times[train[:, 1]] - times[train[:, 0]] == np.timedelta64(6, "h")).all()
     assert len(train) == 12 - 1 - 1 - 1  # 12 slots, one missing: itself, the pair before it, and the last one
-    validation = selection.samples("validation", [0, 1, 2], NOTHING)
+    validation = selection.samples("validation", [1, 2], NOTHING)
     assert times[validation].min() == np.datetime64("2020-01-04T00") and len(validation) == 8 - 2
     assert not set(train.ravel()) & set(validation.ravel())
 
 
 def test_empty_dates_are_in_no_sample(data):
     selection = open_selection(data, (2, 2), ())
-    assert not (selection.samples("train", [0, 1], np.array([3])) == 3).any()
+    assert not (selection.samples("train", [1], np.array([3])) == 3).any()
 
 
 def test_without_a_training_period_all_other_dates_train(data):
@@ -71,7 +71,7 @@ def test_the_last_day_counts_to_its_end(data):
 
 def test_log_line_counts_what_was_left_out(data):
     selection, empty = open_selection(data, (2, 2), ()), np.array([2])
-    line = selection.describe("train", selection.samples("train", [0, 1], empty), empty)
+    line = selection.describe("train", selection.samples("train", [1], empty), empty)
     assert "7 samples from 11 dates" in line and "1 dates missing in between" in line
     assert "1 left out for fields without a value" in line
 

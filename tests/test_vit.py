@@ -2,13 +2,15 @@
 projection.
 """
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
 from models.attention import BACKENDS, attention, check_backend
-from models.embeddings import crop_grid, pad_grid, patchify, sincos_positions, unpatchify
+from models.embeddings import Rotary, crop_grid, pad_grid, patchify, sincos_positions, unpatchify
 from models.initialization import fill_with_nan, init_weights, initial_value
 from models.vit import Attention, StochasticDepth, VisionTransformer
 
@@ -107,7 +109,10 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(deep.get_parameter(same), again.get_parameter(same))
 
 
-@pytest.mark.parametrize("options", [{}, {"position": "sincos", "qk_norm": True, "qkv_bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"position": "sincos", "qk_norm": True, "qkv_bias": False}, {"position": "rotary"}],
+)
 def test_nothing_stays_nan(options):
     model = build(**options)
     assert all(torch.isfinite(t).all() for t in (*model.parameters(), *model.buffers()))
@@ -172,6 +177,52 @@ def test_sincos_positions_meet_at_the_seam():
     steps = (positions - positions.roll(1, dims=1)).norm(dim=2)  # from each column to its western neighbour
     assert torch.allclose(steps, steps[:, :1].expand_as(steps), atol=1e-4)
     assert len(torch.unique(positions.view(-1, 16).round(decimals=4), dim=0)) == 4 * 32  # no two tokens alike
+
+
+def test_rotary_multiplies_by_complex_numbers():
+    """Written out in complex float64, for a chunk of tokens that is padded beyond the last row."""
+    rotary = Rotary((3, 8), 16, periodic=True)
+    rotary.first_token = 5
+    q, k = torch.randn(2, 2, 4, 21, 16)
+    turned = rotary(q, k)
+    for got, x in zip(turned, (q, k), strict=True):
+        for token in range(21):
+            row, column = divmod(token + 5, 8)
+            waves = (1, 2, 3, 4)  # 4 ** (j / 3), rounded
+            angles = [row * 100 ** (-j / 4) for j in range(4)] + [2 * math.pi * m * column / 8 for m in waves]
+            numbers = torch.complex(x[..., token, :8].double(), x[..., token, 8:].double())
+            expected = numbers * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
+            parts = torch.cat([expected.real, expected.imag], dim=-1).float()
+            torch.testing.assert_close(got[..., token, :], parts, rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_knows_differences_of_rows_and_columns_alone():
+    rotary = Rotary((6, 8), 16, periodic=True)
+    x, y = torch.randn(2, 16)
+    q, k = (each.expand(1, 1, 48, 16) for each in (x, y))
+    q, k = rotary(q, k)
+    scores = (q @ k.transpose(2, 3)).view(6, 8, 6, 8)
+    torch.testing.assert_close(scores.roll((1, 1), dims=(1, 3)), scores, rtol=0, atol=2e-5)  # round the globe
+    torch.testing.assert_close(scores[1:, :, 1:], scores[:-1, :, :-1], rtol=0, atol=2e-5)
+    assert not torch.isclose(scores[0, 0, 0, 0], scores[0, 0, 1:, 1:], rtol=1e-3).any()
+
+
+@pytest.mark.parametrize(("position", "periodic"), [("rotary", True), ("rotary", False), ("learned", True)])
+@torch.no_grad()
+def test_a_rotary_model_rolls_with_its_fields(position, periodic):
+    """In longitude, where the grid goes round and nothing but the turns tells tokens apart."""
+    model = build(grid=(16, 32), position=position, periodic=periodic)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("qkv.weight", "projection.weight")):
+            parameter.mul_(30)  # so that attention chooses among tokens, and its choice counts
+    fields = torch.randn(2, 5, 16, 32)
+    out = model.predict(fields)
+    along, across = (
+        (model.predict(fields.roll(8, dims=dim)) - out.roll(8, dims=dim)).abs().max() / out.abs().max()
+        for dim in (-1, -2)
+    )
+    assert across > 0.01
+    assert along < 1e-5 if position == "rotary" and periodic else along > 0.01
 
 
 def test_stochastic_depth_rests_in_evaluation_and_keeps_the_mean():

@@ -91,11 +91,10 @@ def assemble(
     """
     training = config.training
     conditions = Conditions(fields.static, config.data.forcings, fields.grid).to(device)
-    normalizer = Normalizer(fields.statistics, config.model.predict).to(device)
+    normalizer = Normalizer(fields.statistics, config.model.predict, config.data.history).to(device)
     num_variables, shape = len(fields.variables), fields.grid.shape
-    meta_model = build_model(
-        config.model, num_variables, conditions.num_channels, shape, fields.grid.periodic
-    )
+    further = (config.data.history - 1) * num_variables + conditions.num_channels
+    meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, VisionTransformer):

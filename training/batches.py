@@ -16,7 +16,8 @@ from traces.profiler import span
 from training.due import ONE_STEP, Rollouts
 
 logger = logging.getLogger(__name__)
-# Fields (B, 1 + R, V, H, W) float32, NaN where missing, for R steps of the model; first dates (B,), seconds.
+# Fields (B, h + R, V, H, W) float32, NaN where missing: windows (datasets/window.py), then what follows in R
+# steps of the model; dates (B,) of the windows, seconds.
 Batch = tuple[Tensor, Tensor]
 
 
@@ -32,7 +33,7 @@ def build_batches(
     training, data = config.training, config.data
     order = TrainSampler(len(samples), training.seed, training.local_batch_size, accumulation, *parts)
     loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
-    return Batches(loader, progress, device, Rollouts.of(training))
+    return Batches(loader, progress, device, Rollouts.of(training), data.history)
 
 
 class Batches:
@@ -42,10 +43,15 @@ class Batches:
     """
 
     def __init__(
-        self, loader: TrainLoader, progress: Progress, device: torch.device, rollouts: Rollouts = ONE_STEP
+        self,
+        loader: TrainLoader,
+        progress: Progress,
+        device: torch.device,
+        rollouts: Rollouts = ONE_STEP,
+        history: int = 1,
     ) -> None:
         self.loader, self.progress, self.device, self.rollouts = loader, progress, device, rollouts
-        self.iterator: Iterator[Batch] = iter(())
+        self.history, self.iterator = history, iter(())
         # Samples and rollbacks that the iterator goes on from, and steps of the model.
         self.at: tuple[int, int, int] | None = None
         self.length = 0  # steps of the model in the last step
@@ -67,7 +73,7 @@ class Batches:
             logger.info(f"rollouts of {length} steps from step {progress.step + 1} on")
         self.length = length
         if self.at != (progress.samples, progress.rollbacks, length):
-            batches = self.loader.iterate(progress.samples, progress.rollbacks, 1 + length)
+            batches = self.loader.iterate(progress.samples, progress.rollbacks, self.history + length)
             self.iterator = on_device(batches, self.device)
         self.at, self.seconds, self.bytes, self.passes = None, 0.0, 0, self.rollouts.passes(length)
         for _ in range(len(self)):

@@ -1,6 +1,6 @@
 """What is minimised: the loss of a batch, on the shard of it that a rank has, and of whole fields.
 
-Shapes: B batch, V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
+from datasets.window import split_sample
 from jobs.heartbeat import activity
 from losses.penalties import Penalty
 from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
@@ -70,20 +71,22 @@ class Objective:
         return mean_weights(mask, self.area, self.variables)
 
     def cut(self, fields: Tensor, times: Tensor) -> list[Tensor]:
-        """What this rank has of a batch (B, 2, V, H, W): the model's input, its expected output, weights,
+        """What this rank has of a batch (B, h + 1, V, H, W): the model's input, its expected output, weights,
         and for a spectral loss the truth times the root of what it weighs.
         """
-        return self.cut_from(self.normalizer.normalize(fields[:, 0])[0], fields[:, 1], times)
+        window, truth = split_sample(fields, self.normalizer.history)
+        return self.cut_from(self.normalizer.normalize_window(window), truth[:, 0], times)
 
-    def cut_from(self, state: Tensor, truth: Tensor, times: Tensor) -> list[Tensor]:
-        """The same of normalised states, and of physical fields one step later (B, V, H, W)."""
+    def cut_from(self, window: Tensor, truth: Tensor, times: Tensor) -> list[Tensor]:
+        """The same of normalised windows (B, h V, H, W), and physical fields one step later (B, V, H, W)."""
+        state = self.normalizer.newest(window)
         target, mask = self.normalizer.normalize(truth)
         weights = self.weights(target, mask)
         weighted = [weights.sqrt() * target] if self.spectral_fraction else []
         weights.mul_(self.normalizer.output_scale.pow(self.penalty.power))
         from_fields: Any = self.geometry.from_fields
         return [
-            self.shards.cut_input(from_fields(self.conditions.append(state, times))),
+            self.shards.cut_input(from_fields(self.conditions.append(window, times))),
             self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
             *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *weighted)),
         ]

@@ -1,11 +1,12 @@
 """Gradients of forecasts of several steps, a step of the model at a time.
 
-First the forecast is made, as forecast.py makes it, and of each step only the state is kept. Then the steps
-are taken again from the last to the first, each with a forward and a backward pass as in any training step,
-and hand the gradient of the state that they started from on to the step before. So what can take one step
-can take many, whatever the layout, and one more costs the memory of one state, and a forward pass.
+First the forecast is made, as forecast.py makes it, and of each step only the window is kept: the state that
+it starts from and, with data.history, those before it. Then the steps are taken again from the last to the
+first, each with a forward and a backward pass as in any training step, and hand the gradient of the window
+that they started from on to the step before. So what can take one step
+can take many, whatever the layout, and one more costs the memory of one window, and a forward pass.
 
-Shapes: B batch, R steps, V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/window.py), R steps, V variables, H latitudes, W longitudes.
 """
 
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from datasets.window import split_sample
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.batches import Batch
@@ -30,24 +32,25 @@ def forward_backward(
     scale: float,
     exchange: bool,
 ) -> Tensor:
-    """Of a micro-batch, fields (B, 1 + R, V, H, W) and first dates (B,): this rank's part of its loss, the
+    """Of a micro-batch, fields (B, h + R, V, H, W) and first dates (B,): this rank's part of its loss, the
     weighted mean over the steps; gradients are those of scale x loss. `exchange`: they are complete.
     """
     fields, times = batch
-    num_steps = fields.shape[1] - 1
+    start, truths = split_sample(fields, objective.normalizer.history)
+    num_steps = truths.shape[1]
     if num_steps == 1:
         inputs, *expected = objective.cut(fields, times)
         return model.forward_backward(inputs, expected, loss_part, scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
-        states = forecast(objective, model, fields[:, 0], times, num_steps, seed)
+        windows = forecast(objective, model, start, times, num_steps, seed)
     first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(first, num_steps)):
         seed_again(seed, number)
         date, is_last = times + number * objective.step_seconds, number == first
-        state = states.pop().requires_grad_(not is_last)
-        step = StepBack(objective, model, state, fields[:, number + 1], date, later)
+        window = windows.pop().requires_grad_(not is_last)
+        step = StepBack(objective, model, window, truths[:, number], date, later)
         loss += step.run(loss_part, shares[number], scale, exchange=exchange and is_last)
         later = None if is_last else step.gradient()
     return loss
@@ -60,44 +63,45 @@ def seed_again(seed: int, number: int) -> None:
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, model: ParallelModel, fields: Tensor, times: Tensor, num_steps: int, seed: int
+    objective: Objective, model: ParallelModel, start: Tensor, times: Tensor, num_steps: int, seed: int
 ) -> list[Tensor]:
-    """The normalised states (B, V, H, W) that each of `num_steps` steps starts from, the first physical."""
+    """The normalised windows (B, h V, H, W) that each step starts from; `start` is physical."""
     numbers = count()
 
     def predict(inputs: Tensor) -> Tensor:
         seed_again(seed, next(numbers))
         return model.predict(inputs)
 
-    start, _ = objective.normalizer.normalize(fields)
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
-    return [start, *rollout(predict, normalizer, conditions, seconds, fields, times, num_steps - 1)]
+    later = rollout(predict, normalizer, conditions, seconds, start, times, num_steps - 1)
+    return [normalizer.normalize_window(start), *later]
 
 
 class StepBack:
     """A step of a rollout, given the gradient (`later`) of the loss of all steps after it with respect to the
-    state that it leads to.
+    window that it leads to.
     """
 
     def __init__(
         self,
         objective: Objective,
         model: ParallelModel,
-        state: Tensor,
+        window: Tensor,
         truth: Tensor,
         times: Tensor,
         later: Tensor | None,
     ) -> None:
-        """state, later (B, V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the state."""
-        self.normalizer, self.model, self.state, self.later = objective.normalizer, model, state, later
-        inputs, target, *weights = objective.cut_from(state, truth, times)
-        self.of_state = [inputs, target]  # as functions of it
+        """window, later (B, h V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the window."""
+        self.normalizer, self.model, self.window, self.later = objective.normalizer, model, window, later
+        inputs, target, *weights = objective.cut_from(window, truth, times)
+        self.of_window = [inputs, target]  # as functions of it
         # Cut off: the micro-batches of a pipeline would each go back through the cut of them all.
-        self.inputs = inputs.detach().requires_grad_(state.requires_grad)
+        self.inputs = inputs.detach().requires_grad_(window.requires_grad)
         self.expected = [target.detach(), *(each.detach() for each in weights)]
         if later is not None:
             from_fields: Any = objective.geometry.from_fields
-            of_output = from_fields(later * self.normalizer.output_scale, with_zeros=True)
+            of_state = self.normalizer.newest(later) * self.normalizer.output_scale
+            of_output = from_fields(of_state, with_zeros=True)
             self.expected.append(model.shards.cut_output(of_output))
         self.of_output: list[Tensor] = []  # gradients of its loss alone, of each micro-batch of a pipeline
 
@@ -117,17 +121,17 @@ class StepBack:
         return gradient if later is None else gradient + (later * self.factor).to(gradient.dtype)
 
     def gradient(self) -> Tensor:
-        """With respect to the state (B, V, H, W), whole on every rank that takes part in the sample."""
-        of_inputs, of_target = (torch.zeros_like(end) for end in self.of_state)
+        """With respect to the window (B, h V, H, W), whole on every rank that takes part in the sample."""
+        of_inputs, of_target = (torch.zeros_like(end) for end in self.of_window)
         if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
             of_inputs += self.inputs.grad / self.factor
         if self.of_output:  # a loss knows the difference between output and target alone
             # In its first batch a pipeline of torch 2.13 goes through the loss once more before.
             of_target -= torch.cat(self.of_output)[-len(of_target) :] / self.factor
-        parts = zip(self.of_state, (of_inputs, of_target), strict=True)
+        parts = zip(self.of_window, (of_inputs, of_target), strict=True)
         ends, gradients = zip(*(pair for pair in parts if pair[0].requires_grad), strict=True)
-        (gradient,) = torch.autograd.grad(ends, self.state, gradients)
+        (gradient,) = torch.autograd.grad(ends, self.window, gradients)
         self.model.sum_over_sample(gradient)
-        if self.later is not None and self.normalizer.predict == "change":  # what is added to the state
-            gradient += self.later
+        if self.later is not None:  # what passes the model by
+            self.normalizer.add_taken_over(gradient, self.later)
         return gradient

@@ -62,17 +62,19 @@ class Samples:
         if line:
             logger.info(line)
 
-    def dataset(self, period: str, offsets: Sequence[int]) -> FieldDataset:
-        """Samples of the dates t + offset x step in a period."""
-        chosen = self.selection.samples(period, offsets, self.empty[period])
+    def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
+        """Samples of a window and the dates t + later x step in a period."""
+        chosen = self.selection.samples(period, later, self.empty[period])
         logger.info(self.selection.describe(period, chosen, self.empty[period]))
         return self._shared(chosen)
 
-    def dataset_a_lead(self, period: str, leads: Sequence[int], limit: int = 0) -> FieldDataset:
-        """Samples of a date and what follows after each lead, NaN where that is not there. With a limit every
-        rank may read other ones.
+    def dataset_a_lead(
+        self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
+    ) -> FieldDataset:
+        """Samples of a window of `history` states and what follows after each lead, NaN where that is not
+        there. With a limit every rank may read other ones.
         """
-        chosen = self.selection.samples_a_lead(period, leads, self.empty[period], limit)
+        chosen = self.selection.samples_a_lead(period, leads, self.empty[period], limit, history)
         if limit:
             return FieldDataset(self.archive, self.selection.variables, chosen)
         logger.info(self.selection.describe(period, chosen, self.empty[period]))

@@ -67,7 +67,7 @@ class Validator:
         leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
         mesh = self.model.mesh
         self.validation = Validation(
-            samples.dataset_a_lead("validation", leads),
+            samples.dataset_a_lead("validation", leads, history=data.history),
             leads,
             data.step_hours,
             area,

@@ -1,6 +1,7 @@
 """A trained model in files that need nothing of this project: a program of torch.export, or its weights.
 
-Shapes: B states, V variables, C channels, H latitudes, W longitudes.
+Shapes: B dates, h states of a window (datasets/window.py), V variables, C channels, H latitudes,
+W longitudes.
 """
 
 import json
@@ -26,6 +27,7 @@ class Description:
     latitude: Sequence[float]
     longitude: Sequence[float]
     step_hours: int
+    history: int  # states of a window, that many times the variables are its channels, the newest first
     checkpoint: str
     config_toml: str
 
@@ -36,25 +38,27 @@ class Description:
 
 
 class OneStep(nn.Module):
-    """The physical state one step later, with normalisation, constant fields and forcings inside."""
+    """The physical window one step later, with normalisation, constant fields and forcings inside."""
 
     def __init__(self, model: WeatherModel, normalizer: Normalizer, conditions: Conditions) -> None:
         super().__init__()
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
 
     def forward(self, fields: Tensor, times: Tensor) -> Tensor:
-        """fields (B, V, H, W) float32 in physical units, NaN where missing; times (B,) int64, their dates in
-        seconds since 1970-01-01 UTC -> (B, V, H, W).
+        """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
+        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W).
         """
-        state, _ = self.normalizer.normalize(fields)
-        output = self.model.predict(self.conditions.append(state, times))
-        return self.normalizer.denormalize(self.normalizer.advance(state, output))
+        window = self.normalizer.normalize_window(fields)
+        output = self.model.predict(self.conditions.append(window, times))
+        states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
+        return self.normalizer.denormalize(states).flatten(1, 2)
 
 
 def export_step(target: Path, step: OneStep, description: Description) -> None:
     """Writes a program that `torch.export.load(target).module()` runs with torch alone, for any B."""
     step = step.eval().requires_grad_(False)
-    shape = (2, len(description.variables), len(description.latitude), len(description.longitude))
+    channels = description.history * len(description.variables)
+    shape = (2, channels, len(description.latitude), len(description.longitude))
     example = (torch.zeros(shape), torch.zeros(2, dtype=torch.int64))
     batch = torch.export.Dim("batch")
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Forecasts by applying the model to itself. Shapes: B dates, L leads, V variables, H latitudes, W
-longitudes.
+"""Forecasts by applying the model to itself. Shapes: B dates, h states of a window (datasets/window.py),
+L leads, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +9,9 @@ from torch import Tensor
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 
-# A forecast, whoever makes it: physical states (B, V, H, W), their dates (B,) in seconds since 1970, and
-# the leads in model steps, ascending -> physical fields (B, L, V, H, W). The model, persistence and
-# climatology all look like this.
+# A forecast, whoever makes it: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
+# (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, L, V, H, W). The
+# model, persistence and climatology all look like this.
 Forecast = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 Model = Callable[[Tensor], Tensor]
 
@@ -26,20 +26,20 @@ def rollout(
     normalizer: Normalizer,
     conditions: Conditions,
     step_seconds: int,
-    fields: Tensor,
+    start: Tensor,
     times: Tensor,
     num_steps: int,
 ) -> Iterator[Tensor]:
-    """The normalised states (B, V, H, W) after 1, 2, ... `num_steps` steps from physical `fields`.
+    """The normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
 
-    times (B,): dates of `fields`, seconds since 1970. Each step sees the forcings of its own date. Missing
+    times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean.
     """
-    state, _ = normalizer.normalize(fields)
+    window = normalizer.normalize_window(start)
     for step in range(num_steps):
-        output = predict(conditions.append(state, times + step * step_seconds))
-        state = normalizer.advance(state, output)
-        yield state
+        output = predict(conditions.append(window, times + step * step_seconds))
+        window = normalizer.advance(window, output)
+        yield window
 
 
 def model_forecast(
@@ -47,13 +47,13 @@ def model_forecast(
 ) -> Forecast:
     """The model as a forecast."""
 
-    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-        states = rollout(predict, normalizer, conditions, step_seconds, fields, times, max(leads))
+    def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
+        windows = rollout(predict, normalizer, conditions, step_seconds, start, times, max(leads))
         # Each into its place: a list of them and the stack would be twice the memory.
-        found = fields.new_empty((len(fields), len(leads), *fields.shape[1:]))
-        for lead, state in enumerate(states, 1):
+        found = start.new_empty((len(start), len(leads), *normalizer.newest(start).shape[1:]))
+        for lead, window in enumerate(windows, 1):
             if lead in leads:
-                found[:, leads.index(lead)] = normalizer.denormalize(state)
+                found[:, leads.index(lead)] = normalizer.denormalize(normalizer.newest(window))
         return found
 
     return forecast

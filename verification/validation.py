@@ -1,6 +1,7 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
-Shapes: B dates, L leads, V variables, H latitudes, W longitudes, n dates in all.
+Shapes: B dates, h states of a window (datasets/window.py), L leads, V variables, H latitudes,
+W longitudes, n dates in all.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader, in_one_line
+from datasets.window import split_sample
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
 
@@ -65,12 +67,12 @@ def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
     return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
 
 
-def truth_of(fields: Tensor, lead: int) -> Tensor:
-    """A state and its truths (B, 1 + L, V, H, W) -> the truth at a lead (B, 1, V, H, W).
+def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
+    """A state (B, V, H, W) and its truths (B, L, V, H, W) -> the truth at a lead (B, 1, V, H, W).
 
     Cells missing at the start count for nobody: persistence would have nothing to say there.
     """
-    return torch.where(torch.isfinite(fields[:, :1]), fields[:, lead + 1 : lead + 2], torch.nan)
+    return torch.where(torch.isfinite(state[:, None]), truths[:, lead : lead + 1], torch.nan)
 
 
 def loss_of_date(predicted: Tensor, truth: Tensor, loss: Loss) -> Tensor:
@@ -79,7 +81,7 @@ def loss_of_date(predicted: Tensor, truth: Tensor, loss: Loss) -> Tensor:
 
 
 class Validation:
-    """The samples of a period (a date and the truth at every lead), and the baselines' errors once known."""
+    """The samples of a period (window, and the truth at every lead), and the baselines' errors once known."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Validation:
         """part: which part of the dates is this rank's, of how many; counts: on one rank of each part."""
         self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
         self.dataset, self.variables, self.num_samples = dataset, dataset.variables, len(dataset)
-        self.counts = counts
+        self.counts, self.history = counts, dataset.samples.shape[1] - len(lead_steps)
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         # One batch ahead: each has the truth at every lead.
         self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=area.device.type == "cuda")
@@ -115,17 +117,19 @@ class Validation:
             mine = [row for row, index in enumerate(indices) if index >= 0]
             dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
+            window, truths = split_sample(fields, self.history)
             state = fields[:, 0]
             for name, forecast in forecasts.items():
-                predicted = forecast(state, times, self.lead_steps)  # (B, L, V, H, W)
+                start = window if name == "model" else state
+                predicted = forecast(start, times, self.lead_steps)  # (B, L, V, H, W)
                 for lead in range(len(self.lead_steps)):
-                    truth = truth_of(fields, lead)
+                    truth = truth_of(state, truths, lead)
                     squares = mean_squared_error(predicted[:, lead : lead + 1], truth, self.area)[:, 0]
                     errors[name][dates, lead] = squares[mine]
                     present[dates, lead] = torch.isfinite(truth).any(-1).any(-1)[mine, 0].double()
                 if name == "model":
                     for row in mine:
-                        truth = truth_of(fields[row : row + 1], 0)[0]
+                        truth = truth_of(state[row : row + 1], truths[row : row + 1], 0)[0]
                         losses[indices[row]] = loss_of_date(predicted[row, :1], truth, loss)
         return self._scores(errors, losses, present)
 
@@ -134,11 +138,11 @@ class Validation:
         """The last initial date that has a truth at the first lead, and variable -> (truth, forecast) (H, W)
         there.
         """
-        last = int(np.flatnonzero(self.dataset.samples[:, 1] >= 0)[-1])
+        last = int(np.flatnonzero(self.dataset.samples[:, self.history] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
-        state, first = fields[:, 0].to(self.device), self.lead_steps[:1]
-        predicted = forecast(state, times.to(self.device), first)[0, 0].cpu()
-        pairs = zip(fields[0, 1].numpy(), predicted.numpy(), strict=True)
+        window, truths = split_sample(fields, self.history)
+        predicted = forecast(window.to(self.device), times.to(self.device), self.lead_steps[:1])[0, 0].cpu()
+        pairs = zip(truths[0, 0].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
 
     def _scores(self, errors: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:

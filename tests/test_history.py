@@ -1,0 +1,374 @@
+"""A model that sees a window of states: forecasts, gradients, samples and refusals, written out here."""
+
+import json
+import logging
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import xarray as xr
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+import forecast
+from archives.grid import area_weights, global_grid
+from checkpoints.initial_weights import Channels
+from checkpoints.trained_weights import Trained
+from command_line import load_config
+from config import Data, Model
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from datasets.selection import open_selection
+from datasets.statistics import Statistics
+from datasets.window import split_sample
+from errors import UserError
+from models.vit import VisionTransformer
+from tests import parity
+from tests.parity import Layout, SmallRun, difference
+from tests.sample_archives import weatherbench
+from train import train
+from training.assembly import Fields
+from verification.rollout import model_forecast, rollout
+
+U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
+FREQUENCY = 0.7  # radians a step
+MISSING = np.datetime64("2020-02-05T12")  # a date that is not there
+EMPTY = np.datetime64("2020-02-06T18")  # V has no value there
+HOLED = np.datetime64("2020-02-03T06")  # V lacks a cell there
+STEP = np.timedelta64(6, "h")
+CONFIG = """
+[data]
+path = "{path}"
+variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
+train_period = ["2020-01-01", "2020-01-31"]
+validation_period = ["2020-02-01", "2020-02-09"]
+history = 2
+[model]
+attention_backend = "sdpa"
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 10
+[training]
+steps = 200
+local_batch_size = 8
+[metrics]
+log_freq = 100
+enable_tensorboard = false
+[checkpoint]
+enable = true
+interval = 100
+async_mode = "disabled"
+[validation]
+lead_hours = [6, 12]
+plots = false
+[forecast]
+num_steps = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    """A standing wave: where it stands does not say which way it goes."""
+    folder = tmp_path_factory.mktemp("history")
+    time = np.datetime64("2020-01-01", "ns") + np.arange(160) * STEP
+    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+    pattern = np.cos(np.deg2rad(latitude))[:, None] * np.sin(np.deg2rad(2 * longitude))
+    wave = 10 * np.cos(FREQUENCY * np.arange(160))[:, None, None] * pattern
+    dims, coords = (
+        ("time", "latitude", "longitude"),
+        {"time": time, "latitude": latitude, "longitude": longitude},
+    )
+    ds = xr.Dataset({U: (dims, wave.astype("f4")), V: (dims, (3 - 0.5 * wave).astype("f4"))}, coords)
+    ds[V].loc[{"time": EMPTY}] = np.nan
+    ds[V].loc[{"time": HOLED, "latitude": 45.0, "longitude": 90.0}] = np.nan
+    path = folder / "tiny.toml"
+    path.write_text(CONFIG.format(path=weatherbench(folder, ds.drop_sel(time=MISSING))))
+    return path
+
+
+def arguments(config_file: Path, folder: Path, *options: str) -> list[str]:
+    return ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options]
+
+
+def run(config_file: Path, folder: Path, *options: str) -> dict[str, float]:
+    """A training in this process; what its validation has found."""
+    try:
+        train(load_config(arguments(config_file, folder, *options)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+
+
+@pytest.fixture(scope="module")
+def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, run(config_file, folder)
+
+
+def make_forecasts(config_file: Path, trained, path: Path, *options: str) -> tuple[int, xr.Dataset]:
+    words = arguments(config_file, trained[0], "--forecast.path", str(path), *options)
+    code = forecast.forecast(load_config(words))
+    return code, xr.open_zarr(path).load()
+
+
+# -- the model, applied to itself
+
+
+def standard(num: int, change: float = 1.0) -> Statistics:
+    ones, nothing = np.ones(num), np.zeros(0, "datetime64[s]")
+    return Statistics(0 * ones, ones, change * ones, np.zeros((num, 4, 8), np.float32), nothing, nothing, "")
+
+
+@pytest.mark.parametrize("predict", ["state", "change"])
+def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
+    """x(t + 1) = 2 cos(w) x(t) - x(t - 1), which no function of x(t) alone can say."""
+    normalizer = Normalizer(standard(2, change=0.5), predict, history=2)
+    conditions = Conditions([], [], global_grid((4, 8)))
+
+    def predicted(inputs: Tensor) -> Tensor:
+        now, before = inputs[:, :2], inputs[:, 2:]
+        change = 2 * np.cos(FREQUENCY) * now - before - now
+        return now + change if predict == "state" else change / 0.5
+
+    phase = torch.rand(3, 2, 4, 8, generator=torch.Generator().manual_seed(0)).double()
+    start = torch.cat([torch.cos(phase), torch.cos(phase - FREQUENCY)], dim=1).float()
+    times = torch.zeros(3, dtype=torch.int64)
+    windows = list(rollout(predicted, normalizer, conditions, 3600, start, times, 20))
+    for step, window in enumerate(windows, 1):
+        expected = torch.cos(phase + step * FREQUENCY).float()
+        torch.testing.assert_close(window[:, :2], expected, atol=1e-4, rtol=0)
+        assert step == 1 or torch.equal(window[:, 2:], windows[step - 2][:, :2])
+    found = model_forecast(predicted, normalizer, conditions, 3600)(start, times, [2, 5])
+    assert found.shape == (3, 2, 2, 4, 8)
+    torch.testing.assert_close(found[:, 1], torch.cos(phase + 5 * FREQUENCY).float(), atol=1e-5, rtol=0)
+
+
+def test_two_states_say_where_a_standing_wave_goes(config_file, trained, tmp_path) -> None:
+    """From one, the best guess errs by sin(w) times the deviation of the wave."""
+    deviation = trained[1][f"val/rmse_climatology/{U}"]
+    assert trained[1][f"val/rmse/{U}"] < 0.2 * np.sin(FREQUENCY) * deviation
+    alone = run(config_file, tmp_path / "alone", "--data.history", "1")
+    assert alone[f"val/rmse/{U}"] > 0.8 * np.sin(FREQUENCY) * deviation
+
+
+def plain_forecast(folder: Path, archive: xr.Dataset, date: np.datetime64, num_steps: int) -> np.ndarray:
+    """(L, V, H, W) from a date, written out: weights as they are stored, no module of the rollout."""
+    model = VisionTransformer(4, 2, (6, 8), Model("vit", (3, 4), 16, 2, 2))
+    stored = {f"model.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
+    path = folder / "checkpoints/step-00000200"
+    state_dict_loader.load(stored, checkpoint_id=str(path), no_dist=True)  # type: ignore[arg-type]
+    model.load_state_dict({name.removeprefix("model."): t for name, t in stored.items()})
+    moments = np.load(folder / "statistics.npz")
+    mean, std, change = (torch.tensor(moments[n])[:, None, None] for n in ("mean", "std", "change_std"))
+
+    def normalised(when: np.datetime64) -> Tensor:
+        at = archive.sel(time=when)
+        return ((torch.tensor(np.stack([at[U].values, at[V].values])).double() - mean) / std).nan_to_num()
+
+    now, before, states = normalised(date), normalised(date - STEP), []
+    for _ in range(num_steps):
+        patches = F.unfold(torch.cat([now, before])[None].float(), (3, 4), stride=(3, 4)).transpose(1, 2)
+        with torch.no_grad():
+            output = F.fold(model(patches).transpose(1, 2), (6, 8), (3, 4), stride=(3, 4))[0]
+        now, before = now + change / std * output, now
+        states.append(now * std + mean)
+    return torch.stack(states).numpy()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, caplog) -> None:
+    """From dates of which the newest state or the one before lacks a cell, too."""
+    with caplog.at_level(logging.INFO, "datasets.selection"):
+        code, found = make_forecasts(config_file, trained, tmp_path / "f.zarr", "--forecast.num_steps", "4")
+    archive = xr.open_zarr(config_file.parent / "wb.zarr")
+    for date in (np.datetime64("2020-02-01"), HOLED, HOLED + STEP):
+        expected = plain_forecast(trained[0], archive, date, 4)
+        for v, name in enumerate((U, V)):
+            np.testing.assert_allclose(found[name].sel(time=date), expected[:, v], atol=1e-4)
+    # Left out, and counted: the date after the one that is missing. Said at the end: what lacks V.
+    assert len(found.time) == 36 - 1 - 1 and MISSING + STEP not in found.time.values
+    assert "forecast.period: 1 dates left out: not all of the data.history = 2 states" in caplog.text
+    assert code == 1
+    wrong = found.time.values[found[U].isnull().all(("prediction_timedelta", "latitude", "longitude"))]
+    assert (wrong == np.array([EMPTY, EMPTY + STEP], "M8[ns]")).all()
+    said = " ".join(path.read_text() for path in sorted((tmp_path / "f.zarr/.finished").iterdir()))
+    assert f"no value of {V}" in said and f"no value of {V} 6 h before" in said
+
+
+def test_validation_scores_what_forecasts_are(config_file, trained, tmp_path) -> None:
+    _, found = make_forecasts(config_file, trained, tmp_path / "f.zarr")
+    archive = xr.open_zarr(config_file.parent / "wb.zarr").load()
+    times = archive.time.values
+    there = set(times[times >= np.datetime64("2020-02-01")]) - {EMPTY.astype("M8[ns]")}
+    area = xr.DataArray(area_weights(archive.latitude.values), dims="latitude")
+    for lead, suffix in ((1, ""), (2, "@12h")):
+        dates = [t for t in sorted(there) if {t - STEP, t + lead * STEP} <= there]
+        truth = archive.sel(time=[t + lead * STEP for t in dates]).assign_coords(time=dates)
+        start = archive.sel(time=dates)
+        for name in (U, V):
+            predicted = found[name].sel(time=dates).isel(prediction_timedelta=lead - 1)
+            for kind, fields in (("rmse", predicted), ("rmse_persistence", start[name])):
+                error = (fields - truth[name]).where(start[name].notnull()) ** 2
+                expected = np.sqrt(error.weighted(area).mean(("latitude", "longitude")).mean()).item()
+                assert trained[1][f"val/{kind}/{name}{suffix}"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_members_differ_in_their_newest_state(config_file, trained) -> None:
+    config = load_config(arguments(config_file, trained[0], "--forecast.num_members", "2"))
+    selection = forecast.open_data(config)
+    statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
+    chosen = np.array([[7, 6], [8, 7]])
+    weights = Trained(trained[0], averaged=False, statistics=statistics)
+    windows, times = forecast.InitialStates(config, selection, chosen, weights)([(0, 0), (0, 1), (1, 0)])
+    assert windows.shape == (3, 4, 6, 8) and times[2] - times[0] == 6 * 3600
+    assert torch.equal(windows[0, 2:], windows[1, 2:]) and not torch.isclose(windows[0], windows[1])[:2].any()
+    assert torch.equal(windows[2, 2:], windows[0, :2])  # the state before
+
+
+# -- what is refused
+
+
+def test_another_history_is_another_model(config_file, trained, tmp_path) -> None:
+    message = r"data.history = 1: .* was trained with 2; choose another job.dump_folder"
+    with pytest.raises(UserError, match=message):
+        run(config_file, trained[0], "--data.history", "1")
+    with pytest.raises(UserError, match=r"data.history = 1: .* was trained with 2; take the configuration"):
+        make_forecasts(config_file, trained, tmp_path / "f.zarr", "--data.history", "1")
+    dist.destroy_process_group()
+
+
+def test_a_wanted_date_without_its_past_is_named(config_file, trained, tmp_path) -> None:
+    options = ("--forecast.interval_hours", "6", "--forecast.period")
+    with pytest.raises(
+        UserError, match=r"can start from 2020-02-05T18:00:00: not all of the data.history = 2"
+    ):
+        make_forecasts(config_file, trained, tmp_path / "f.zarr", *options, '["2020-02-05T18", "2020-02-06"]')
+    with pytest.raises(UserError, match=r"forecast.period: no forecast can start from any of its dates"):
+        words = ("--forecast.period", '["2020-01-01", "2020-01-01T00"]')
+        make_forecasts(config_file, trained, tmp_path / "f.zarr", *words)
+
+
+def test_no_window_in_a_period(config_file) -> None:
+    data = load_config(arguments(config_file, Path("unused"))).data
+    short = replace(data, train_period=("2020-01-01", "2020-01-01T18"), history=4)
+    with pytest.raises(
+        UserError, match=r"data.train_period: none of its 4 dates has another 6 hours later, and"
+    ):
+        open_selection(short, (1, 1), ())
+
+
+# -- samples
+
+
+def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> None:
+    data: Data = load_config(arguments(config_file, Path("unused"))).data
+    for history in (1, 2, 3):
+        selection = open_selection(replace(data, history=history), (1, 1), ())
+        times, empty = selection.archive.times, selection.archive.index(EMPTY)
+        period = set(times[selection.validation]) - {times[empty]}
+        window = [-number * STEP for number in range(history)]
+        expected = [
+            [t + each for each in [*window, STEP, 2 * STEP]]
+            for t in sorted(period)
+            if {t + each for each in [*window, STEP, 2 * STEP]} <= period
+        ]
+        rows = selection.samples("validation", [1, 2], np.array([empty]))
+        assert rows.shape[1] == history + 2  # with a history of 1 what there was before, and no date more
+        np.testing.assert_array_equal(times[rows], np.array(expected))
+        a_lead = selection.samples_a_lead("validation", [1, 4], np.array([empty]), history=history)
+        starts = [t for t in sorted(period) if {t + each for each in window} <= period]
+        some = [t for t in starts if {t + STEP, t + 4 * STEP} & period]
+        np.testing.assert_array_equal(times[a_lead[:, 0]], some)
+        lacking = [[t + lead * STEP not in period for lead in (1, 4)] for t in some]
+        np.testing.assert_array_equal(a_lead[:, history:] < 0, lacking)
+        assert selection.samples_a_lead("train", [1], np.zeros(0, int)).shape[1] == 2
+
+
+def test_channels_have_names() -> None:
+    """By which fine-tuning finds those of a model with another history."""
+    data = {
+        "variables": ["a", "b"],
+        "levels": [],
+        "static_variables": ["s"],
+        "forcings": ["f"],
+        "step_hours": 6,
+    }
+    assert Channels.of(data).inputs == ["a", "b", "s", "f"]
+    older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]
+    assert Channels.of(data | {"history": 3}).inputs == ["a", "b", *older, "s", "f"]
+
+
+# -- gradients
+
+MEAN, STD, CHANGE = (1.0, -2.0, 0.5), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0)
+
+
+def fields_with_moments(grid: tuple[int, int]) -> Fields:
+    mean, std, change = (np.array(numbers) for numbers in (MEAN, STD, CHANGE))
+    plain = PLAIN_FIELDS(grid)
+    return replace(plain, statistics=replace(plain.statistics, mean=mean, std=std, change_std=change))
+
+
+PLAIN_FIELDS = parity.fields_of
+
+
+def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin: int) -> tuple[Tensor, dict]:
+    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used; no
+    gradient goes through the steps before `begin`.
+    """
+    mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
+    model, objective = deepcopy(run.model.geometry).double(), run.objective
+    area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
+    static, history = objective.conditions.static.double(), run.layout.history
+    normalised = (fields.double() - mean) / std
+    states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
+    for number, share in enumerate(shares):
+        states = [state.detach() if number <= begin else state for state in states]
+        output = model.predict(torch.cat([*states, static.expand(len(fields), -1, -1, -1)], dim=1))
+        new = output if objective.normalizer.predict == "state" else states[0] + change / std * output
+        states = [new, *states[:-1]]
+        truth = normalised[:, history + number]
+        weights = truth.isfinite() * area[:, None]
+        weights = weights / weights.sum((-2, -1), keepdim=True) * torch.tensor((1, 2, 0.5))[:, None, None] / 3
+        loss = loss + share * (weights * (new - truth.nan_to_num()).square()).sum() / len(fields)
+    loss.backward()
+    found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, found
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "shares"),
+    [
+        (Layout(history=2), {}, [1.0]),
+        (Layout(history=2, rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=3, rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3, unet=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
+        (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
+    ],
+)
+def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, settings, shares) -> None:
+    monkeypatch.setattr(parity, "fields_of", fields_with_moments)
+    model = () if layout.unet else (("attention_backend", "math"), *layout.model)
+    layout = replace(layout, grid=(11, 10), model=model)  # patches of 4 x 4 do not divide it
+    run, plain = (SmallRun(layout, **settings) for _ in range(2))
+    fields = plain.batches(0)[0][0]
+    assert split_sample(fields, layout.history)[1].shape[1] == len(shares)
+    expected, gradients = loss_in_one_graph(
+        plain, fields, shares, len(shares) - settings.get("rollout_gradient_steps", len(shares))
+    )
+    loss, _ = run.step(0)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert difference(run.gradients, gradients)[0] < 1e-5
