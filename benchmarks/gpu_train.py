@@ -24,7 +24,8 @@ OPTIONS = f"""
     --training.steps {STEPS} --training.deterministic true --training.tf32 false --lr_scheduler.warmup_steps 5
     --checkpoint.enable true --checkpoint.interval {SAVED} --validation.interval {KILLED_FROM}
     --metrics.log_freq 1 --metrics.enable_tensorboard false --profiling.enable_profiling false
-    --model.attention_backend sdpa
+    --model.name vit --model.dim 128 --model.attention_backend sdpa --optimizer.lr 1e-3
+    --training.global_batch_size 8
 """.split()
 BF16 = ("--training.mixed_precision_param", "bfloat16")
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -70,12 +70,17 @@ class NoiseScale:
         if self.has_advised or critical is None or self.steps < SETTLED or self.large <= FAR * critical:
             return
         self.has_advised = True
-        samples, steps = 1 + self.large / critical, 1 + critical / self.large
+        samples = (critical + self.large) / (critical + 1)  # it may be a fraction, a batch is not
+        steps = 1 + critical / self.large
         logger.warning(
             f"the global batch of {self.large} samples lies far beyond the critical one, about "
-            f"{critical:.0f}: it takes {samples:.0f} times the samples that small batches need, and "
+            f"{shown(critical)}: it takes {samples:.2g} times the samples that batches of one need, and "
             f"{steps:.1f} times the steps that the largest need (docs/batch_and_rate.md)"
         )
+
+
+def shown(critical: float) -> str:
+    return f"{critical:.0f}" if critical >= 10 else f"{critical:.2g}"
 
 
 def critical_batch(small_square: float, large_square: float, small: int, large: int) -> float | None:

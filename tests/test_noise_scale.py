@@ -65,7 +65,7 @@ def test_advice_comes_once_and_late(one_rank, caplog) -> None:
     assert not caplog.text
     noise.advise(4.0)
     noise.advise(4.0)
-    assert caplog.text.count("lies far beyond the critical one, about 4: it takes 9 times the samples") == 1
+    assert caplog.text.count("lies far beyond the critical one, about 4: it takes 7.2 times the samples") == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from archives.chunks import work
 from datasets.data_wait import Reading, advice
-from optimizers.noise_scale import NoiseScale
+from optimizers.noise_scale import NoiseScale, shown
 from traces.profiler import part_times
 from training.batches import Batches
 from training.journal import Journal
@@ -217,7 +217,7 @@ def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
     critical = record["critical_batch_size"]
-    batch = "" if critical is None else f"  critical batch {critical:.0f}"
+    batch = "" if critical is None else f"  critical batch {shown(critical)}"
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
         f"  {timedelta(seconds=round(seconds_left))} left"
