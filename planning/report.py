@@ -23,6 +23,7 @@ def describe(work: Workload, cluster: Cluster) -> str:
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
         + (rollout(work) if work.rollout_steps > 1 else "")
+        + (f"; ensembles of {work.members}" if work.members > 1 else "")
     )
 
 

@@ -5,9 +5,11 @@ are taken again from the last to the first, each with a forward and a backward p
 and hand the gradient of the state that they started from on to the step before. So what can take one step
 can take many, whatever the layout, and one more costs the memory of one state, and a forward pass.
 
-Shapes: B batch, R steps, V variables, H latitudes, W longitudes.
+Shapes: B batch, M members of each sample (1 but for an ensemble), R steps, V variables, H latitudes, W
+longitudes.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,6 +25,7 @@ from verification.rollout import rollout
 
 
 def forward_backward(
+    step: int,
     objective: Objective,
     model: ParallelModel,
     batch: Batch,
@@ -30,26 +33,27 @@ def forward_backward(
     scale: float,
     exchange: bool,
 ) -> Tensor:
-    """Of a micro-batch, fields (B, 1 + R, V, H, W) and first dates (B,): this rank's part of its loss, the
-    weighted mean over the steps; gradients are those of scale x loss. `exchange`: they are complete.
+    """Of a micro-batch of step `step`, fields (B, 1 + R, V, H, W) and first dates (B,): this rank's part of
+    its loss, the weighted mean over the steps; gradients are those of scale x loss. `exchange`: they are
+    complete.
     """
     fields, times = batch
-    num_steps = fields.shape[1] - 1
+    num_steps, keys, draw = fields.shape[1] - 1, objective.keys(step, times), objective.conditions.draw
     if num_steps == 1:
-        inputs, *expected = objective.cut(fields, times)
+        inputs, *expected = objective.cut(fields, times, *draw(keys))
         return model.forward_backward(inputs, expected, loss_part, scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
-        states = forecast(objective, model, fields[:, 0], times, num_steps, seed)
+        states = forecast(objective, model, fields[:, 0], times, num_steps, seed, keys)
     first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(first, num_steps)):
         seed_again(seed, number)
         date, is_last = times + number * objective.step_seconds, number == first
         state = states.pop().requires_grad_(not is_last)
-        step = StepBack(objective, model, state, fields[:, number + 1], date, later)
-        loss += step.run(loss_part, shares[number], scale, exchange=exchange and is_last)
-        later = None if is_last else step.gradient()
+        back = StepBack(objective, model, state, fields[:, number + 1], date, later, draw(keys, number))
+        loss += back.run(loss_part, shares[number], scale, exchange=exchange and is_last)
+        later = None if is_last else back.gradient()
     return loss
 
 
@@ -60,18 +64,27 @@ def seed_again(seed: int, number: int) -> None:
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, model: ParallelModel, fields: Tensor, times: Tensor, num_steps: int, seed: int
+    objective: Objective,
+    model: ParallelModel,
+    fields: Tensor,
+    times: Tensor,
+    num_steps: int,
+    seed: int,
+    keys: Tensor,
 ) -> list[Tensor]:
-    """The normalised states (B, V, H, W) that each of `num_steps` steps starts from, the first physical."""
+    """The normalised states (B M, V, H, W) that each of `num_steps` steps starts from, the first physical
+    `fields` (B, V, H, W); keys (B M,) of noise.
+    """
     numbers = count()
 
     def predict(inputs: Tensor) -> Tensor:
         seed_again(seed, next(numbers))
         return model.predict(inputs)
 
+    fields, times = objective.of_members(fields), objective.of_members(times)
     start, _ = objective.normalizer.normalize(fields)
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
-    return [start, *rollout(predict, normalizer, conditions, seconds, fields, times, num_steps - 1)]
+    return [start, *rollout(predict, normalizer, conditions, seconds, fields, times, num_steps - 1, keys)]
 
 
 class StepBack:
@@ -87,10 +100,13 @@ class StepBack:
         truth: Tensor,
         times: Tensor,
         later: Tensor | None,
+        noise: Sequence[Tensor] = (),
     ) -> None:
-        """state, later (B, V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the state."""
+        """state, later (B M, V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the state, noise
+        (B M, N, H, W) of the model, where it has some.
+        """
         self.normalizer, self.model, self.state, self.later = objective.normalizer, model, state, later
-        inputs, target, *weights = objective.cut_from(state, truth, times)
+        inputs, target, *weights = objective.cut_from(state, truth, times, *noise)
         self.of_state = [inputs, target]  # as functions of it
         # Cut off: the micro-batches of a pipeline would each go back through the cut of them all.
         self.inputs = inputs.detach().requires_grad_(state.requires_grad)
@@ -117,7 +133,7 @@ class StepBack:
         return gradient if later is None else gradient + (later * self.factor).to(gradient.dtype)
 
     def gradient(self) -> Tensor:
-        """With respect to the state (B, V, H, W), whole on every rank that takes part in the sample."""
+        """With respect to the state (B M, V, H, W), whole on every rank that takes part in the sample."""
         of_inputs, of_target = (torch.zeros_like(end) for end in self.of_state)
         if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
             of_inputs += self.inputs.grad / self.factor
