@@ -46,7 +46,7 @@ class Conditions(nn.Module):
         if not self.noise:
             return []
         assert keys is not None, "a model with noise is told which"
-        return [self.noise(hashed(keys, step))]
+        return [self.noise.draw(hashed(keys, step))]
 
     def append(self, state: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
         """state (B, V, H, W) at `times` (B,) in seconds since 1970, and what `draw` gave -> (B, C, H, W)."""

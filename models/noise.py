@@ -61,6 +61,11 @@ def normal_numbers(keys: Tensor, count: int) -> Tensor:
 class BlockNoise(nn.Module):
     """White noise in the centres of blocks of `size` points, linear between them, of variance 1."""
 
+    rows: Tensor
+    columns: Tensor
+    weight_of_rows: Tensor
+    weight_of_columns: Tensor
+
     def __init__(self, num_channels: int, grid_shape: tuple[int, int], size: int, periodic: bool) -> None:
         super().__init__()
         self.shape = (num_channels, *(math.ceil(points / size) for points in grid_shape))  # (N, h, w)
@@ -72,7 +77,7 @@ class BlockNoise(nn.Module):
             weight = torch.tensor(weights, dtype=torch.float32)
             self.register_buffer(f"weight_of_{name}", weight, persistent=False)  # (2, points)
 
-    def forward(self, keys: Tensor) -> Tensor:
+    def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
         values = normal_numbers(keys, math.prod(self.shape)).view(-1, *self.shape)  # (B, N, h, w)
         # By indices, not by products with matrices: these would round as TF32 on a GPU.
@@ -122,6 +127,6 @@ class NoiseFields(nn.Module):
             if number
         )
 
-    def forward(self, keys: Tensor) -> Tensor:
+    def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W), a function of each key."""
-        return torch.cat([scale(hashed(keys, i)) for i, scale in enumerate(self.scales)], dim=1)
+        return torch.cat([scale.draw(hashed(keys, i)) for i, scale in enumerate(self.scales)], dim=1)

@@ -70,7 +70,7 @@ def test_sums_and_gradients():
         for function in (sum_of_costs, fused_sum_of_costs):
             ours = output.to(dtype, copy=True).requires_grad_()
             found = function(
-                *(by_member(each, 3) for each in (ours, target, weights)), penalty_of("crps", 1.0)
+                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps", 1.0)
             )
             (found * scale).sum().backward()
             assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == dtype
@@ -94,7 +94,7 @@ def test_minimising_it_finds_the_spread_of_a_linear_gaussian_problem():
         forecast = slope * x.repeat_interleave(members, 0) + size * torch.randn(len(y), 1)
         parts = (by_member(each, members) for each in (forecast, y, torch.full_like(y, 1 / len(y))))
         optimizer.zero_grad()
-        fused_sum_of_costs(*parts, CRPS).sum().backward()
+        fused_sum_of_costs(*parts, penalty=CRPS).sum().backward()
         optimizer.step()
         schedule.step()
     q = 1 - (1 - ALPHA) / members
@@ -115,7 +115,7 @@ def loss_by_hand(members: np.ndarray, truth: np.ndarray, weights: list[float]) -
             cells = np.argwhere(np.isfinite(truth[b, v]))
             costs = [area[i] * almost_fair(members[b, :, v, i, j], truth[b, v, i, j]) for i, j in cells]
             total += weight * sum(costs) / sum(area[i] for i, _ in cells)
-    return total / (len(truth) * len(weights))
+    return float(total / (len(truth) * len(weights)))
 
 
 def test_the_loss_of_fields_with_holes(one_rank):
@@ -142,6 +142,7 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank):
     loss, _ = run.step(0)
     fields, times = plain.batches(0)[0]
     conditions, model = plain.objective.conditions, plain.model.geometry
+    assert conditions.noise is not None
     keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
     assert torch.equal(plain.objective.keys(1, times), keys)
     area = torch.from_numpy(area_weights(conditions.latitude.numpy())).float()
@@ -149,7 +150,7 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank):
     for number in range(3):
         seed_again(torch.initial_seed(), number)
         static = conditions.static.expand(len(state), -1, -1, -1)
-        noise = conditions.noise(hashed(keys, number))
+        noise = conditions.noise.draw(hashed(keys, number))
         state = state + model.predict(torch.cat([state, static, noise], dim=1))
         truth = fields[:, number + 1]
         weights = truth.isfinite() * area[:, None]
@@ -183,7 +184,7 @@ def test_noise_is_a_function_of_seed_step_date_and_member():
         tuple(keys_of_members(seed, step, times, 4).tolist()) for seed in (0, 1, 10**12) for step in (0, 1, 2)
     }
     assert len({key for row in keys for key in row}) == 3 * 3 * 3 * 4
-    fields = NoiseFields(4, (32, 64), periodic=True)
+    fields = NoiseFields(4, (32, 64), periodic=True).draw
     several = keys_of_members(7, 3, times, 2)
     whole = fields(several)
     for row, (date, member) in enumerate((date, member) for date in times for member in (0, 1)):
@@ -202,7 +203,9 @@ def test_noise_has_variance_one_everywhere(grid, periodic):
                 matrix[i, pair[0, i]] += weights[0, i]
                 matrix[i, pair[1, i]] += weights[1, i]
             np.testing.assert_allclose(np.square(matrix).sum(axis=1), 1, rtol=1e-12)
-    draws = NoiseFields(3, grid, periodic)(keys_of_members(0, 1, torch.arange(4000) * 21_600, 1)).double()
+    draws = (
+        NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, torch.arange(4000) * 21_600, 1)).double()
+    )
     assert draws.mean(dim=0).abs().max() < 0.09 and (draws.var(dim=0) - 1).abs().max() < 0.14
     assert (draws**4).mean().item() == pytest.approx(3, abs=0.1)
     channels = torch.corrcoef(draws[:, :, grid[0] // 2, grid[1] // 2].T)

@@ -121,8 +121,9 @@ class Objective:
         scale = self.normalizer.output_scale
         weights = self.weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))
         output = self.normalizer.normalize(predicted)[0].div_(scale)
-        parts = (each.expand_as(output) for each in (output, target.div_(scale), weights))
-        costs = sum_of_costs(*(by_member(each, len(output)) for each in parts), self.penalty)
+        target.div_(scale)
+        parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
+        costs = sum_of_costs(*parts, penalty=self.penalty)
         if not self.spectral_fraction:
             return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
         roots = weights.sqrt_()

@@ -48,7 +48,7 @@ class OneStep(nn.Module):
         numbers, each another noise.
         """
         state, _ = self.normalizer.normalize(fields)
-        noise = self.conditions.draw(*keys) if keys else []
+        noise = self.conditions.draw(keys[0] if keys else None)
         output = self.model.predict(self.conditions.append(state, times, *noise))
         return self.normalizer.denormalize(self.normalizer.advance(state, output))
 
