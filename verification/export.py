@@ -42,13 +42,13 @@ class OneStep(nn.Module):
         super().__init__()
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
 
-    def forward(self, fields: Tensor, times: Tensor, *keys: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, times: Tensor, keys: Tensor | None = None) -> Tensor:
         """fields (B, V, H, W) float32 in physical units, NaN where missing; times (B,) int64, their dates in
         seconds since 1970-01-01 UTC -> (B, V, H, W). A model with noise takes keys (B,) int64 too: any
         numbers, each another noise.
         """
         state, _ = self.normalizer.normalize(fields)
-        noise = self.conditions.draw(keys[0] if keys else None)
+        noise = self.conditions.draw(keys)
         output = self.model.predict(self.conditions.append(state, times, *noise))
         return self.normalizer.denormalize(self.normalizer.advance(state, output))
 
@@ -60,9 +60,8 @@ def export_step(target: Path, step: OneStep, description: Description) -> None:
     numbers = 2 if step.conditions.noise else 1  # dates, and keys of noise
     example = (torch.zeros(shape), *(torch.zeros(2, dtype=torch.int64) for _ in range(numbers)))
     batch = torch.export.Dim("batch")
-    shapes = ({0: batch}, {0: batch}, ({0: batch},) * (numbers - 1))
     with torch.no_grad():
-        program = torch.export.export(step, example, dynamic_shapes=shapes)
+        program = torch.export.export(step, example, dynamic_shapes=({0: batch},) * (1 + numbers))
     torch.export.save(program, target, extra_files=description.texts())
 
 
