@@ -79,7 +79,7 @@ class BlockNoise(nn.Module):
 
     def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
-        values = normal_numbers(keys, math.prod(self.shape)).view(-1, *self.shape)  # (B, N, h, w)
+        values = normal_numbers(keys, math.prod(self.shape)).unflatten(1, self.shape)  # (B, N, h, w)
         # By indices, not by products with matrices: these would round as TF32 on a GPU.
         (first, second), weights = self.rows, self.weight_of_rows[..., None]
         values = values[..., first, :] * weights[0] + values[..., second, :] * weights[1]  # (B, N, H, w)
@@ -121,12 +121,10 @@ class NoiseFields(nn.Module):
         """periodic: the longitudes go all round."""
         super().__init__()
         self.num_channels = num_channels
-        self.scales = nn.ModuleList(
-            BlockNoise(number, grid_shape, size, periodic)
-            for size, number in channels_of_scales(num_channels).items()
-            if number
-        )
+        numbers = channels_of_scales(num_channels)
+        self.fine = BlockNoise(numbers[FINE], grid_shape, FINE, periodic)
+        self.coarse = BlockNoise(numbers[COARSE], grid_shape, COARSE, periodic)
 
     def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W), a function of each key."""
-        return torch.cat([scale.draw(hashed(keys, i)) for i, scale in enumerate(self.scales)], dim=1)
+        return torch.cat([self.fine.draw(hashed(keys, 0)), self.coarse.draw(hashed(keys, 1))], dim=1)

@@ -66,6 +66,10 @@ class Layout:
     rollout: int = 1  # steps of the model
     members: int = 1  # of each sample, with noise
 
+    @property
+    def noise_dim(self) -> int:
+        return 3 if self.members > 1 else 0
+
     def tolerance(self, what: str) -> float:
         """Largest relative difference to one process; initial weights have to be the same bits."""
         if what == "initial weights":
@@ -129,7 +133,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
         data=Data(static_variables=("one", "another")),
-        model=replace(Model(dim=32, noise_dim=3 * (layout.members > 1)), **model),
+        model=replace(Model(dim=32, noise_dim=layout.noise_dim), **model),
         optimizer=Optimizer(**optimizer),
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
         training=Training(**training),

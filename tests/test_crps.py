@@ -216,6 +216,12 @@ def test_noise_has_variance_one_everywhere(grid, periodic):
     )  # neighbours, or the two ends of a region
 
 
+def test_a_single_channel_is_fine_noise():
+    keys = torch.arange(2)
+    one, several = (NoiseFields(number, (32, 64), True) for number in (1, 2))
+    assert torch.equal(one.draw(keys), several.draw(keys)[:, :1])
+
+
 def test_channels_have_names_by_their_scale():
     assert noise_names(3) == ["noise 0 over 4 points", "noise 1 over 4 points", "noise 0 over 16 points"]
 
