@@ -119,6 +119,8 @@ class Model:
     width: Width = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
     levels: Annotated[int, Range(1, 20)] = 4  # U-Net: how often the grid is halved
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
+    # channels of Gaussian noise beside the input, by which members of an ensemble differ; 0: none
+    noise_dim: Annotated[int, Range(0, 4_096)] = 0
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,11 @@ class Training:
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
     mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
-    # area-weighted mean of squared, absolute or Huber errors, or the NERSC tutorial's unweighted |p-y|/|y|
-    loss: Literal["mse", "mae", "huber", "relative_l2"] = "mse"
+    # area-weighted mean of squared, absolute or Huber errors, or of the almost fair CRPS of the members, or
+    # the NERSC tutorial's unweighted |p-y|/|y|
+    loss: Literal["mse", "mae", "huber", "crps", "relative_l2"] = "mse"
+    # of the ensemble that each sample becomes: so many states at once for the model; above 1 with loss "crps"
+    members: Annotated[int, Range(1, 1_000)] = 1
     # Huber: beyond it costs grow linearly; in standard deviations of what the model predicts (model.predict)
     huber_threshold: AboveZero = 1.0
     variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
@@ -280,7 +285,9 @@ class Validation:
     enable: bool = True  # score every date of data.validation_period
     interval: Count = 0  # steps between validations; 0: only after the last step
     lead_hours: tuple[Hours, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
-    local_batch_size: Batch = 16  # initial dates a rank takes through the model at once
+    local_batch_size: Batch = 16  # initial dates, with all members, a rank takes through the model at once
+    # of the ensemble that starts from each date, with training.loss "crps"; 0: training.members
+    members: Annotated[int, Range(0, 1_000)] = 0
     plots: bool = True  # loss curve, error against lead time, and maps into plots/
     # what maps and plots of evaluate.py show, "geopotential:500", "wind_vector"; empty: a customary choice
     plot_variables: tuple[str, ...] = ()
@@ -326,9 +333,11 @@ class Forecast:
     include_initial_state: bool = False  # write the lead of 0 h too
     local_batch_size: Batch = 8  # states (dates x members) a rank takes through the model at once
     num_members: Layers = 1  # members of an ensemble; the first starts from the analysis itself
-    # how far the other members start from the analysis, in standard deviations of a variable's change a step
-    perturbation: NonNegative = 0.2
-    seed: Annotated[int, Range(0, 10**12)] = 0  # perturbations are a function of (seed, date, member)
+    # how far the other members start from the analysis, in standard deviations of a variable's change a step;
+    # -1: 0.2, or 0 where the model has noise (model.noise_dim)
+    perturbation: Annotated[float, Range(-1.0, LARGEST)] = -1.0
+    # perturbations, and a model's noise, are a function of (seed, date, member)
+    seed: Annotated[int, Range(0, 10**12)] = 0
 
 
 @dataclass(frozen=True)

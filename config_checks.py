@@ -117,6 +117,7 @@ def _check_training(config: Config) -> None:
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
     _check_loss(config.training, variables)
+    _check_ensemble(config)
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
         refuse("activation_checkpoint.mode", "memory_budget", reason)
@@ -136,6 +137,26 @@ def _check_loss(training: Training, variables: list[str]) -> None:
         refuse("training.weight_by_pressure", True, reason)
     if not any(split_name(name)[1] for name in variables):
         refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
+
+
+def _check_ensemble(config: Config) -> None:
+    """Members, the noise by which they differ, and the loss that makes something of that: all or none."""
+    training, noise, validated = config.training, config.model.noise_dim, config.validation.members
+    if training.loss != "crps":
+        fix = f'is for training.loss = "crps", and that is "{training.loss}"; set this to'
+        if training.members > 1:
+            refuse("training.members", training.members, f"{fix} 1")
+        if noise:
+            refuse("model.noise_dim", noise, f"{fix} 0")
+        if validated:
+            refuse("validation.members", validated, f"{fix} 0")
+        return
+    if training.members == 1:
+        refuse("training.members", 1, 'training.loss = "crps" is that of an ensemble; set this to 2 or more')
+    if not noise:
+        refuse("model.noise_dim", 0, "the members of an ensemble would be all the same; set it to 2 or more")
+    if validated == 1:
+        refuse("validation.members", 1, "no ensemble; set it to 2 or more, or to 0 for training.members")
 
 
 def _check_rollouts(training: Training) -> None:
@@ -239,7 +260,9 @@ def _check_best(config: Config) -> None:
         )
     first, *others = sorted(validation.lead_hours)
     suffixes = ["", *(f"@{hours}h" for hours in others)]
-    scores = [f"val/rmse/{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
+    kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
+    ends = [f"{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
+    scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]
     if name not in ("val/loss", *scores):
         refuse(
             "checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}"
@@ -249,6 +272,9 @@ def _check_best(config: Config) -> None:
 def _check_forecast(config: Config) -> None:
     forecast = config.forecast
     parse_period("forecast.period", forecast.period)
+    if -1 < forecast.perturbation < 0:
+        reason = "name 0 or more, or -1 for what is customary"
+        refuse("forecast.perturbation", forecast.perturbation, reason)
     if forecast.interval_hours and not (forecast.period or config.data.validation_period):
         reason = "needs a first date to count from; set forecast.period"
         refuse("forecast.interval_hours", forecast.interval_hours, reason)

@@ -40,6 +40,7 @@ from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.progress_bar import progress_bar
 from jobs.start_checks import check_folder, check_machine, check_model
+from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
@@ -50,6 +51,7 @@ from verification.rollout import blown_up, plausible_size, rollout
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
+PERTURBATION = 0.2  # of forecast.perturbation, of a model without noise
 MAX_LINES = 20  # of forecasts that went wrong; a model that has not learned blows up from every date
 
 
@@ -155,7 +157,8 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
 def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     """What decides every byte of a store, but for the layout, which decides the last digits."""
     settings, dates = config.forecast, index.dates.astype("datetime64[s]")
-    ensemble = {"perturbation": settings.perturbation, "seed": settings.seed} if index.num_members > 1 else {}
+    ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
+    drawn = {"seed": settings.seed} if index.num_members > 1 or config.model.noise_dim else {}
     return {
         **trained.identity,
         "data.path": without_secrets(config.data.path),
@@ -164,9 +167,17 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
         "leads": list(index.leads),
         "num_members": index.num_members,
         **ensemble,
+        **drawn,
         "local_batch_size": settings.local_batch_size,
         "precision": config.training.mixed_precision_param,
     }
+
+
+def perturbation_of(config: Config) -> float:
+    """Standard deviations of a variable's change over a step: forecast.perturbation, or what -1 means."""
+    if config.forecast.perturbation >= 0:
+        return config.forecast.perturbation
+    return 0.0 if config.model.noise_dim else PERTURBATION
 
 
 def create(store: ForecastStore, content: dict) -> None:
@@ -185,11 +196,10 @@ class InitialStates:
     def __init__(self, config: Config, selection: Selection, chosen: np.ndarray, trained: Trained) -> None:
         """chosen (n, h): indices of windows in the archive."""
         self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
-        self.seed, self.scale = (
-            config.forecast.seed,
-            config.forecast.perturbation * trained.statistics.change_std,
-        )
-        self.random = RandomFields(selection.archive.grid) if config.forecast.num_members > 1 else None
+        size = perturbation_of(config)
+        self.seed, self.scale = config.forecast.seed, size * trained.statistics.change_std
+        perturbed = size > 0 and config.forecast.num_members > 1
+        self.random = RandomFields(selection.archive.grid) if perturbed else None
 
     def __call__(self, batch: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """Windows (B, h V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
@@ -235,8 +245,10 @@ def forecast_batch(
         writer.write(pairs, 0, state[rows])
     limit, broken = plausible_size(normalizer.normalize(state)[0]), []
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
+    members = torch.tensor([member for _, member in batch], device=times.device)
+    keys = noise_keys(settings.seed, 0, times, members)
     windows = rollout(
-        predict, normalizer, forecaster.conditions, step_seconds, start, times, settings.num_steps
+        predict, normalizer, forecaster.conditions, step_seconds, start, times, settings.num_steps, keys
     )
     for lead, window in enumerate(windows, 1):
         state = normalizer.newest(window)

@@ -186,7 +186,7 @@ def calibrate_machine(config: Config) -> None:
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = config.training.local_batch_size
+    batch = config.training.local_batch_size * config.training.members
     block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
     keep_freed_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)

@@ -101,7 +101,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         resume_step=progress.step,
         steps=training.steps,
         tensorboard=config.metrics.enable_tensorboard,
-        flops_per_pass=meta_model.flops() / others.number,  # that a replica computes
+        flops_per_pass=training.members * meta_model.flops() / others.number,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )

@@ -99,6 +99,7 @@ def layout_workload(layout: Layout) -> Workload:
         reshard=parallelism.fsdp_reshard_after_forward,
         method=parallelism.context_parallel_method,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
+        members=layout.members,
     )
 
 
@@ -107,7 +108,8 @@ def architecture(layout: Layout) -> Architecture:
     options = dict(layout.model)
     learned = options.get("position", "learned") == "learned"
     bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
-    shape = (3 * layout.history + 2, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
+    given = 3 * layout.history + 2 + layout.noise_dim
+    shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
     return vit_architecture(
         layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned
     )

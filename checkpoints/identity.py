@@ -35,8 +35,9 @@ MODEL = {
         "qkv_bias",
         "qk_norm",
         "predict",
+        "noise_dim",
     ),
-    "unet": ("width", "levels", "predict"),
+    "unet": ("width", "levels", "predict", "noise_dim"),
 }
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
 UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
@@ -82,11 +83,11 @@ class Identity:
             self._check_fields(archive, way_out)
 
     def check_model(self, config: Config, way_out: str) -> None:
-        """The same of the model alone, which may have more layers: for fine-tuning on other data."""
+        """The same of the model alone, which may have more layers and other channels: for fine-tuning."""
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [key for key in theirs if key.startswith("model.")]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            if theirs[key] != ours.get(key) and not deeper:
+            if theirs[key] != ours.get(key) and not deeper and key != "model.noise_dim":
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 
     def _check_fields(self, archive: Archive, way_out: str) -> None:

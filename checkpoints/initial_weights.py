@@ -31,6 +31,7 @@ from config import Config, Data
 from datasets.window import channel_names
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
+from models.noise import noise_names
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import copy_part
 
@@ -46,20 +47,21 @@ CHANNELS = {
 
 @dataclass(frozen=True)
 class Channels:
-    """Names of a model's channels, in their order: predicted variables, those of older states,
-    then static fields and forcings.
+    """Names of a model's channels, in order: predicted variables, those of older states, then static
+    fields, forcings, noise.
     """
 
     inputs: list[str]
     outputs: list[str]
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> "Channels":
-        """From the section `data` of a configuration."""
-        data = asdict(Data()) | data  # a file of an older version has not all keys
+    def of(cls, config: dict[str, Any]) -> "Channels":
+        """From a configuration; an older version's has not all keys."""
+        data, noise_dim = asdict(Data()) | config["data"], config.get("model", {}).get("noise_dim", 0)
         outputs = expand_levels(data["variables"], data["levels"])
         window = channel_names(outputs, data["history"], data["step_hours"])
-        return cls([*window, *data["static_variables"], *data["forcings"]], outputs)
+        given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
+        return cls([*window, *given], outputs)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -76,7 +78,7 @@ def start_from(path: Path, run: RunState, config: Config) -> None:
     """
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
     Identity(find_checkpoint(path)).check_model(config, way_out)
-    load_initial_weights(path, run.parameters, Channels.of(asdict(config.data)))
+    load_initial_weights(path, run.parameters, Channels.of(asdict(config)))
     if run.average:
         run.average.restart()
 
@@ -99,7 +101,7 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
     tensors |= {n: plain_weight(parameters[n].detach()) for n in theirs if n not in by_channel}
     with reading(folder):
         read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
-    old = Channels.of(tomli.loads((folder / "config.toml").read_text())["data"])
+    old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
     for name in by_channel:
         _copy_channels(name, parameters[name], tensors[name], old, channels)
     _say(folder, part, parameters.keys() - theirs.keys(), old, channels)

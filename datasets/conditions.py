@@ -1,7 +1,7 @@
-"""What the model is told besides the state: constant fields, and forcings computed from date and position.
+"""What the model is told besides the state: constant fields, forcings computed from date and position, noise.
 
 Shapes: B batch, h states of a window (datasets/window.py), V variables, S static fields, F forcings,
-H latitudes, W longitudes, C = h V + S + F channels.
+N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,21 @@ from torch import Tensor, nn
 
 from archives.grid import Grid, area_weights
 from datasets.forcings import compute_forcings
+from models.noise import NoiseFields, hashed
 
 
 class Conditions(nn.Module):
-    """Appends static fields and forcings to a window. Computed on the device: the loader moves states."""
+    """Appends static fields, forcings and noise to a window. Computed on the device: the loader moves only
+    states.
+    """
 
     static: Tensor
     latitude: Tensor
     longitude: Tensor
 
-    def __init__(self, static: Sequence[np.ndarray], forcings: Sequence[str], grid: Grid) -> None:
+    def __init__(
+        self, static: Sequence[np.ndarray], forcings: Sequence[str], grid: Grid, noise_dim: int = 0
+    ) -> None:
         """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`."""
         super().__init__()
         self.forcings = tuple(forcings)
@@ -30,18 +35,28 @@ class Conditions(nn.Module):
         self.register_buffer("static", stacked, persistent=False)  # (S, H, W)
         self.register_buffer("latitude", torch.from_numpy(grid.latitude.copy()), persistent=False)
         self.register_buffer("longitude", torch.from_numpy(grid.longitude.copy()), persistent=False)
+        self.noise = NoiseFields(noise_dim, grid.shape, grid.periodic) if noise_dim else None
 
     @property
     def num_channels(self) -> int:
-        return len(self.static) + len(self.forcings)
+        return len(self.static) + len(self.forcings) + (self.noise.num_channels if self.noise else 0)
 
-    def append(self, window: Tensor, times: Tensor) -> Tensor:
-        """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970 -> (B, C, H, W)."""
+    def draw(self, keys: Tensor | None, step: int = 0) -> list[Tensor]:
+        """Of a model with noise, that of step `step` of forecasts with these keys (B,): (B, N, H, W)."""
+        if not self.noise:
+            return []
+        assert keys is not None, "a model with noise is told which"
+        return [self.noise.draw(hashed(keys, step))]
+
+    def append(self, window: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
+        """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970, and what `draw`
+        gave -> (B, C, H, W).
+        """
         # Not len(window): an exported program would keep that number.
         parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
         if self.forcings:
             parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
-        return torch.cat(parts, dim=1)
+        return torch.cat([*parts, *noise], dim=1)
 
 
 def standardize(field: np.ndarray, area: np.ndarray) -> Tensor:

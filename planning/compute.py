@@ -35,6 +35,7 @@ CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the
 # gradient 3.
 FIELD_PASSES, FIELD_PASSES_COMPILED = 55, 11.5
 OLDER_PASSES, OLDER_PASSES_COMPILED = 11.5, 2  # of an older state: normalised, an input, patches
+PAIR_PASSES = 14  # CRPS, not compiled, for each other member: difference, size and sum, twice
 
 
 class Times(defaultdict[str, float]):
@@ -107,7 +108,7 @@ def linear_time(work: Workload, rates: Rates, name: str, backward: bool) -> floa
 
 def rank_rows(work: Workload) -> int:
     """Tokens that a matrix of this rank multiplies at once: those of all its tp ranks."""
-    return work.micro_batch * work.rank_tokens * work.degrees.tp
+    return work.states_at_once * work.rank_tokens * work.degrees.tp
 
 
 def float8_time(work: Workload, rates: Rates, name: str, backward: bool) -> float:
@@ -121,7 +122,7 @@ def float8_time(work: Workload, rates: Rates, name: str, backward: bool) -> floa
 def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
     """Over all tokens of a sample; context parallelism deals out heads, or queries: the same work."""
     model, tp, cp = work.model, work.degrees.tp, work.degrees.cp
-    shape = (work.micro_batch, max(model.heads // tp, 1), model.tokens, model.head_dim)
+    shape = (work.states_at_once, max(model.heads // tp, 1), model.tokens, model.head_dim)
     seconds = rates.attention_seconds(*shape, work.dtype, backward, work.attention) / cp
     tiled = model.causal and work.attention != "math"  # which computes all scores, and masks half of them
     return seconds * (1 + CAUSAL_BLOCK / model.tokens) / 2 if tiled else seconds
@@ -233,8 +234,9 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
-    values = work.local_batch * work.field_values * work.rollout_steps
-    passes = FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES
+    values = work.local_batch * work.members * work.field_values * work.rollout_steps
+    pairs = PAIR_PASSES * work.members * (work.members > 1)
+    passes = FIELD_PASSES_COMPILED if work.compiled else FIELD_PASSES + pairs
     passes += (work.history - 1) * (OLDER_PASSES_COMPILED if work.compiled else OLDER_PASSES)
     return rates.elementwise_seconds(4 * passes * values)
 
@@ -287,7 +289,8 @@ def hardware_flops(work: Workload) -> float:
     once = model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
     patches = 2 * model.tokens * model.dim * model.in_features  # have one where a state before them has
     between = (work.gradient_steps - 1) * patches
-    return once * work.gradient_steps + between + model.flops() * (work.rollout_steps - 1)
+    forecast = model.flops() * (work.rollout_steps - 1)
+    return work.members * (once * work.gradient_steps + between + forecast)
 
 
 def recomputed_flops(work: Workload) -> float:

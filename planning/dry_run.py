@@ -190,7 +190,7 @@ class FirstStage:
 
     def __init__(self, work: Workload, model: ParallelModel, tracker: MemTracker) -> None:
         self.part, self.tracker = model.parts[0], tracker
-        self.size, self.in_flight = work.micro_batch, work.in_flight
+        self.size, self.in_flight = work.states_at_once, work.in_flight
 
     def step(self, inputs: Tensor, packed: Tensor, loss: LossPart, scale: float) -> Tensor:
         waiting: list[Tensor] = []

@@ -48,7 +48,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     states, fields = state_bytes(work, first, last), field_bytes(work)
     copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
     stored = stored_bytes(work) * copies
-    tokens = work.micro_batch * work.rank_tokens * work.itemsize * copies
+    tokens = work.states_at_once * work.rank_tokens * work.itemsize * copies
     prediction = tokens * work.model.out_features * last
     norms = 2 * tokens * work.model.dim * last  # input and output of the last norm
     # The patches that the embedding took, where they are not the float32 ones.
@@ -217,7 +217,7 @@ def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:
 
 def unit_bytes(work: Workload) -> float:
     """s: tokens of this rank x width x bytes."""
-    return work.micro_batch * work.rank_tokens * work.model.dim * work.itemsize
+    return work.states_at_once * work.rank_tokens * work.model.dim * work.itemsize
 
 
 def block_activations(work: Workload, mode: str) -> float:
@@ -229,7 +229,7 @@ def block_activations(work: Workload, mode: str) -> float:
     model, s, tp = work.model, unit_bytes(work), work.degrees.tp
     hidden = model.mlp_dim / model.dim * (3 if model.gated else 2) / 2  # before GELU; again after it
     qkv = model.qkv_features / model.dim
-    sums = 4 * work.micro_batch * model.heads / tp * work.rank_tokens * tp  # log-sum-exp of attention
+    sums = 4 * work.states_at_once * model.heads / tp * work.rank_tokens * tp  # log-sum-exp of attention
     if mode == "full":
         return s
     if mode == "every_n_blocks":
@@ -243,7 +243,7 @@ def block_activations(work: Workload, mode: str) -> float:
     normed = 3 if model.qk_norm or (model.axial and not sent) else 0
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
-    statistics = 16 * work.micro_batch * work.rank_tokens
+    statistics = 16 * work.states_at_once * work.rank_tokens
     kept = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
     return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
@@ -254,7 +254,7 @@ def scores_bytes(work: Workload) -> float:
         return 0
     queries = work.rank_tokens * work.degrees.tp
     heads = work.model.heads / work.degrees.tp
-    return work.micro_batch * heads * queries * work.model.tokens * work.itemsize
+    return work.states_at_once * heads * queries * work.model.tokens * work.itemsize
 
 
 def stored_bytes(work: Workload) -> float:
@@ -278,7 +278,8 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload) -> float:
-    """float32: the states as read, windows of a rollout, and the token shards of input, truth and weights.
+    """float32: the states as read, windows of a rollout, and the shards of input, truth and weights, the last
+    two kinds of each member.
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
@@ -286,8 +287,8 @@ def field_bytes(work: Workload) -> float:
     times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
     windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
-    whole = work.states_read + work.history * windows
-    return FLOAT32 * work.local_batch * (whole * work.field_values + shards)
+    whole = work.states_read + work.members * work.history * windows
+    return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
 
 
 def batch_bytes(work: Workload) -> float:
@@ -296,6 +297,8 @@ def batch_bytes(work: Workload) -> float:
 
 
 def loss_bytes(work: Workload) -> float:
-    """The gradient of the predictions, and in float32 the errors of one sample, twice."""
-    values = work.rank_tokens * work.model.out_features
-    return (work.micro_batch * work.itemsize + 2 * FLOAT32) * values
+    """The gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has those of all
+    members, and the sums of their distances, before and after one is added.
+    """
+    values, copies = work.rank_tokens * work.model.out_features, 4 * work.members if work.members > 1 else 2
+    return (work.states_at_once * work.itemsize + copies * FLOAT32) * values

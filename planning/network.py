@@ -23,7 +23,7 @@ def tensor_collectives(work: Workload) -> Calls:
 
     Where a backend has no all-to-all (gloo) that exchange is a gather of the whole, twice at either end.
     """
-    tokens, depth = work.micro_batch * work.rank_tokens * work.degrees.tp, work.model.layers
+    tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
     block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
     calls = Counter({Collective("all-gather", "tp", block): 4 * depth + 4})
     calls[Collective("reduce-scatter", "tp", block)] += 4 * depth
@@ -40,7 +40,7 @@ def context_collectives(work: Workload) -> Calls:
     times, home.
     """
     cp, depth = work.degrees.cp, work.model.layers
-    chunk = work.micro_batch * work.rank_tokens * work.model.dim  # values of q
+    chunk = work.states_at_once * work.rank_tokens * work.model.dim  # values of q
     grouped = chunk * kv_heads_sent(work) // work.model.heads  # values of k, and of v
     calls: Calls = Counter()
     if work.method == "ulysses":

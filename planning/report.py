@@ -24,6 +24,7 @@ def describe(work: Workload, cluster: Cluster) -> str:
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
         + (f"; windows of {work.history} states" if work.history > 1 else "")
         + (rollout(work) if work.rollout_steps > 1 else "")
+        + (f"; ensembles of {work.members}" if work.members > 1 else "")
     )
 
 

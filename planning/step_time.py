@@ -197,7 +197,7 @@ def rollout_communication(work: Workload, routes: dict[str, Route]) -> float:
     """
     if work.rollout_steps == 1:
         return 0.0
-    state = FLOAT32 * work.local_batch * work.field_values
+    state = FLOAT32 * work.local_batch * work.members * work.field_values
     gather, reduce = (
         sum(seconds(kind, size, routes[axis]) for axis in ("cp", "tp", "pp"))
         for kind, size in (("all-gather", state), ("all-reduce", work.history * state))

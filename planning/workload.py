@@ -48,6 +48,7 @@ class Workload:
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
+    members: int = 1  # states that a sample becomes for the model, those of an ensemble
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
@@ -85,7 +86,7 @@ class Workload:
     @property
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
-        return (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
+        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
 
     def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
         """Over `length` steps of the model, the last of which have gradients."""
@@ -98,8 +99,13 @@ class Workload:
 
     @property
     def micro_batch(self) -> int:
-        """Samples that the model sees at once."""
+        """Samples of which the model sees all states at once."""
         return self.local_batch // self.micro_batches
+
+    @property
+    def states_at_once(self) -> int:
+        """That the model sees: all members of those samples."""
+        return self.micro_batch * self.members
 
     @property
     def rank_tokens(self) -> int:
@@ -141,7 +147,8 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
     degrees = resolve_degrees(world, parallelism)
-    conditions, history = len(config.data.static_variables) + len(config.data.forcings), config.data.history
+    conditions = len(config.data.static_variables) + len(config.data.forcings) + config.model.noise_dim
+    history = config.data.history
     channels = history * num_variables + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
@@ -175,6 +182,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
         history=history,
+        members=training.members,
         rollout_steps=rollouts.longest,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",

@@ -38,7 +38,7 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
     if loss == "relative_l2":
         for axis in ("tp", "cp"):
             if getattr(degrees, axis) > 1:
-                calls[Collective("all-reduce", axis, 4 * work.micro_batch)] += work.passes
+                calls[Collective("all-reduce", axis, 4 * work.states_at_once)] += work.passes
     return calls
 
 
@@ -99,7 +99,7 @@ def replicated_gradients(work: Workload) -> Calls:
 
 def pipeline_collectives(work: Workload, rank: int) -> Calls:
     """Each micro-batch goes on to the next stage, its gradient back to the one before."""
-    size = work.micro_batch * work.rank_tokens * work.model.dim * work.itemsize
+    size = work.states_at_once * work.rank_tokens * work.model.dim * work.itemsize
     sends = work.passes * ((rank < work.degrees.pp - 1) + (rank > 0))
     return Counter({Collective("send", "pp", size): sends})
 

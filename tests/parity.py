@@ -66,6 +66,11 @@ class Layout:
     unet: bool = False
     rollout: int = 1  # steps of the model
     history: int = 1  # states that it sees
+    members: int = 1  # of each sample, with noise
+
+    @property
+    def noise_dim(self) -> int:
+        return 3 if self.members > 1 else 0
 
     def tolerance(self, what: str) -> float:
         """Largest relative difference to one process; initial weights have to be the same bits."""
@@ -118,7 +123,8 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "local_batch_size": GLOBAL_BATCH,  # that of one process; `SmallRun` divides it
         "mixed_precision_param": layout.dtype,
         "mixed_precision_reduce": layout.reduce,
-        "loss": layout.loss,
+        "loss": "crps" if layout.members > 1 else layout.loss,
+        "members": layout.members,
         "spectral_fraction": layout.spectral,
         "rollout_steps": (layout.rollout,),
         "variable_weights": (1.0, 2.0, 0.5),
@@ -129,7 +135,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
         data=Data(static_variables=("one", "another"), history=layout.history),
-        model=replace(Model(dim=32), **model),
+        model=replace(Model(dim=32, noise_dim=layout.noise_dim), **model),
         optimizer=Optimizer(**optimizer),
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
         training=Training(**training),
@@ -194,7 +200,7 @@ class SmallRun:
         rows = [
             self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(self.layout.accumulation)
         ]
-        taken = [(self.data[chosen], torch.zeros(len(chosen), dtype=torch.int64)) for chosen in rows]
+        taken = [(self.data[chosen], 21_600 * torch.tensor(chosen)) for chosen in rows]
         return [(fields.to(self.device), times.to(self.device)) for fields, times in taken]
 
     def step(self, step: int) -> tuple[float, float]:
@@ -230,7 +236,8 @@ def three_steps(layout: Layout) -> Outcome:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
     inputs = torch.cat([window, run.data[2:4, 0, :2]], dim=1).to(run.device)
-    predicted = full(run.model.predict(inputs))
+    noise = run.objective.conditions.draw(torch.arange(2, device=run.device))
+    predicted = full(run.model.predict(torch.cat([inputs, *noise], dim=1)))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
     weights = gather_stages({name: full(p) for name, p in run.model.parameters.items()}, group)
@@ -281,6 +288,7 @@ MODEL_KEYS = (
     "unet",
     "rollout",
     "history",
+    "members",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 ROTARY = (("position", "rotary"),)
@@ -459,6 +467,28 @@ TURNED = {
     "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
 }
 TABLE |= TURNED
+ENSEMBLES = {
+    "crps, accumulation 2": Layout(1, accumulation=2, members=4),
+    "crps, ac full": Layout(1, activation_checkpoint="full", members=4),
+    "crps, ddp 2": Layout(2, replicate(), members=4),
+    "crps, fsdp 2, bf16": Layout(2, dtype="bfloat16", members=4),
+    "crps, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), members=3),
+    "crps, ulysses 2": Layout(2, cp(), members=4),
+    "crps, ring 2, odd grid": Layout(2, cp("ring"), grid=(11, 10), members=3),
+    "crps, pp 2, 1f1b": Layout(2, pp(), members=4),
+    "crps, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), members=2),
+    "crps, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), members=2),
+    "crps, u-net, tiles 1 x 2": Layout(2, {"domain_parallel_tiles": (1, 2)}, unet=True, members=3),
+    "crps, fsdp 2 x tp 2": Layout(4, tp(), members=4),
+    "crps, pp 2 x tp 2": Layout(4, pp(**tp()), members=2),
+    "crps, rollout 2, accumulation 2": Layout(1, accumulation=2, rollout=2, members=4),
+    "crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3),
+    "crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3),
+    "crps, rollout 2, pp 2": Layout(2, pp(), rollout=2, members=3),
+    "crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3),
+    "crps, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, members=3),
+}
+TABLE |= ENSEMBLES
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 COMPILED = [
     "accumulation 4",
@@ -519,7 +549,7 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
@@ -567,4 +597,14 @@ FAST = [
     "rotary, qk norm, tp 2, odd tokens",
     "rotary, ring 2, odd tokens",
     "rotary, pp 2, 1f1b",
+    "crps, accumulation 2",
+    "crps, tp 2, odd grid",
+    "crps, ulysses 2",
+    "crps, ulysses 2, compile",
+    "crps, pp 2, 1f1b",
+    "crps, u-net, tiles 1 x 2",
+    "crps, fsdp 2 x tp 2",
+    "crps, rollout 2, pp 2",
+    "crps, rollout 2, fsdp 2 x tp 2",
+    "crps, history 2, rollout 2, tp 2",
 ]

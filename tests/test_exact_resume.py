@@ -1,7 +1,7 @@
 """A run that goes on from any of its checkpoints ends with the bits of the run that was not stopped.
 
 Configurations are drawn: spikes that are skipped, going back, averages, updates in backward, accumulation,
-rollouts in stages, ways of saving.
+rollouts in stages, windows, ensembles, ways of saving.
 """
 
 import json
@@ -82,6 +82,7 @@ def draw(seed: int) -> list[str]:
     }
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
     drawn += ["--data.history", str(1 + seed % 2)]
+    drawn += ["--training.loss=crps", "--training.members=2", "--model.noise_dim=2"] * (seed % 3 == 0)
     if seed in OTHERS:  # which have float32 moments, and need all gradients
         return [*drawn, "--optimizer.state_dtype=float32", f"--optimizer.name={OTHERS[seed]}"]
     if rng.random() < 0.5:

@@ -342,7 +342,7 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
         (["--model.dim", "32"], "was trained with 16; take the configuration beside"),
         (["--model.predict", "state"], "was trained with 'change'"),
         (["--model.position", "sincos"], "was trained with 'learned'"),
-        (["--forecast.perturbation", "-1"], "must be at least 0"),
+        (["--forecast.perturbation", "-0.5"], "name 0 or more, or -1"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, capsys, options, message):

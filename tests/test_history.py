@@ -304,9 +304,11 @@ def test_channels_have_names() -> None:
         "forcings": ["f"],
         "step_hours": 6,
     }
-    assert Channels.of(data).inputs == ["a", "b", "s", "f"]
+    assert Channels.of({"data": data}).inputs == ["a", "b", "s", "f"]
     older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]
-    assert Channels.of(data | {"history": 3}).inputs == ["a", "b", *older, "s", "f"]
+    config = {"data": data | {"history": 3}, "model": {"noise_dim": 1}}
+    assert Channels.of(config).inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points"]
+    assert Channels.of(config).outputs == ["a", "b"]
 
 
 # -- gradients

@@ -93,7 +93,7 @@ def gradients_of_chunks() -> Tensor:
     """(4, parameters): of two samples each of the first global batch, in one process, one after the other."""
     run, found = SmallRun(Layout(1, accumulation=4)), []
     for batch in run.batches(0):
-        forward_backward(run.objective, run.model, batch, run.update.loss_part, 1.0, exchange=True)
+        forward_backward(1, run.objective, run.model, batch, run.update.loss_part, 1.0, exchange=True)
         found.append(
             torch.cat([p.grad.flatten() for p in run.model.parameters.values() if p.grad is not None])
         )

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from archives.grid import global_grid
 from verification import plots
 from verification.plots import plot_run
-from verification.validation import Scores
+from verification.validation_scores import Scores
 
 NAMES = ["geopotential:500", "2m_temperature", "a", "b", "leaf_wetness"]
 GRID = global_grid((6, 12))

@@ -90,7 +90,8 @@ def assemble(
     memory: what the model gets its memory in, without values: a dry run's FakeTensorMode.
     """
     training = config.training
-    conditions = Conditions(fields.static, config.data.forcings, fields.grid).to(device)
+    conditions = Conditions(fields.static, config.data.forcings, fields.grid, config.model.noise_dim)
+    conditions = conditions.to(device)
     normalizer = Normalizer(fields.statistics, config.model.predict, config.data.history).to(device)
     num_variables, shape = len(fields.variables), fields.grid.shape
     further = (config.data.history - 1) * num_variables + conditions.num_channels
@@ -102,11 +103,12 @@ def assemble(
         use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
     if run_folder and isinstance(meta_model, VisionTransformer):
         measured = (dtype, device, Choices(run_folder, fixed=not for_training))
+        states = training.local_batch_size * training.members  # that the model takes at once
         if config.model.attention_backend == "auto":
-            choose_attention(meta_model, training.local_batch_size, mesh.degrees, *measured)
+            choose_attention(meta_model, states, mesh.degrees, *measured)
         if config.float8.enable and config.float8.recipe == "auto":
             settings = (config.float8, config.compile.enable)
-            choose_float8(meta_model, training.local_batch_size, mesh.degrees, *settings, *measured)
+            choose_float8(meta_model, states, mesh.degrees, *settings, *measured)
     model = parallelize(
         meta_model,
         mesh,
@@ -141,6 +143,8 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         Rollouts.of(training),
         config.data.step_hours * 3600,
         training.spectral_fraction,
+        training.members,
+        training.seed,
     )
     if config.compile.enable:
         objective.compile()

@@ -1,6 +1,7 @@
 """What is minimised: the loss of a batch, on the shard of it that a rank has, and of whole fields.
 
-Shapes: B batch, h states of a window (datasets/window.py), V variables, H latitudes, W longitudes.
+Shapes: B batch, M members of a sample (1 but for an ensemble), side by side: B M, h states of a window
+(datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.window import split_sample
 from jobs.heartbeat import activity
-from losses.penalties import Penalty
+from losses.penalties import Penalty, by_member
 from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
 from losses.spectral import SpectralPart, amse
 from losses.weights import change_weights, mean_weights, relative_l2_weights
 from models.build import WeatherModel
+from models.noise import keys_of_members
 from parallelisms.compile import compiled
 from parallelisms.parallelize import Shards
 from training.due import ONE_STEP, Rollouts
@@ -46,11 +48,14 @@ class Objective:
         rollouts: Rollouts = ONE_STEP,
         step_seconds: int = 0,
         spectral_fraction: float = 0.0,
+        members: int = 1,
+        seed: int = 0,
     ) -> None:
-        """step_seconds: of a step of the model; spectral_fraction: of the loss that is AMSE."""
+        """step_seconds: of a step of the model; spectral_fraction: of the loss, AMSE; seed: of noise."""
         self.penalty, self.relative, self.local_batch_size = penalty, relative, local_batch_size
         self.rollouts, self.step_seconds = rollouts, step_seconds
         self.geometry, self.shards, self.spectral_fraction = geometry, shards, spectral_fraction
+        self.members, self.seed = members, seed
         self.conditions, self.normalizer, self.area = conditions, normalizer, area
         ratio = normalizer.change_scale.flatten()
         change = change_weights(ratio, penalty.power) if weight_by_change else 1.0
@@ -70,30 +75,41 @@ class Objective:
             return relative_l2_weights(mask, target)
         return mean_weights(mask, self.area, self.variables)
 
-    def cut(self, fields: Tensor, times: Tensor) -> list[Tensor]:
+    def of_members(self, values: Tensor) -> Tensor:
+        """(B, ...) -> (B M, ...)."""
+        return values if self.members == 1 else values.repeat_interleave(self.members, dim=0)
+
+    def keys(self, step: int, times: Tensor) -> Tensor:
+        """(B M,): of the noise in training step `step`, for samples that start at `times` (B,)."""
+        return keys_of_members(self.seed, step, times, self.members)
+
+    def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> list[Tensor]:
         """What this rank has of a batch (B, h + 1, V, H, W): the model's input, its expected output, weights,
-        and for a spectral loss the truth times the root of what it weighs.
+        and for a spectral loss the truth times the root of what it weighs; of all members, with their noise.
         """
         window, truth = split_sample(fields, self.normalizer.history)
-        return self.cut_from(self.normalizer.normalize_window(window), truth[:, 0], times)
+        window = self.of_members(self.normalizer.normalize_window(window))
+        return self.cut_from(window, truth[:, 0], times, *noise)
 
-    def cut_from(self, window: Tensor, truth: Tensor, times: Tensor) -> list[Tensor]:
-        """The same of normalised windows (B, h V, H, W), and physical fields one step later (B, V, H, W)."""
+    def cut_from(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> list[Tensor]:
+        """The same of normalised windows (B M, h V, H, W), and physical fields a step later (B, V, H, W)."""
         state = self.normalizer.newest(window)
         target, mask = self.normalizer.normalize(truth)
         weights = self.weights(target, mask)
         weighted = [weights.sqrt() * target] if self.spectral_fraction else []
-        weights.mul_(self.normalizer.output_scale.pow(self.penalty.power))
+        weights.mul_(self.normalizer.output_scale.pow(self.penalty.power) / self.members)
+        target, weights, times = map(self.of_members, (target, weights, times))
         from_fields: Any = self.geometry.from_fields
         return [
-            self.shards.cut_input(from_fields(self.conditions.append(window, times))),
+            self.shards.cut_input(from_fields(self.conditions.append(window, times, *noise))),
             self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
             *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *weighted)),
         ]
 
     def loss_part(self, output: Tensor, target: Tensor, weights: Tensor, *truth: Tensor) -> Tensor:
         """The part of the loss that a shard of a batch has; the parts of all ranks add up to it."""
-        costs = self.sum_of_costs(output, target, weights)  # (B,)
+        parts = (by_member(each, self.members) for each in (output, target, weights))
+        costs = self.sum_of_costs(*parts)  # (B,)
         if self.relative:
             return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
         if not truth:
@@ -102,13 +118,15 @@ class Objective:
         return torch.lerp(mean_loss(costs), part, self.spectral_fraction)
 
     def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
-        """The loss of whole physical fields (1, V, H, W)."""
+        """The loss of whole physical fields, of one date: (M, V, H, W), and a truth (1, V, H, W)."""
         activity.progress()  # a validation may take as long as it likes while it gets on
         target, mask = self.normalizer.normalize(truth)
         scale = self.normalizer.output_scale
-        weights = self.weights(target, mask).mul_(scale.pow(self.penalty.power))
+        weights = self.weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))
         output = self.normalizer.normalize(predicted)[0].div_(scale)
-        costs = sum_of_costs(output, target.div_(scale), weights, self.penalty)
+        target.div_(scale)
+        parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
+        costs = sum_of_costs(*parts, penalty=self.penalty)
         if not self.spectral_fraction:
             return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
         roots = weights.sqrt_()

@@ -3,12 +3,14 @@
 First the forecast is made, as forecast.py makes it, and of each step only the window is kept: the state that
 it starts from and, with data.history, those before it. Then the steps are taken again from the last to the
 first, each with a forward and a backward pass as in any training step, and hand the gradient of the window
-that they started from on to the step before. So what can take one step
-can take many, whatever the layout, and one more costs the memory of one window, and a forward pass.
+that they started from on to the step before. So what can take one step can take many, whatever the layout,
+and one more costs the memory of one window, and a forward pass.
 
-Shapes: B batch, h states of a window (datasets/window.py), R steps, V variables, H latitudes, W longitudes.
+Shapes: B batch, M members of each sample (1 but for an ensemble), h states of a window (datasets/window.py),
+R steps, V variables, H latitudes, W longitudes.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,6 +27,7 @@ from verification.rollout import rollout
 
 
 def forward_backward(
+    step: int,
     objective: Objective,
     model: ParallelModel,
     batch: Batch,
@@ -32,27 +35,28 @@ def forward_backward(
     scale: float,
     exchange: bool,
 ) -> Tensor:
-    """Of a micro-batch, fields (B, h + R, V, H, W) and first dates (B,): this rank's part of its loss, the
-    weighted mean over the steps; gradients are those of scale x loss. `exchange`: they are complete.
+    """Of a micro-batch of step `step`, fields (B, h + R, V, H, W) and first dates (B,): this rank's part of
+    its loss, the weighted mean over the steps; gradients are those of scale x loss. `exchange`: they are
+    complete.
     """
     fields, times = batch
     start, truths = split_sample(fields, objective.normalizer.history)
-    num_steps = truths.shape[1]
+    num_steps, keys, draw = truths.shape[1], objective.keys(step, times), objective.conditions.draw
     if num_steps == 1:
-        inputs, *expected = objective.cut(fields, times)
+        inputs, *expected = objective.cut(fields, times, *draw(keys))
         return model.forward_backward(inputs, expected, loss_part, scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
-        windows = forecast(objective, model, start, times, num_steps, seed)
+        windows = forecast(objective, model, start, times, num_steps, seed, keys)
     first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(first, num_steps)):
         seed_again(seed, number)
         date, is_last = times + number * objective.step_seconds, number == first
         window = windows.pop().requires_grad_(not is_last)
-        step = StepBack(objective, model, window, truths[:, number], date, later)
-        loss += step.run(loss_part, shares[number], scale, exchange=exchange and is_last)
-        later = None if is_last else step.gradient()
+        back = StepBack(objective, model, window, truths[:, number], date, later, draw(keys, number))
+        loss += back.run(loss_part, shares[number], scale, exchange=exchange and is_last)
+        later = None if is_last else back.gradient()
     return loss
 
 
@@ -63,17 +67,26 @@ def seed_again(seed: int, number: int) -> None:
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, model: ParallelModel, start: Tensor, times: Tensor, num_steps: int, seed: int
+    objective: Objective,
+    model: ParallelModel,
+    start: Tensor,
+    times: Tensor,
+    num_steps: int,
+    seed: int,
+    keys: Tensor,
 ) -> list[Tensor]:
-    """The normalised windows (B, h V, H, W) that each step starts from; `start` is physical."""
+    """The normalised windows (B M, h V, H, W) that each of `num_steps` steps starts from, the first physical
+    `start` (B, h V, H, W); keys (B M,) of noise.
+    """
     numbers = count()
 
     def predict(inputs: Tensor) -> Tensor:
         seed_again(seed, next(numbers))
         return model.predict(inputs)
 
+    start, times = objective.of_members(start), objective.of_members(times)
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
-    later = rollout(predict, normalizer, conditions, seconds, start, times, num_steps - 1)
+    later = rollout(predict, normalizer, conditions, seconds, start, times, num_steps - 1, keys)
     return [normalizer.normalize_window(start), *later]
 
 
@@ -90,10 +103,13 @@ class StepBack:
         truth: Tensor,
         times: Tensor,
         later: Tensor | None,
+        noise: Sequence[Tensor] = (),
     ) -> None:
-        """window, later (B, h V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the window."""
+        """window, later (B M, h V, H, W) normalised, truth (B, V, H, W) physical, times (B,) of the window,
+        noise (B M, N, H, W) of the model, where it has some.
+        """
         self.normalizer, self.model, self.window, self.later = objective.normalizer, model, window, later
-        inputs, target, *weights = objective.cut_from(window, truth, times)
+        inputs, target, *weights = objective.cut_from(window, truth, times, *noise)
         self.of_window = [inputs, target]  # as functions of it
         # Cut off: the micro-batches of a pipeline would each go back through the cut of them all.
         self.inputs = inputs.detach().requires_grad_(window.requires_grad)
@@ -121,7 +137,7 @@ class StepBack:
         return gradient if later is None else gradient + (later * self.factor).to(gradient.dtype)
 
     def gradient(self) -> Tensor:
-        """With respect to the window (B, h V, H, W), whole on every rank that takes part in the sample."""
+        """With respect to the window (B M, h V, H, W), whole on every rank that takes part in the sample."""
         of_inputs, of_target = (torch.zeros_like(end) for end in self.of_window)
         if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
             of_inputs += self.inputs.grad / self.factor

@@ -53,7 +53,8 @@ def train_step(
     scale = update.loss_scale / len(batches)
     with casting_once(model.device):
         for number, batch in enumerate(batches):
-            part = forward_backward(objective, model, batch, update.loss_part, scale, exchange=number == last)
+            exchange = number == last
+            part = forward_backward(step, objective, model, batch, update.loss_part, scale, exchange)
             loss += part / len(batches)
             if number == 0 and update.noise:
                 update.noise.first_micro_batch()

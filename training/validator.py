@@ -24,7 +24,8 @@ from training.objective import Objective
 from training.samples import Samples
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
-from verification.validation import Scores, Validation
+from verification.validation import Validation
+from verification.validation_scores import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ class Validator:
         self.model, self.objective, self.run = assembly.model, objective, run
         self.saves, self.metrics = saves, metrics
         settings, data, area = config.validation, config.data, objective.area
-        self.forecast = model_forecast(
-            self.model.predict, assembly.normalizer, assembly.conditions, data.step_hours * 3600
-        )
+        members, step_seconds = settings.members or config.training.members, data.step_hours * 3600
+        parts = (self.model.predict, assembly.normalizer, assembly.conditions, step_seconds)
+        self.forecast = model_forecast(*parts, members, config.training.seed)
         self.validation, self.baselines, self.plotted = None, {}, settings.plot_variables
         if not settings.enable or not len(samples.selection.validation):
             return
@@ -75,6 +76,7 @@ class Validator:
             data.num_workers,
             part=(mesh.dp_rank, mesh.degrees.dp),
             counts=self.model.speaks_for_sample,
+            members=members,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
         fitted = samples.dataset_a_lead("train", leads, limit=FIT_SAMPLES)

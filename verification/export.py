@@ -44,12 +44,13 @@ class OneStep(nn.Module):
         super().__init__()
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
 
-    def forward(self, fields: Tensor, times: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, times: Tensor, keys: Tensor | None = None) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
-        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W).
+        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
+        int64 too: any numbers, each another noise.
         """
-        window = self.normalizer.normalize_window(fields)
-        output = self.model.predict(self.conditions.append(window, times))
+        window, noise = self.normalizer.normalize_window(fields), self.conditions.draw(keys)
+        output = self.model.predict(self.conditions.append(window, times, *noise))
         states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
         return self.normalizer.denormalize(states).flatten(1, 2)
 
@@ -59,10 +60,11 @@ def export_step(target: Path, step: OneStep, description: Description) -> None:
     step = step.eval().requires_grad_(False)
     channels = description.history * len(description.variables)
     shape = (2, channels, len(description.latitude), len(description.longitude))
-    example = (torch.zeros(shape), torch.zeros(2, dtype=torch.int64))
+    numbers = 2 if step.conditions.noise else 1  # dates, and keys of noise
+    example = (torch.zeros(shape), *(torch.zeros(2, dtype=torch.int64) for _ in range(numbers)))
     batch = torch.export.Dim("batch")
     with torch.no_grad():
-        program = torch.export.export(step, example, dynamic_shapes=({0: batch}, {0: batch}))
+        program = torch.export.export(step, example, dynamic_shapes=({0: batch},) * (1 + numbers))
     torch.export.save(program, target, extra_files=description.texts())
 
 

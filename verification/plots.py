@@ -16,7 +16,7 @@ from archives.grid import Grid
 from archives.variables import short_label
 from training.journal import read_records
 from verification.maps import Land, draw_map, error_colours, field_colours
-from verification.validation import Scores, dates_of_leads
+from verification.validation_scores import Scores, dates_of_leads
 
 STYLES = {
     "model": {"color": "C3", "marker": "o", "linewidth": 2},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
+from models.noise import keys_of_members
 
 # A forecast, whoever makes it: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
 # (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, L, V, H, W). The
@@ -29,26 +30,35 @@ def rollout(
     start: Tensor,
     times: Tensor,
     num_steps: int,
+    keys: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """The normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
 
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
-    values start at the mean.
+    values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
-        output = predict(conditions.append(window, times + step * step_seconds))
+        date, noise = times + step * step_seconds, conditions.draw(keys, step)
+        output = predict(conditions.append(window, date, *noise))
         window = normalizer.advance(window, output)
         yield window
 
 
 def model_forecast(
-    predict: Model, normalizer: Normalizer, conditions: Conditions, step_seconds: int
+    predict: Model,
+    normalizer: Normalizer,
+    conditions: Conditions,
+    step_seconds: int,
+    members: int = 1,
+    seed: int = 0,
 ) -> Forecast:
-    """The model as a forecast."""
+    """The model as a forecast; of an ensemble the rows are those of all members: (B M, L, V, H, W)."""
 
     def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-        windows = rollout(predict, normalizer, conditions, step_seconds, start, times, max(leads))
+        keys = keys_of_members(seed, 0, times, members)
+        start, times = (each.repeat_interleave(members, dim=0) for each in (start, times))
+        windows = rollout(predict, normalizer, conditions, step_seconds, start, times, max(leads), keys)
         # Each into its place: a list of them and the stack would be twice the memory.
         found = start.new_empty((len(start), len(leads), *normalizer.newest(start).shape[1:]))
         for lead, window in enumerate(windows, 1):

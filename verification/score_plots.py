@@ -18,7 +18,7 @@ from verification.maps import Land, draw_map, error_colours
 from verification.plots import STYLES, build_panels, label_with, save
 from verification.report import GRAVITY, energy_units
 from verification.score_tables import lead_hours, one_variable, select, units_of, variable_names
-from verification.validation import dates_of_leads
+from verification.validation_scores import dates_of_leads
 
 # Drawn where they are there, in this order; others follow.
 HEADLINE = (

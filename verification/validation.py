@@ -1,11 +1,10 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
-Shapes: B dates, h states of a window (datasets/window.py), L leads, V variables, H latitudes,
-W longitudes, n dates in all.
+Shapes: B dates, M members of an ensemble (1 of any other forecast), h states of a window
+(datasets/window.py), L leads, V variables, H latitudes, W longitudes, n dates in all.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,56 +14,12 @@ from torch import Tensor
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader, in_one_line
 from datasets.window import split_sample
+from verification.ensembles import ENSEMBLE, ensemble_errors
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
+from verification.validation_scores import Scores
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass
-class Scores:
-    """RMSE of each forecast, (L, V) in physical units, and the loss of the one that is trained."""
-
-    variables: Sequence[str]
-    lead_hours: Sequence[int]
-    num_dates: Sequence[int]  # with a truth, a lead
-    units: Sequence[str]
-    rmse: dict[str, Tensor]
-    loss: float
-
-    def record(self, step: int) -> dict[str, float]:
-        """The validation object of metrics.jsonl: the first lead under plain names, others with @<hours>h."""
-        record: dict[str, float] = {"step": step, "val/loss": self.loss}
-        for name, table in self.rmse.items():
-            key = "val/rmse" if name == "model" else f"val/rmse_{name.replace(' ', '_')}"
-            for hours, row in zip(self.lead_hours, table.tolist(), strict=True):
-                suffix = "" if hours == self.lead_hours[0] else f"@{hours}h"
-                record |= {f"{key}/{v}{suffix}": value for v, value in zip(self.variables, row, strict=True)}
-        return record
-
-    def table(self) -> str:
-        """RMSE a variable and lead, the best of each row marked with a star."""
-        names = list(self.rmse)
-        width = max(len(v) for v in self.variables) + 2
-        head = f"{'RMSE':<{width}}{'lead':>6}{'dates':>7}"
-        head += "".join(f"{name:>20}" for name in names) + "   units"
-        lines = [f"validation over {dates_of_leads(self.num_dates, self.lead_hours)}", head, "-" * len(head)]
-        for v, variable in enumerate(self.variables):
-            for lead, hours in enumerate(self.lead_hours):
-                values = [float(self.rmse[name][lead, v]) for name in names]
-                cells = [f"{x:>19.4g}{'*' if x == min(values) else ' '}" for x in values]
-                row = f"{variable:<{width}}{hours:>4} h{self.num_dates[lead]:>7}"
-                lines.append(f"{row}{''.join(cells)}   {self.units[v]}".rstrip())
-        return "\n".join(lines)
-
-
-def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
-    """ "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where not every lead has all of them."""
-    first, last, fewest, most = num_dates[0], num_dates[-1], min(num_dates), max(num_dates)
-    if fewest == most:
-        return f"{first} initial dates"
-    between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
-    return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
 
 
 def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
@@ -76,7 +31,7 @@ def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
 
 
 def loss_of_date(predicted: Tensor, truth: Tensor, loss: Loss) -> Tensor:
-    """() of fields (1, V, H, W) twice; 0 where there is no truth."""
+    """() of fields (M, V, H, W) and (1, V, H, W); 0 where there is no truth."""
     return torch.where(torch.isfinite(truth).any(), loss(predicted, truth), 0.0)
 
 
@@ -93,11 +48,15 @@ class Validation:
         num_workers: int = 0,
         part: tuple[int, int] = (0, 1),
         counts: bool = True,
+        members: int = 1,
     ) -> None:
-        """part: which part of the dates is this rank's, of how many; counts: on one rank of each part."""
+        """part: which part of the dates is this rank's, of how many; counts: on one rank of each part;
+        members: of the model's forecasts.
+        """
         self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
         self.dataset, self.variables, self.num_samples = dataset, dataset.variables, len(dataset)
         self.counts, self.history = counts, dataset.samples.shape[1] - len(lead_steps)
+        self.members, self.ensemble = members, ENSEMBLE * (members > 1)
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         # One batch ahead: each has the truth at every lead.
         self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=area.device.type == "cuda")
@@ -108,7 +67,8 @@ class Validation:
         """Scores of the model beside the baselines; these are computed the first time only."""
         forecasts = {"model": model, **({} if self.known else baselines)}
         shape = (self.num_samples, len(self.lead_steps), len(self.variables))
-        errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in forecasts}
+        tables = [*forecasts, *self.ensemble]
+        errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in tables}
         losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
         for indices, (fields, times) in zip(
             self.sampler.batches, in_one_line(iter(self.loader)), strict=True
@@ -121,27 +81,32 @@ class Validation:
             state = fields[:, 0]
             for name, forecast in forecasts.items():
                 start = window if name == "model" else state
-                predicted = forecast(start, times, self.lead_steps)  # (B, L, V, H, W)
+                predicted = forecast(start, times, self.lead_steps)  # (B M, L, V, H, W)
+                predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, L, V, H, W)
                 for lead in range(len(self.lead_steps)):
                     truth = truth_of(state, truths, lead)
-                    squares = mean_squared_error(predicted[:, lead : lead + 1], truth, self.area)[:, 0]
-                    errors[name][dates, lead] = squares[mine]
+                    members = predicted[:, :, lead]  # (B, M, V, H, W)
+                    mean = members.mean(dim=1, keepdim=True)
+                    errors[name][dates, lead] = mean_squared_error(mean, truth, self.area)[mine, 0]
                     present[dates, lead] = torch.isfinite(truth).any(-1).any(-1)[mine, 0].double()
+                    for table in self.ensemble if name == "model" else ():
+                        of_members = ensemble_errors(table, members, truth[:, 0], self.area)
+                        errors[table][dates, lead] = of_members[mine]
                 if name == "model":
                     for row in mine:
                         truth = truth_of(state[row : row + 1], truths[row : row + 1], 0)[0]
-                        losses[indices[row]] = loss_of_date(predicted[row, :1], truth, loss)
+                        losses[indices[row]] = loss_of_date(predicted[row, :, 0], truth, loss)
         return self._scores(errors, losses, present)
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]:
         """The last initial date that has a truth at the first lead, and variable -> (truth, forecast) (H, W)
-        there.
+        there; of an ensemble its mean.
         """
         last = int(np.flatnonzero(self.dataset.samples[:, self.history] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
-        window, truths = split_sample(fields, self.history)
-        predicted = forecast(window.to(self.device), times.to(self.device), self.lead_steps[:1])[0, 0].cpu()
+        (window, truths), first = split_sample(fields, self.history), self.lead_steps[:1]
+        predicted = forecast(window.to(self.device), times.to(self.device), first)[:, 0].mean(dim=0).cpu()
         pairs = zip(truths[0, 0].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
 
@@ -155,6 +120,7 @@ class Validation:
             if not self.counts:
                 table.zero_()  # another rank says the same
             dist.all_reduce(table)
+        of_ensemble = {name: errors.pop(name).sum(dim=0) / present.sum(dim=0) for name in self.ensemble}
         tables = {name: rmse(table, present) for name, table in errors.items()}
         counts = (present > 0).any(-1).sum(dim=0)  # (L,)
         self.known |= {name: table for name, table in tables.items() if name != "model"}
@@ -166,4 +132,6 @@ class Validation:
             [self.dataset.archive.shown_units(name) for name in self.variables],
             {"model": tables["model"], **self.known},
             (losses.sum() / counts[0]).item(),
+            of_ensemble,
+            self.members,
         )

@@ -1,0 +1,239 @@
+"""The almost fair CRPS as a loss, and the noise by which an ensemble's members differ."""
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archives.grid import area_weights, global_grid
+from losses.penalties import CRPS, by_member, penalty_of
+from losses.pointwise import fused_sum_of_costs, sum_of_costs
+from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
+from tests.parity import Layout, SmallRun, difference, full
+from training.rollout import seed_again
+
+ALPHA = 0.95  # Lang et al. 2024
+
+
+def almost_fair(members: np.ndarray, truth: float) -> float:
+    """Of members (M,), by the definition: so much of the fair CRPS, and the plain one for the rest."""
+    count, skill, pairs = len(members), 0.0, 0.0
+    for x in members:
+        skill += abs(float(x) - truth) / count
+        for other in members:
+            pairs += abs(float(x) - float(other))
+    fair, plain = skill - pairs / (2 * count * (count - 1)), skill - pairs / (2 * count**2)
+    return ALPHA * fair + (1 - ALPHA) * plain
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+def test_the_definition(members):
+    x = np.random.default_rng(0).normal(size=(6, members))
+    x[0, 0] = x[0, 1]  # equal members
+    truth = np.random.default_rng(1).normal(size=6)
+    expected = [almost_fair(row, y) for row, y in zip(x, truth, strict=True)]
+    found = CRPS.cost(torch.tensor(x - truth[:, None])).mean(dim=-1)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("truth", [0.3, 2.0])
+def test_its_expectation_for_gaussian_members(members, truth):
+    """Members of N(m, s^2): E|x - y| = s (z (2 F(z) - 1) + 2 f(z)) with z = (y - m) / s, and the distance of
+    two of them is 2 s / sqrt(pi) (Gneiting and Raftery 2007). The fair CRPS has it whole: that of N(m, s^2).
+    """
+    mean, size, normal = 0.5, 0.8, NormalDist()
+    z = (truth - mean) / size
+    skill = size * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z))
+    expected = skill - (1 - (1 - ALPHA) / members) * size / math.sqrt(math.pi)
+    generator = torch.Generator().manual_seed(0)
+    draws = mean + size * torch.randn(400_000, members, generator=generator, dtype=torch.float64)
+    assert CRPS.cost(draws - truth).mean().item() == pytest.approx(expected, abs=4e-3)
+
+
+def test_sums_and_gradients():
+    """Value and gradient of the sum of weights x CRPS, by loops and autograd in float64."""
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(6, 8, 5, generator=generator).bfloat16().float()  # 2 samples of 3 members
+    target, weights = torch.randn(2, 2, 8, 5, generator=generator)
+    target, weights = target.repeat_interleave(3, 0), weights.repeat_interleave(3, 0)
+    exact = output.double().requires_grad_()
+    groups = (exact - target.double()).view(2, 3, 8, 5)
+    apart = (groups[:, :, None] - groups[:, None]).abs().sum(dim=(1, 2)) / (2 * 3 * 2)
+    crps = groups.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
+    sums = (3 * weights[::3].double() * crps).sum(dim=(1, 2))
+    scale = torch.tensor([1.0, 2.0])
+    (sums * scale).sum().backward()
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for function in (sum_of_costs, fused_sum_of_costs):
+            ours = output.to(dtype, copy=True).requires_grad_()
+            found = function(
+                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps", 1.0)
+            )
+            (found * scale).sum().backward()
+            assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == dtype
+            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
+                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_minimising_it_finds_the_spread_of_a_linear_gaussian_problem():
+    """y = 2 x + 0.5 e, members a x + s n. With M members and the right a the expectation is
+    sqrt(2 / pi) sqrt(0.5^2 + s^2) - q s / sqrt(pi), q = 1 - (1 - ALPHA) / M: least at
+    s = 0.5 q / sqrt(2 - q^2).
+    """
+    torch.manual_seed(0)
+    members, noise = 4, 0.5
+    slope, size = torch.zeros(1, requires_grad=True), torch.full((1,), 2.0, requires_grad=True)
+    optimizer = torch.optim.Adam([slope, size], lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    for _ in range(400):
+        x = torch.randn(4096, 1)
+        y = (2 * x + noise * torch.randn_like(x)).repeat_interleave(members, 0)
+        forecast = slope * x.repeat_interleave(members, 0) + size * torch.randn(len(y), 1)
+        parts = (by_member(each, members) for each in (forecast, y, torch.full_like(y, 1 / len(y))))
+        optimizer.zero_grad()
+        fused_sum_of_costs(*parts, penalty=CRPS).sum().backward()
+        optimizer.step()
+        schedule.step()
+    q = 1 - (1 - ALPHA) / members
+    assert slope.item() == pytest.approx(2, abs=0.02)
+    assert abs(size.item()) == pytest.approx(noise * q / math.sqrt(2 - q**2), rel=0.03)
+
+
+# -- the loss of fields
+
+
+def loss_by_hand(members: np.ndarray, truth: np.ndarray, weights: list[float]) -> float:
+    """Of normalised states (B, M, V, H, W) and truths (B, V, H, W) with holes: the mean over samples and
+    variables of the area-weighted mean over the cells that have a value.
+    """
+    area, total = area_weights(global_grid(truth.shape[-2:]).latitude), 0.0
+    for b in range(len(truth)):
+        for v, weight in enumerate(weights):
+            cells = np.argwhere(np.isfinite(truth[b, v]))
+            costs = [area[i] * almost_fair(members[b, :, v, i, j], truth[b, v, i, j]) for i, j in cells]
+            total += weight * sum(costs) / sum(area[i] for i, _ in cells)
+    return float(total / (len(truth) * len(weights)))
+
+
+def test_the_loss_of_fields_with_holes(one_rank):
+    """Of a step and of a validation, in units of normalised states whatever the model predicts."""
+    run = SmallRun(Layout(grid=(11, 10), members=3))
+    objective, normalizer = run.objective, run.objective.normalizer
+    scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:2], torch.arange(2) * 21_600
+    changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    _, *expected = objective.cut(fields, times, *objective.conditions.draw(objective.keys(1, times)))
+    found = objective.loss_part(run.model.geometry.from_fields(changes), *expected)
+    states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
+    truth = fields[:, 1]
+    by_hand = loss_by_hand(states.double().view(2, 3, 3, 11, 10).numpy(), truth.double().numpy(), [1, 2, 0.5])
+    assert found.item() == pytest.approx(by_hand, rel=1e-5)
+    dates = [objective.of_fields(states[3 * i : 3 * i + 3], truth[i : i + 1]).item() for i in range(2)]
+    assert np.mean(dates) == pytest.approx(by_hand, rel=1e-5)
+
+
+@pytest.mark.parametrize(("rollout", "history"), [(3, 1), (1, 2), (3, 3)])
+def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, history):
+    """Each member goes on from its own window, with noise of its own at each step."""
+    options: dict[str, Any] = {"grid": (11, 10), "model": (("attention_backend", "math"),)}
+    layout = Layout(rollout=rollout, history=history, members=3, **options)
+    run, plain = SmallRun(layout), SmallRun(layout)
+    loss, _ = run.step(0)
+    fields, times = plain.batches(0)[0]
+    conditions, model = plain.objective.conditions, plain.model.geometry
+    assert conditions.noise is not None
+    keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
+    assert torch.equal(plain.objective.keys(1, times), keys)
+    area = torch.from_numpy(area_weights(conditions.latitude.numpy())).float()
+    states = [fields[:, n].nan_to_num().repeat_interleave(3, 0) for n in range(history)]
+    losses = []
+    for number in range(rollout):
+        seed_again(torch.initial_seed(), number)
+        static = conditions.static.expand(len(keys), -1, -1, -1)
+        noise = conditions.noise.draw(hashed(keys, number))
+        state = states[0] + model.predict(torch.cat([*states, static, noise], dim=1))
+        states, truth = [state, *states[:-1]], fields[:, history + number]
+        weights = truth.isfinite() * area[:, None]
+        weights = weights / weights.sum((-2, -1), keepdim=True) * torch.tensor([1, 2, 0.5])[:, None, None]
+        error = state.unflatten(0, (-1, 3)) - truth.nan_to_num()[:, None]
+        apart = (error[:, :, None] - error[:, None]).abs().sum(dim=(1, 2)) / (2 * 3 * 2)
+        crps = error.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
+        losses.append((weights * crps).sum() / (3 * len(fields)))
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    gradients = {name: full(p.grad) for name, p in plain.model.parameters.items() if p.grad is not None}
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert difference(run.gradients, gradients)[0] < 1e-5
+
+
+# -- noise
+
+
+def test_bits_are_those_of_splitmix64():
+    """The first numbers of Vigna's splitmix64.c with the states 0 and 1234567."""
+    numbers = [[int(hashed(torch.tensor(state), i)) % 2**64 for i in range(3)] for state in (0, 1234567)]
+    assert numbers[0] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert numbers[1] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    tensors = hashed(torch.tensor([1234567]), torch.arange(3))
+    assert [int(number) % 2**64 for number in tensors] == numbers[1]
+
+
+def test_noise_is_a_function_of_seed_step_date_and_member():
+    times = torch.tensor([0, 21_600, -21_600])
+    keys = {
+        tuple(keys_of_members(seed, step, times, 4).tolist()) for seed in (0, 1, 10**12) for step in (0, 1, 2)
+    }
+    assert len({key for row in keys for key in row}) == 3 * 3 * 3 * 4
+    fields = NoiseFields(4, (32, 64), periodic=True).draw
+    several = keys_of_members(7, 3, times, 2)
+    whole = fields(several)
+    for row, (date, member) in enumerate((date, member) for date in times for member in (0, 1)):
+        alone = noise_keys(7, 3, date[None], torch.tensor([member]))
+        assert torch.equal(fields(alone)[0], whole[row])  # whatever the batch
+
+
+@pytest.mark.parametrize("grid, periodic", [((32, 64), True), ((19, 37), False), ((11, 10), True)])
+def test_noise_has_variance_one_everywhere(grid, periodic):
+    """Exactly, by the weights; as drawn it is normal, and channels have nothing to do with each other."""
+    for size in (FINE, COARSE):
+        for points, round in ((grid[0], False), (grid[1], periodic)):
+            pair, weights = between(points, math.ceil(points / size), round)
+            matrix = np.zeros((points, math.ceil(points / size)))
+            for i in range(points):
+                matrix[i, pair[0, i]] += weights[0, i]
+                matrix[i, pair[1, i]] += weights[1, i]
+            np.testing.assert_allclose(np.square(matrix).sum(axis=1), 1, rtol=1e-12)
+    draws = (
+        NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, torch.arange(4000) * 21_600, 1)).double()
+    )
+    assert draws.mean(dim=0).abs().max() < 0.09 and (draws.var(dim=0) - 1).abs().max() < 0.14
+    assert (draws**4).mean().item() == pytest.approx(3, abs=0.1)
+    channels = torch.corrcoef(draws[:, :, grid[0] // 2, grid[1] // 2].T)
+    assert (channels - torch.eye(3)).abs().max() < 0.06
+    seam, inside = ((draws[..., a] * draws[..., b]).mean().item() for a, b in ((0, -1), (1, 2)))
+    assert (
+        abs(seam - inside) < 0.25 if periodic else abs(seam) < 0.1
+    )  # neighbours, or the two ends of a region
+
+
+def test_a_single_channel_is_fine_noise():
+    keys = torch.arange(2)
+    one, several = (NoiseFields(number, (32, 64), True) for number in (1, 2))
+    assert torch.equal(one.draw(keys), several.draw(keys)[:, :1])
+
+
+def test_channels_have_names_by_their_scale():
+    assert noise_names(3) == ["noise 0 over 4 points", "noise 1 over 4 points", "noise 0 over 16 points"]
+
+
+def test_noise_is_new_at_every_step(one_rank):
+    run = SmallRun(Layout(members=2))
+    fields, times = run.batches(0)[0]
+    draw, keys = run.objective.conditions.draw, run.objective.keys
+    inputs = [run.objective.cut(fields, times, *draw(keys(step, times)))[0] for step in (1, 1, 2)]
+    assert torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
+    assert not torch.equal(inputs[0][0], inputs[0][1]) and len(inputs[0]) == 2 * len(fields)

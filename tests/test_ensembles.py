@@ -1,0 +1,297 @@
+"""Ensembles from end to end: a run, its validation, its forecasts, their scores; refusals; what they cost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xarray as xr
+
+import forecast
+from archives.grid import area_weights, global_grid
+from checkpoints.files import step_folder
+from command_line import load_config
+from errors import UserError
+from parallelisms.mesh import start_ranks
+from planning.dry_run import dry_run
+from planning.memory import memory
+from planning.workload import workload_of
+from tests.parity import Layout, SmallRun, config_of
+from tests.started_jobs import write_config
+from tests.test_rollout_training import peak_bytes
+from train import train
+from verification.ensembles import ensemble_errors, spread_skill
+
+ROOT = Path(__file__).parent.parent
+NAME = "10m_u_component_of_wind"
+ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
+RUN = ["--training.steps", "6", "--checkpoint.interval", "3", "--training.rollout_steps", "[1, 2]"]
+VALIDATION = [
+    "--validation.enable",
+    "true",
+    "--validation.lead_hours",
+    "[6, 12]",
+    "--validation.plots",
+    "false",
+]
+
+
+def options_of(folder: Path) -> list[str]:
+    config, run = folder / "tiny.toml", folder / "run"
+    return ["--job.config_file", str(config), "--job.dump_folder", str(run), *RUN, *VALIDATION, *ENSEMBLE]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def options(request, tmp_path_factory) -> list[str]:
+    """Of a run of six steps, the last three of which are rollouts, by a model that sees one state, or two;
+    its folder holds two checkpoints.
+    """
+    folder = tmp_path_factory.mktemp("ensemble")
+    write_config(folder)
+    archive = xr.open_zarr(folder / "wb.zarr").load()
+    archive[NAME][37, 2] = np.nan  # in the validation period
+    archive.to_zarr(folder / "holes.zarr", zarr_format=2)
+    found = [*options_of(folder), "--data.path", str(folder / "holes.zarr")]
+    found += ["--data.history", str(request.param)]
+    found += ["--data.train_period", '["2020-01-01", "2020-01-08"]']
+    found += ["--data.validation_period", '["2020-01-09", "2020-01-10"]']
+    train(load_config(found))
+    return found
+
+
+def run_folder(options: list[str]) -> Path:
+    return Path(options[3])
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_forecast(options: list[str], target: Path, *more: str) -> xr.DataArray:
+    """(time, lead, number, latitude, longitude) from the dates of the validation."""
+    arguments = [*options, "--forecast.path", str(target), "--forecast.num_steps", "2", *more]
+    assert forecast.forecast(load_config(arguments)) == 0
+    return xr.open_zarr(target, decode_timedelta=True)[NAME].load()
+
+
+def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
+    """The same seed, date and member have the same noise; all scores written out with loops in float64."""
+    found, history = records(run_folder(options))[-1], load_config(options).data.history
+    members = make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
+    archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].transpose(
+        ..., "latitude", "longitude"
+    )
+    area = np.broadcast_to(area_weights(members.latitude.values)[:, None], members.shape[-2:])
+    for lead, suffix in enumerate(("", "@12h")):
+        squares, variances, scores = [], [], []
+        for date in members.time.values[history - 1 :]:  # windows of a validation keep to its period
+            valid = date + (lead + 1) * np.timedelta64(6, "h")
+            if valid not in archive.time:
+                continue
+            truth, start = (archive.sel(time=t, latitude=members.latitude).values for t in (valid, date))
+            cells = np.isfinite(truth) & np.isfinite(start)
+            x = members.sel(time=date).isel(prediction_timedelta=lead).values.astype(np.float64)
+            assert x.shape[0] == 3
+            skill = np.abs(x - truth).mean(axis=0)
+            apart = sum(np.abs(x[i] - x[j]) for i in range(3) for j in range(3)) / (2 * 3 * 2)
+            for kept, of in (
+                (scores, skill - apart),
+                (variances, x.var(0, ddof=1)),
+                (squares, (x.mean(0) - truth) ** 2),
+            ):
+                kept.append(np.average(of[cells], weights=area[cells]))
+        assert len(squares) == 8 - history - lead
+        rmse = np.sqrt(np.mean(squares))
+        assert found[f"val/crps/{NAME}{suffix}"] == pytest.approx(np.mean(scores), rel=1e-5)
+        assert found[f"val/rmse/{NAME}{suffix}"] == pytest.approx(rmse, rel=1e-5)
+        ratio = np.sqrt(4 / 3 * np.mean(variances)) / rmse
+        assert found[f"val/spread_skill/{NAME}{suffix}"] == pytest.approx(ratio, rel=1e-5)
+        assert found[f"val/rmse_persistence/{NAME}{suffix}"] > 0
+
+
+def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_path):
+    first = make_forecast(options, tmp_path / "a.zarr", "--forecast.num_members", "4")
+    again = make_forecast(
+        options, tmp_path / "b.zarr", "--forecast.num_members", "2", "--forecast.local_batch_size", "3"
+    )
+    other = make_forecast(options, tmp_path / "c.zarr", "--forecast.num_members", "4", "--forecast.seed", "1")
+    single = make_forecast(options, tmp_path / "d.zarr")
+    np.testing.assert_allclose(again, first.isel(number=[0, 1]), atol=1e-5)
+    np.testing.assert_allclose(single, first.isel(number=0), atol=1e-5)
+    for one, two in ((0, 1), (0, 3), (2, 3)):
+        assert (
+            abs(first.isel(number=one) - first.isel(number=two)).max(("latitude", "longitude")) > 1e-3
+        ).all()
+    assert (abs(first - other).max(("latitude", "longitude")) > 1e-3).all()
+    # They start from the analysis itself, unless they are told otherwise.
+    start = ["--forecast.num_members", "2", "--forecast.include_initial_state"]
+    states = make_forecast(options, tmp_path / "e.zarr", *start).isel(prediction_timedelta=0)
+    np.testing.assert_array_equal(states.isel(number=0), states.isel(number=1))
+    moved = make_forecast(options, tmp_path / "g.zarr", *start, "--forecast.perturbation", "0.5")
+    assert float(abs(moved.isel(prediction_timedelta=0, number=1) - states.isel(number=1)).max()) > 0.01
+
+
+def test_evaluate_scores_them(options, tmp_path):
+    make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
+    command = [sys.executable, "evaluate.py", *options, f"--forecast=model={tmp_path / 'f.zarr'}"]
+    command += ["--output", str(tmp_path / "scores"), "--baselines", "persistence"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with xr.open_dataset(tmp_path / "scores/scores.nc", decode_timedelta=True) as scores:
+        model = scores[NAME].sel(forecast="model", region="global")
+        assert {"crps", "spread", "spread_skill_ratio"} <= set(model.metric.values)
+        # In a validation cells that are missing at the start count for nobody: within a few per cent.
+        found = records(run_folder(options))[-1][f"val/crps/{NAME}"]
+        assert float(model.sel(metric="crps").isel(lead_time=0)) == pytest.approx(found, rel=0.1)
+
+
+def test_a_run_goes_on_to_the_bit(options, tmp_path):
+    shutil.copytree(run_folder(options), tmp_path / "run")
+    shutil.rmtree(step_folder(tmp_path / "run/checkpoints", 6))
+    again = [*options, "--job.dump_folder", str(tmp_path / "run")]
+    train(load_config(again))
+    ours, theirs = (
+        {r["step"]: r for r in records(folder)} for folder in (tmp_path / "run", run_folder(options))
+    )
+    assert all(ours[step].get("loss") == theirs[step].get("loss") for step in theirs)
+    last = [records(folder)[-1] for folder in (tmp_path / "run", run_folder(options))]
+    assert {k: v for k, v in last[0].items() if "val/" in k} == {
+        k: v for k, v in last[1].items() if "val/" in k
+    }
+
+
+def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, caplog):
+    plain = [*options, "--training.loss", "mse", "--training.members", "1", "--model.noise_dim", "0"]
+    train(load_config([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
+    finer = [*options, "--job.dump_folder", str(tmp_path / "finer")]
+    train(load_config([*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
+    names = [f"noise {number} over {size} points" for size in (4, 16) for number in (0, 1)]
+    assert f"new channels, initialised: {', '.join(names)}" in caplog.text
+    with pytest.raises(UserError, match=r"model.noise_dim = 2.*was trained with 4"):
+        train(load_config([*options, "--model.noise_dim", "2"]))
+
+
+PROGRAM = """
+import sys, numpy, torch
+program = torch.export.load(sys.argv[1]).module()
+state = torch.from_numpy(numpy.load(sys.argv[2]))
+times = torch.full((len(state),), 1578355200)
+found = [program(state, times, torch.arange(len(state)) + first) for first in (0, 0, 10)]
+assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+assert not torch.equal(found[0][0], found[0][1])
+assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
+"""
+
+
+def test_an_exported_program_takes_keys(options, tmp_path, monkeypatch):
+    target = tmp_path / "model.pt2"
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(target)])
+    forecast.main()
+    history = load_config(options).data.history
+    np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
+    command = [sys.executable, "-c", PROGRAM, str(target), str(tmp_path / "state.npy")]
+    subprocess.run(command, cwd=tmp_path, check=True)
+
+
+# -- scores
+
+
+def test_errors_of_members():
+    generator = np.random.default_rng(0)
+    members, truth = generator.normal(size=(2, 4, 3, 6, 5)), generator.normal(size=(2, 3, 6, 5))
+    truth[0, 1, 2, 3], truth[1, 2] = np.nan, np.nan
+    members[1, 2, 0, 4, 4] = np.nan
+    area = area_weights(np.linspace(90, -90, 6))
+    tensors = [torch.tensor(each) for each in (members, truth, area)]
+    crps, variance = (ensemble_errors(name, *tensors).numpy() for name in ("crps", "variance"))
+    for b, v in np.ndindex(2, 3):
+        cells = np.argwhere(np.isfinite(truth[b, v]))
+        weights = [area[i] for i, _ in cells]
+        if (b, v) in ((1, 2), (1, 0)):  # no truth; a member that is not finite
+            assert np.isnan(crps[b, v]) and np.isnan(variance[b, v])
+            continue
+        found = []
+        for i, j in cells:
+            x, y = members[b, :, v, i, j], truth[b, v, i, j]
+            apart = sum(abs(one - two) for one in x for two in x) / (2 * 4 * 3)
+            found.append((np.mean([abs(one - y) for one in x]) - apart, np.var(x, ddof=1)))
+        expected = np.average(found, axis=0, weights=weights)
+        assert (crps[b, v], variance[b, v]) == pytest.approx(tuple(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("members", [2, 10])
+def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
+    """Truth and members drawn alike: 1 for any number of them, less where they differ half as much."""
+    generator = np.random.default_rng(0)
+    truth, drawn = generator.normal(size=200_000), generator.normal(size=(members, 200_000))
+    for size in (1.0, 0.5):
+        mean, variance = (size * drawn).mean(axis=0), (size * drawn).var(axis=0, ddof=1).mean()
+        rmse = np.sqrt(np.mean((mean - truth) ** 2))
+        ratio = spread_skill(torch.tensor(variance), torch.tensor(rmse), members).item()
+        expected = np.sqrt((members + 1) / members) * size / np.sqrt(1 + size**2 / members)
+        assert ratio == pytest.approx(expected, rel=0.01)
+        assert size == 0.5 or ratio == pytest.approx(1, rel=0.01)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--training.members", "4"], "training.members = 4: .*set this to 1"),
+        (["--model.noise_dim", "4"], "model.noise_dim = 4: .*set this to 0"),
+        (["--validation.members", "4"], "validation.members = 4: .*set this to 0"),
+        (["--training.loss", "crps", "--model.noise_dim", "4"], "training.members = 1: .*2 or more"),
+        (["--training.loss", "crps", "--training.members", "4"], "model.noise_dim = 0: .*all the same"),
+        ([*ENSEMBLE, "--validation.members", "1"], "validation.members = 1: no ensemble"),
+        ([*ENSEMBLE, "--training.spectral_fraction", "0.5"], "training.spectral_fraction = 0.5"),
+        (["--forecast.perturbation", "-0.5"], "forecast.perturbation = -0.5"),
+    ],
+)
+def test_what_does_not_go_together(settings, message):
+    with pytest.raises(UserError, match=message):
+        load_config(settings)
+
+
+def test_the_best_checkpoint_may_be_that_of_the_best_crps():
+    best = ["--checkpoint.enable", "true", "--validation.interval", "10", "--checkpoint.keep_best"]
+    load_config([*ENSEMBLE, *best, "val/crps/geopotential:300@24h"])
+    with pytest.raises(UserError, match="no such score"):
+        load_config([*best, "val/crps/geopotential:300@24h"])
+
+
+# -- what they cost
+
+
+@pytest.mark.filterwarnings("ignore")  # of the profiler
+@pytest.mark.parametrize(("rollout", "history"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+def test_memory_of_an_ensemble(monkeypatch, rollout, history) -> None:
+    """The dry run within 7 % of what the allocator counts, the planner within 5 %."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
+    layout = Layout(rollout=rollout, history=history, members=4, grid=(32, 64), model=size)
+    config = config_of(layout, 0)
+    tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
+    work = workload_of(config, 1, layout.grid, 3)
+    start_ranks("gloo", timeout_seconds=60)
+    counted = peak_bytes(SmallRun(layout))
+    dist.destroy_process_group()
+    assert tracked == pytest.approx(counted, rel=0.07)
+    assert memory(work).peak == pytest.approx(counted, rel=0.05)
+
+
+def test_flops_and_micro_batches_count_all_members(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    plain, ensemble = (workload_of(config_of(Layout(members=n), 0), 1, (16, 32), 3) for n in (1, 4))
+    assert ensemble.states_at_once == 4 * plain.states_at_once and ensemble.micro_batch == plain.micro_batch
+    noise = 2 * 3 * 32 * (4 * 4) * 3 * plain.model.tokens  # 3 channels of patches of 16 points, to width 32
+    assert ensemble.sample_flops == pytest.approx(4 * (plain.sample_flops + noise), rel=1e-12)
+    assert ensemble.input_values == plain.input_values + 3 * 16 * 32
