@@ -218,7 +218,8 @@ def conclude(results: Results, complete: bool) -> None:
     """The table, and what it says. RunFailed: nothing. SystemExit: to be started again."""
     results.write()
     print(f"\n{results.score}, the lowest first\n{results.table()}")
-    print(f"\nwritten: {results.folder / 'sweep.jsonl'}, sweep.png")
+    files = [name for name in ("sweep.jsonl", "sweep.png") if (results.folder / name).exists()]
+    print(f"\nwritten, in {results.folder}: {', '.join(files)}")
     if not complete:
         done = sum(run.state in (DONE, FAILED) for run in results.runs)
         tell(f"stopped with {done} of {len(results.runs)} runs; start it again to go on (code {EXIT_SAVED})")
@@ -232,6 +233,13 @@ def conclude(results: Results, complete: bool) -> None:
 
 
 # -- the command
+
+
+def caution(number: int) -> None:
+    """Of so many combinations."""
+    if number > MANY:
+        words = "looks better on data.validation_period than it is: score it on dates of a third period"
+        tell(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
 
 
 def parse(argv: list[str]) -> Results:
@@ -260,9 +268,7 @@ def main(argv: list[str]) -> None:
         prepare_environment()
         results = parse(argv)
         check_data(results.runs)
-        if (number := len(results.combinations)) > MANY:
-            words = "is better on data.validation_period than it is: judge it by dates of a third period"
-            tell(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
+        caution(len(results.combinations))
         with lock_folder(results.folder) as lock, closing(Runner(results.folder, lock)) as runner:
             results.read()
             conclude(results, sweep(results, runner))

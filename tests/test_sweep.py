@@ -18,8 +18,8 @@ from command_line import load_config, to_toml
 from errors import ConfigError
 from jobs.preemption import EXIT_SAVED
 from optimizers.search_space import combinations, name_of, parse_varied, split_values
-from optimizers.sweep import Runner, last_line, main, parse
-from optimizers.sweep_results import DONE, FAILED, Results, Run, check_same
+from optimizers.sweep import Runner, caution, last_line, main, parse
+from optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
 from tests.started_jobs import ROOT, last_step, records, write_config
 
 STEPS = 150
@@ -189,6 +189,41 @@ def test_trials_are_drawn_from_a_seed() -> None:
     assert 70 < sum(rate < 1e-3 for rate in rates) < 130  # half of them in the lower decade
     layers = [each["model.num_layers"] for each in twenty]
     assert set(layers) == {"2", "3", "4", "5"} and all(layers.count(n) > 25 for n in set(layers))
+
+
+def test_the_best_of_many_is_too_good(capsys) -> None:
+    caution(20)
+    assert not capsys.readouterr().err
+    caution(21)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the best of 21 combinations looks better" in line and "a third period" in line
+
+
+def write_records(folder: Path, *found: dict) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
+
+
+def test_when_a_run_has_ended(tmp_path: Path) -> None:
+    words = ["--checkpoint.enable", "--checkpoint.keep_best=val/loss", "--validation.interval=10"]
+    words += ["--training.steps=50", f"--job.dump_folder={tmp_path}", "--validation.early_stop_patience=2"]
+    run = Run({}, 0, words, load_config(words))
+    run.read("val/loss")
+    assert run.state == WAITING
+    (tmp_path / "best").mkdir()
+    best = {"score": "val/loss", "value": 0.5, "step": 10}
+    (tmp_path / "best" / "best.json").write_text(json.dumps(best))
+    write_records(tmp_path, {"step": 10, "val/loss": 0.5}, {"step": 20, "val/loss": 0.6}, {"step": 50})
+    run.read("val/loss")
+    assert run.state == WAITING  # the last step is taken, not validated
+    later = {"step": 30, "val/loss": 0.7}
+    write_records(tmp_path, {"step": 10, "val/loss": 0.5}, {"step": 20, "val/loss": 0.6}, later)
+    run.read("val/loss")
+    assert (run.state, run.score) == (DONE, 0.7)  # two validations without a better one: it ended early
+    run.state = WAITING
+    write_records(tmp_path, {"step": 50, "val/loss": None})
+    run.read("val/loss")
+    assert (run.state, run.score, run.reason) == (FAILED, None, "val/loss is not finite")
 
 
 def test_the_order_of_a_table(tmp_path: Path) -> None:
