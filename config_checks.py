@@ -258,15 +258,18 @@ def _check_best(config: Config) -> None:
         refuse(
             "checkpoint.keep_best", name, "with fault_tolerance.enable replicas would judge each for itself"
         )
-    first, *others = sorted(validation.lead_hours)
+    check_score("checkpoint.keep_best", name, config)
+
+
+def check_score(key: str, name: str, config: Config) -> None:
+    """ConfigError: a validation has no score of this name, or none by which weights could be judged."""
+    first, *others = sorted(config.validation.lead_hours)
     suffixes = ["", *(f"@{hours}h" for hours in others)]
     kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
     ends = [f"{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
     scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]
     if name not in ("val/loss", *scores):
-        refuse(
-            "checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}"
-        )
+        refuse(key, name, f"no such score ({first} h has no suffix); {nearest(name, scores)}")
 
 
 def _check_forecast(config: Config) -> None:

@@ -1,0 +1,279 @@
+"""Which settings: a run of train.py for every combination of values, and a table sorted by their scores.
+
+    .venv/bin/python -m optimizers.sweep CONFIG --vary optimizer.lr=1e-3,2e-3 --vary model.dim=96,192
+    .venv/bin/python -m optimizers.sweep CONFIG --vary optimizer.lr=1e-4:1e-2:log --trials 20
+
+--vary    a key and its values, in all combinations; may be given again; low:high and low:high:log are ranges
+--trials  so many combinations, drawn from training.seed; needed for ranges; default 0: all there are
+--seeds   runs of each combination, from training.seed on; default 1
+--score   as metrics.jsonl calls it, the lower the better; default val/loss
+
+Any --section.key value may follow. Runs lie in <job.dump_folder>-sweep, beside sweep.jsonl and sweep.png; the
+same command again goes on, and what has ended is not run again. docs/batch_and_rate.md explains it. Exit
+codes: 0 done, 1 no run has a score, 2 bad input, 75 stopped, start it again.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import torch
+
+from checkpoints.run_folder import lock_folder
+from command_line import load_config, own_options, parse_command_line, split_options, start
+from config import SECTIONS, Config
+from config_checks import check_score
+from errors import RunFailed, end_when_interrupted, one_line_errors, refuse, tell
+from jobs.preemption import EXIT_SAVED, HEARD
+from jobs.start_checks import open_checked
+from optimizers.search_space import Varied, combinations, name_of, parse_varied, value_of
+from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
+from parallelisms.degrees import number_in_environment
+from project_folder import PROJECT
+
+OPTIONS = own_options(vary=[], trials=0, seeds=1, score="val/loss")
+MOST_SEEDS = 1000
+MANY = 20  # combinations, the best of which looks better on the dates that chose it than it is
+# What is scored: scores of runs that differ in these cannot be compared.
+SCORED = ("data.path", "data.select", "data.validation_period", "validation.lead_hours", "validation.enable")
+# What val/loss means; errors in physical units mean the same with each.
+LOSS = (
+    "training.loss",
+    "training.huber_threshold",
+    "training.variable_weights",
+    "training.weight_by_change",
+    "training.weight_by_pressure",
+    "training.spectral_fraction",
+    "model.predict",
+    "data.variables",
+    "data.levels",
+    "data.step_hours",
+    "data.train_period",
+    "data.statistics_dates",
+)
+
+
+# -- what is asked for
+
+
+def check_varied(varied: list[Varied], overrides: dict, score: str) -> None:
+    """ConfigError: a key that cannot be varied, or is given twice."""
+    keys = [each.key for each in varied]
+    for key in keys:
+        section, _, name = key.partition(".")
+        if keys.count(key) > 1 or name in overrides.get(section, {}):
+            refuse("--vary", key, "is given twice; list all its values once")
+        if key == "training.seed":
+            refuse("--vary", key, "write --seeds and how many")
+        if section == "job":
+            refuse("--vary", key, "names the sweep itself; vary another key")
+        if key in SCORED:
+            refuse("--vary", key, "changes what is scored, so that scores cannot be compared; fix it")
+        if key in LOSS and score == "val/loss":
+            reason = 'changes what val/loss means; take --score "val/rmse/<variable>", in physical units'
+            refuse("--vary", key, reason)
+
+
+def check_base(base: Config, own: argparse.Namespace) -> None:
+    """ConfigError, before the combinations are looked at."""
+    if not 1 <= own.seeds <= MOST_SEEDS:
+        refuse("--seeds", own.seeds, f"at least 1 and at most {MOST_SEEDS} expected")
+    if not own.vary and own.seeds == 1:
+        refuse("--vary", "", "nothing is varied; name a key and its values, or --seeds")
+    if own.trials and not own.vary:
+        refuse("--trials", own.trials, "nothing is varied to draw from; name a key with --vary")
+    if base.fault_tolerance.enable:
+        refuse("fault_tolerance.enable", True, "replicas wait for each other; set it to false for a sweep")
+    if "WORLD_SIZE" in os.environ or number_in_environment("NNODES") > 1:
+        refuse("NNODES", os.environ.get("NNODES", ""), "a sweep starts the ranks of its runs, on one host")
+
+
+def build_runs(rest: list[str], base: Config, varied: list[Varied], own: argparse.Namespace) -> list[Run]:
+    """Every combination once before any is repeated with another seed. Raises ConfigError."""
+    folder, first = f"{base.job_folder}-sweep", base.training.seed
+    chosen = combinations(varied, own.trials, first)
+    runs = []
+    for seed in range(first, first + own.seeds):
+        for texts in chosen:
+            settings = {key: value_of(key, text) for key, text in texts.items()}
+            words = [*rest, *(f"--{key}={text}" for key, text in texts.items()), f"--training.seed={seed}"]
+            words.append(f"--job.dump_folder={folder}/{name_of(settings, seed)}")
+            runs.append(Run(settings, seed, words, load_config(words)))
+    check_runs(runs, own.score)
+    return runs
+
+
+def check_runs(runs: list[Run], score: str) -> None:
+    """ConfigError: a run has no such score, or another's folder, or one that lies there from before."""
+    names = Counter(run.name for run in runs)
+    for run in runs:
+        if names[run.name] > 1:
+            refuse("--vary", run.name, "is the folder's name of two combinations; take other values")
+        if not run.config.validation.enable:
+            refuse("validation.enable", False, "a sweep needs scores; set it to true")
+        check_score("--score", score, run.config)
+        check_same(run.config)
+
+
+def check_data(runs: list[Run]) -> None:
+    """ConfigError, DataError: what only the machine and the data can refuse, of each combination."""
+    for run in runs:
+        if run.seed == runs[0].seed and not len(open_checked(run.config).validation):
+            refuse("data.validation_period", [], "a sweep needs dates to score; name a first and a last one")
+
+
+# -- the runs
+
+
+class Runner:
+    """One run after the other. A signal to stop goes to the one that is going, which saves and leaves."""
+
+    def __init__(self, folder: Path, lock: IO[str]) -> None:
+        self.folder, self.lock = folder, lock
+        self.process: subprocess.Popen | None = None
+        self.asked = 0  # the signal
+        self.previous = {number: signal.signal(number, self._hear) for number in HEARD}
+
+    def close(self) -> None:
+        """Signals mean again what they meant before."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and self.asked
+        self.asked = number
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT if again else signal.SIGTERM)  # twice: without a save
+
+    def run(self, run: Run) -> tuple[int, str]:
+        """Its exit code, and the last line that it said."""
+        log = self.folder / f"{run.name}.log"
+        with log.open("a") as output:
+            begin = output.tell()
+            self.process = subprocess.Popen(
+                [str(PROJECT / "run_train.sh"), *run.words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C of a terminal is this process's to pass on. Who outlives it keeps the folder locked.
+                start_new_session=True,
+                pass_fds=(self.lock.fileno(),),
+            )
+            if self.asked:  # between the start and this line
+                self.process.send_signal(signal.SIGTERM)
+            code = self.process.wait()
+        return code, last_line(log, begin)
+
+
+def last_line(log: Path, begin: int) -> str:
+    """What a run said of its end, after so many bytes of its log."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().decode(errors="replace").replace("\r", "\n").splitlines()
+    own = [line.partition("rossby: ")[2] for line in lines if "rossby: " in line]
+    others = [line.strip() for line in lines if line.strip()]
+    return (own or others or ["said nothing"])[-1]
+
+
+def sweep(results: Results, runner: Runner) -> bool:
+    """Whether all runs have ended, well or not."""
+    waiting = [run for run in results.runs if run.state == WAITING]
+    if found := len(results.runs) - len(waiting):
+        print(f"{found} of {len(results.runs)} runs have ended before")
+    for number, run in enumerate(waiting, found + 1):
+        if runner.asked:
+            return False
+        print(f"\nrun {number} of {len(results.runs)}: {run.name}", flush=True)
+        take(run, runner, results.score)
+        results.write()
+        if run.state == STOPPED:
+            return False
+        if run is not waiting[-1]:
+            print(results.table(), flush=True)
+    return True
+
+
+def take(run: Run, runner: Runner, score: str) -> None:
+    """Starts it, or lets it go on, and waits for its end."""
+    started = time.monotonic()
+    code, said = runner.run(run)
+    before = run.seconds if run.config.checkpoint.enable else 0.0  # else it has begun anew
+    run.seconds = round(before + time.monotonic() - started, 1)
+    run.read(score)
+    if run.state == WAITING:
+        stopped = runner.asked or code == EXIT_SAVED
+        run.state, run.reason = (STOPPED, said) if stopped else (FAILED, f"code {code}, {said}")
+    print(f"ended with code {code} after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def conclude(results: Results, complete: bool) -> None:
+    """The table, and what it says. RunFailed: nothing. SystemExit: to be started again."""
+    results.write()
+    print(f"\n{results.score}, the lowest first\n{results.table()}")
+    files = [name for name in ("sweep.jsonl", "sweep.png") if (results.folder / name).exists()]
+    print(f"\nwritten, in {results.folder}: {', '.join(files)}")
+    if not complete:
+        done = sum(run.state in (DONE, FAILED) for run in results.runs)
+        tell(f"stopped with {done} of {len(results.runs)} runs; start it again to go on (code {EXIT_SAVED})")
+        sys.exit(EXIT_SAVED)
+    if not any(each.scores for each in results.combinations):
+        raise RunFailed(f"no run has a score; {results.folder} has the log of each")
+    if best := results.best():
+        own = tuple(f"--{key}=" for key in best.settings)
+        words = [word for word in best.runs[0].words if word.startswith(own)] if own else []
+        print(f"lowest: {shlex.join(words)}")
+
+
+# -- the command
+
+
+def caution(number: int) -> None:
+    """Of so many combinations."""
+    if number > MANY:
+        words = "looks better on data.validation_period than it is: score it on dates of a third period"
+        tell(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
+
+
+def parse(argv: list[str]) -> Results:
+    """Raises ConfigError."""
+    own, rest = split_options(argv, OPTIONS)
+    if rest and not rest[0].startswith("-"):
+        rest = ["--job.config_file", *rest]
+    base = start(rest, __doc__, checked=False)
+    check_base(base, own)
+    varied = [parse_varied(text) for text in own.vary]
+    check_varied(varied, parse_command_line(rest, SECTIONS), own.score)
+    runs = build_runs(rest, base, varied, own)
+    return Results(Path(f"{base.job_folder}-sweep"), own.score, runs)
+
+
+def prepare_environment() -> None:
+    """What runs inherit, and what their settings are checked against."""
+    os.environ.setdefault("NGPU", str(max(torch.cuda.device_count(), 1)))
+    os.environ.setdefault("ROSSBY_PYTHON", sys.executable)
+    # training.max_wall_time is the sweep's: the job that it is a part of ends then.
+    os.environ.setdefault("ROSSBY_STARTED", os.environ.get("SLURM_JOB_START_TIME") or str(time.time()))
+
+
+def main(argv: list[str]) -> None:
+    with one_line_errors():
+        prepare_environment()
+        results = parse(argv)
+        check_data(results.runs)
+        caution(len(results.combinations))
+        with lock_folder(results.folder) as lock, closing(Runner(results.folder, lock)) as runner:
+            results.read()
+            conclude(results, sweep(results, runner))
+
+
+if __name__ == "__main__":
+    end_when_interrupted()
+    main(sys.argv[1:])
