@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 source ./setup.sh
-exec "$PYTHON" -m pytest --numprocesses 2 --dist loadfile "$@"
+exec "$PYTHON" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ def memory_kib(process: int | str = "self") -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start jobs come first, then those with many tests: two workers take a file each, and who
+    begins a long one last ends alone.
+    """
+    starting = {item.path for item in items if "start_job" in getattr(item, "fixturenames", ())}
+    numbers = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in starting, -numbers[item.path]))
 
 
 @pytest.fixture
