@@ -22,10 +22,7 @@ from benchmarks.time_to_skill import ROOT, Task, train
 from text_tables import text_table
 
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
-TASKS = {
-    "winds": Task("gfs_winds", WINDS, (6, 24), "damped_persistence"),
-    "simulated": Task("demo", ("geopotential:300", "u_component_of_wind:850"), (6, 72), "persistence"),
-}
+TASKS = {"winds": Task("gfs_winds", WINDS, (6, 24), "damped_persistence")}
 
 
 def main() -> int:
