@@ -128,6 +128,7 @@ def test_a_loader_says_it_in_one_line_too(tmp_path, codec, workers):
     assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
     config_file, data = write_config(tmp_path), tmp_path / "data.nc"
     xr.open_zarr(tmp_path / "wb.zarr").to_netcdf(data, engine="h5netcdf")

@@ -192,6 +192,7 @@ def test_other_layouts_score_the_same(run, truth):
         assert rows(out, name) == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_bits(run):
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
     run(ours, output="one")

@@ -131,6 +131,7 @@ def test_an_exception_is_told_once_with_its_traceback(tmp_path):
     assert "KeyError: 'no such variable'; all ranks end" in ended.stderr.splitlines()[-1], ended.stderr
 
 
+@pytest.mark.slow
 def test_a_mistake_of_ours_keeps_its_traceback_and_is_restarted(tmp_path):
     """A ValueError in the model is no bad input."""
     script, config_file = tmp_path / "broken.py", write_config(tmp_path)
@@ -154,6 +155,7 @@ train.main()
         assert "Traceback" in ended.stderr and ended.stderr.count("restart 1 of 1") == restarts
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_resumes_by_itself(start_job, tmp_path):
     options = ["--training.steps", "60", "--checkpoint.interval", "20"]
     config_file, run = write_config(tmp_path), tmp_path / "run"

@@ -95,6 +95,7 @@ def test_a_search_compiles():
     assert "--compile.enable true" in text
 
 
+@pytest.mark.slow
 def test_a_search_chooses_the_local_batch():
     """3,072 samples on 96 GPUs, not in micro-batches of 12; 16 on 64 only over cp or tp."""
     twelve = ("--cluster", "a100x96", "--training.local_batch_size", "12")

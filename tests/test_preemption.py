@@ -118,6 +118,7 @@ def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, c
     assert ended.value.code == EXIT_SAVED and "nothing to save" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
     config_file, run = write_config(tmp_path), tmp_path / "run"
     job = start_job(config_file, run, NGPU="2")

@@ -76,6 +76,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 # -- with every replica there
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks_train_the_plain_run(config_file, tmp_path, lighthouse):
     plain = run(config_file, tmp_path / "plain", "--training.global_batch_size", "16", "--checkpoint.enable")
     options = ["--training.local_batch_size", "4", "--checkpoint.enable"]
@@ -118,6 +119,7 @@ def test_a_lost_replica_that_is_waited_for_changes_nothing(config_file, tmp_path
     assert read(folder)[-1] == records[-1]
 
 
+@pytest.mark.slow
 def test_the_others_go_on_and_one_that_comes_back_is_alike_to_the_bit(config_file, tmp_path, lighthouse):
     """Its folder is empty. What a checkpoint holds, it gets from the other: averages, moments, the step."""
     options = ["--training.steps", "400", "--training.local_batch_size", "2", "--training.ema_decay", "0.99"]

@@ -55,6 +55,7 @@ def stop_after(folder: Path, step: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_goes_on(tiny: list[str], tmp_path: Path, capsys) -> None:
     """Stopped in its first run, of which the second blows up; then nothing is left to be run but that."""
     folder = tmp_path / "run-sweep"

@@ -208,6 +208,7 @@ def read_complete_lines(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_run(config_file, tmp_path):
     one = run(config_file, tmp_path / "one", "--training.local_batch_size", "8")
     process = start(config_file, tmp_path / "two", "--training.local_batch_size", "4", NGPU="2")

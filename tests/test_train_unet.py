@@ -26,7 +26,9 @@ def on_two_ranks(config_file: Path, folder: Path, *options: str) -> list[dict]: 
 @pytest.mark.parametrize(
     "options",
     [
-        ["--parallelism.domain_parallel_tiles", "[2,1]", "--data.cache_gib", "0"],
+        pytest.param(
+            ["--parallelism.domain_parallel_tiles", "[2,1]", "--data.cache_gib", "0"], marks=pytest.mark.slow
+        ),
         pytest.param(
             ["--parallelism.domain_parallel_tiles", "[1,2]", "--activation_checkpoint.mode", "full"],
             marks=pytest.mark.slow,

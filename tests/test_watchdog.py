@@ -139,6 +139,7 @@ def test_a_rank_that_stalls_or_leaves_is_named(tmp_path, what):
         assert "in fail" in (tmp_path / "hang/rank-1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
     run: Path = tmp_path / "run"
     job = start_job(write_config(tmp_path), run, "--comm.train_timeout_seconds", "4", NGPU="2")
