@@ -44,7 +44,15 @@ OPTIONS = own_options(vary=[], trials=0, seeds=1, score="val/loss")
 MOST_SEEDS = 1000
 MANY = 20  # combinations, the best of which looks better on the dates that chose it than it is
 # What is scored: scores of runs that differ in these cannot be compared.
-SCORED = ("data.path", "data.select", "data.validation_period", "validation.lead_hours", "validation.enable")
+SCORED = (
+    "data.path",
+    "data.select",
+    "data.validation_period",
+    "validation.lead_hours",
+    "validation.enable",
+    "validation.members",
+    "training.members",  # as many a validation has, where it does not say
+)
 # What val/loss means; errors in physical units mean the same with each.
 LOSS = (
     "training.loss",
