@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from archives.grid import Grid, area_weights
 from datasets.forcings import compute_forcings
-from models.noise import NoiseFields, hashed
+from models.noise import NoiseFields
 
 
 class Conditions(nn.Module):
@@ -41,12 +41,14 @@ class Conditions(nn.Module):
     def num_channels(self) -> int:
         return len(self.static) + len(self.forcings) + (self.noise.num_channels if self.noise else 0)
 
-    def draw(self, keys: Tensor | None, step: int = 0) -> list[Tensor]:
-        """Of a model with noise, that of step `step` of forecasts with these keys (B,): (B, N, H, W)."""
+    def draw(self, keys: Tensor | None, times: Tensor) -> list[Tensor]:
+        """Of a model with noise, that of the step from `times` (B,) of forecasts with these keys (B,):
+        (B, N, H, W).
+        """
         if not self.noise:
             return []
         assert keys is not None, "a model with noise is told which"
-        return [self.noise.draw(hashed(keys, step))]
+        return [self.noise.draw(keys, times)]
 
     def append(self, window: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
         """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970, and what `draw`

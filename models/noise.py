@@ -77,7 +77,7 @@ class BlockNoise(nn.Module):
             weight = torch.tensor(weights, dtype=torch.float32)
             self.register_buffer(f"weight_of_{name}", weight, persistent=False)  # (2, points)
 
-    def draw(self, keys: Tensor) -> Tensor:
+    def forward(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
         values = normal_numbers(keys, math.prod(self.shape)).unflatten(1, self.shape)  # (B, N, h, w)
         # By indices, not by products with matrices: these would round as TF32 on a GPU.
@@ -100,31 +100,49 @@ def between(points: int, blocks: int, periodic: bool) -> tuple[np.ndarray, np.nd
     return pair, weights / np.where(alone, 1.0, np.sqrt(np.square(weights).sum(axis=0)))
 
 
-def channels_of_scales(num_channels: int) -> dict[int, int]:
-    """Points along a block's side -> channels."""
-    return {FINE: num_channels - num_channels // 2, COARSE: num_channels // 2}
+def parts(num_channels: int) -> list[tuple[int, bool, int]]:
+    """Points along a block's side, whether a forecast keeps it, and channels: half of them fine, half coarse,
+    half of either new at each step.
+    """
+    fine, coarse = num_channels - num_channels // 2, num_channels // 2
+    counts = [
+        (FINE, fine - fine // 2),
+        (FINE, fine // 2),
+        (COARSE, coarse // 2),
+        (COARSE, coarse - coarse // 2),
+    ]
+    found = [(size, number % 2 == 1, count) for number, (size, count) in enumerate(counts)]
+    return [part for part in found if part[-1]]
 
 
 def noise_names(num_channels: int) -> list[str]:
     """Of the channels, in their order."""
     return [
-        f"noise {number} over {size} points"
-        for size, count in channels_of_scales(num_channels).items()
+        f"noise {number} over {size} points, {'kept' if kept else 'of a step'}"
+        for size, kept, count in parts(num_channels)
         for number in range(count)
     ]
 
 
 class NoiseFields(nn.Module):
-    """Channels of Gaussian noise of mean 0 and variance 1 at every point: half of them fine, half coarse."""
+    """Channels of Gaussian noise of mean 0 and variance 1 at every point.
+
+    White in time it could say how wrong a step is, but not that a model errs alike in all steps of a
+    forecast: the spread of members that only such noise tells apart grows as the root of the lead, errors
+    grow faster. Half of the channels are therefore the same in all steps: the far end of stochastic physics,
+    whose noise decorrelates in hours to weeks (SPPT; Leutbecher et al. 2017).
+    """
 
     def __init__(self, num_channels: int, grid_shape: tuple[int, int], periodic: bool) -> None:
         """periodic: the longitudes go all round."""
         super().__init__()
-        self.num_channels = num_channels
-        numbers = channels_of_scales(num_channels)
-        self.fine = BlockNoise(numbers[FINE], grid_shape, FINE, periodic)
-        self.coarse = BlockNoise(numbers[COARSE], grid_shape, COARSE, periodic)
+        self.num_channels, self.parts = num_channels, parts(num_channels)
+        blocks = [BlockNoise(count, grid_shape, size, periodic) for size, _, count in self.parts]
+        self.blocks = nn.ModuleList(blocks)
 
-    def draw(self, keys: Tensor) -> Tensor:
-        """keys (B,) -> (B, N, H, W), a function of each key."""
-        return torch.cat([self.fine.draw(hashed(keys, 0)), self.coarse.draw(hashed(keys, 1))], dim=1)
+    def draw(self, keys: Tensor, times: Tensor) -> Tensor:
+        """Keys of forecasts (B,) and dates of their states (B,), seconds since 1970 -> (B, N, H, W)."""
+        of_step, found = hashed(keys, times), []
+        for number, (block, (_, kept, _)) in enumerate(zip(self.blocks, self.parts, strict=True)):
+            found.append(block(hashed(keys if kept else of_step, number)))
+        return torch.cat(found, dim=1)

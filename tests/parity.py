@@ -236,7 +236,7 @@ def three_steps(layout: Layout) -> Outcome:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
     inputs = torch.cat([window, run.data[2:4, 0, :2]], dim=1).to(run.device)
-    noise = run.objective.conditions.draw(torch.arange(2, device=run.device))
+    noise = run.objective.conditions.draw(*torch.arange(4, device=run.device).split(2))
     predicted = full(run.model.predict(torch.cat([inputs, *noise], dim=1)))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))

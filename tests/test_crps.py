@@ -126,7 +126,7 @@ def test_the_loss_of_fields_with_holes(one_rank):
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:2], torch.arange(2) * 21_600
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    _, *expected = objective.cut(fields, times, *objective.conditions.draw(objective.keys(1, times)))
+    _, *expected = objective.cut(fields, times, *objective.draw(objective.keys(1, times), times))
     found = objective.loss_part(run.model.geometry.from_fields(changes), *expected)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
     truth = fields[:, 1]
@@ -154,7 +154,9 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
     for number in range(rollout):
         seed_again(torch.initial_seed(), number)
         static = conditions.static.expand(len(keys), -1, -1, -1)
-        noise = conditions.noise.draw(hashed(keys, number))
+        noise = conditions.noise.draw(
+            keys, times.repeat_interleave(3) + number * plain.objective.step_seconds
+        )
         state = states[0] + model.predict(torch.cat([*states, static, noise], dim=1))
         states, truth = [state, *states[:-1]], fields[:, history + number]
         weights = truth.isfinite() * area[:, None]
@@ -189,11 +191,10 @@ def test_noise_is_a_function_of_seed_step_date_and_member():
     }
     assert len({key for row in keys for key in row}) == 3 * 3 * 3 * 4
     fields = NoiseFields(4, (32, 64), periodic=True).draw
-    several = keys_of_members(7, 3, times, 2)
-    whole = fields(several)
+    whole = fields(keys_of_members(7, 3, times, 2), times.repeat_interleave(2))
     for row, (date, member) in enumerate((date, member) for date in times for member in (0, 1)):
         alone = noise_keys(7, 3, date[None], torch.tensor([member]))
-        assert torch.equal(fields(alone)[0], whole[row])  # whatever the batch
+        assert torch.equal(fields(alone, date[None])[0], whole[row])  # whatever the batch
 
 
 @pytest.mark.parametrize("grid, periodic", [((32, 64), True), ((19, 37), False), ((11, 10), True)])
@@ -207,9 +208,8 @@ def test_noise_has_variance_one_everywhere(grid, periodic):
                 matrix[i, pair[0, i]] += weights[0, i]
                 matrix[i, pair[1, i]] += weights[1, i]
             np.testing.assert_allclose(np.square(matrix).sum(axis=1), 1, rtol=1e-12)
-    draws = (
-        NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, torch.arange(4000) * 21_600, 1)).double()
-    )
+    times = torch.arange(4000) * 21_600
+    draws = NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, times, 1), times).double()
     assert draws.mean(dim=0).abs().max() < 0.09 and (draws.var(dim=0) - 1).abs().max() < 0.14
     assert (draws**4).mean().item() == pytest.approx(3, abs=0.1)
     channels = torch.corrcoef(draws[:, :, grid[0] // 2, grid[1] // 2].T)
@@ -223,17 +223,36 @@ def test_noise_has_variance_one_everywhere(grid, periodic):
 def test_a_single_channel_is_fine_noise():
     keys = torch.arange(2)
     one, several = (NoiseFields(number, (32, 64), True) for number in (1, 2))
-    assert torch.equal(one.draw(keys), several.draw(keys)[:, :1])
+    assert torch.equal(one.draw(keys, keys), several.draw(keys, keys)[:, :1])
 
 
 def test_channels_have_names_by_their_scale():
-    assert noise_names(3) == ["noise 0 over 4 points", "noise 1 over 4 points", "noise 0 over 16 points"]
+    fine, coarse = (f"noise {{}} over {size} points, {{}}".format for size in (4, 16))
+    assert noise_names(1) == [fine(0, "of a step")]
+    assert noise_names(2) == [fine(0, "of a step"), coarse(0, "kept")]
+    assert noise_names(5) == [
+        *(fine(0, "of a step"), fine(1, "of a step"), fine(0, "kept")),
+        *(coarse(0, "of a step"), coarse(0, "kept")),
+    ]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+def test_half_of_the_noise_is_kept_through_a_forecast(number):
+    """Of either scale; the other half has nothing to do with the step before."""
+    fields, keys = NoiseFields(number, (32, 64), periodic=True), torch.arange(500)
+    first, second = (fields.draw(keys, torch.full((500,), date)) for date in (0, 21_600))
+    kept = [name.endswith("kept") for name in noise_names(number)]
+    assert sum(kept) in (number // 2, (number + 1) // 2)
+    for channel, same in enumerate(kept):
+        assert torch.equal(first[:, channel], second[:, channel]) == same
+        product = (first[:, channel] * second[:, channel]).mean(dim=0)
+        assert product.mean().item() == pytest.approx(float(same), abs=0.08)
 
 
 def test_noise_is_new_at_every_step(one_rank):
     run = SmallRun(Layout(members=2))
     fields, times = run.batches(0)[0]
-    draw, keys = run.objective.conditions.draw, run.objective.keys
-    inputs = [run.objective.cut(fields, times, *draw(keys(step, times)))[0] for step in (1, 1, 2)]
+    draw, keys = run.objective.draw, run.objective.keys
+    inputs = [run.objective.cut(fields, times, *draw(keys(step, times), times))[0] for step in (1, 1, 2)]
     assert torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
     assert not torch.equal(inputs[0][0], inputs[0][1]) and len(inputs[0]) == 2 * len(fields)

@@ -172,7 +172,7 @@ def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, c
     train(load_config([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
     finer = [*options, "--job.dump_folder", str(tmp_path / "finer")]
     train(load_config([*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
-    names = [f"noise {number} over {size} points" for size in (4, 16) for number in (0, 1)]
+    names = [f"noise 0 over {size} points, {kept}" for size in (4, 16) for kept in ("of a step", "kept")]
     assert f"new channels, initialised: {', '.join(names)}" in caplog.text
     with pytest.raises(UserError, match=r"model.noise_dim = 2.*was trained with 4"):
         train(load_config([*options, "--model.noise_dim", "2"]))

@@ -89,8 +89,8 @@ def test_a_host_that_dies_is_missed_and_taken_back(start, start_job, config_file
     assert wait_for(first, "restart 1 of 1") < 20
     assert "rank 1" in first.output.partition("restart 1")[0] and "Traceback" not in first.output
     second = start(1, run, *options)
-    # Only after its first step: until then a silent host counts as one that compiles. The metrics of the first
-    # life reach further than the checkpoint, so that they alone do not tell.
+    # Only after its first step: until then a silent host counts as one that compiles. The metrics of the
+    # first life reach further than the checkpoint, so that they alone do not tell.
     wait_for(first, r"resumed from.*  step +\d+/")
     saved = complete_steps(run / "checkpoints")[-1]
     first.wait_for_step(saved + 5)

@@ -41,9 +41,9 @@ def forward_backward(
     """
     fields, times = batch
     start, truths = split_sample(fields, objective.normalizer.history)
-    num_steps, keys, draw = truths.shape[1], objective.keys(step, times), objective.conditions.draw
+    num_steps, keys = truths.shape[1], objective.keys(step, times)
     if num_steps == 1:
-        inputs, *expected = objective.cut(fields, times, *draw(keys))
+        inputs, *expected = objective.cut(fields, times, *objective.draw(keys, times))
         return model.forward_backward(inputs, expected, loss_part, scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
@@ -54,7 +54,7 @@ def forward_backward(
         seed_again(seed, number)
         date, is_last = times + number * objective.step_seconds, number == first
         window = windows.pop().requires_grad_(not is_last)
-        back = StepBack(objective, model, window, truths[:, number], date, later, draw(keys, number))
+        back = StepBack(objective, model, window, truths[:, number], date, later, objective.draw(keys, date))
         loss += back.run(loss_part, shares[number], scale, exchange=exchange and is_last)
         later = None if is_last else back.gradient()
     return loss

@@ -47,9 +47,9 @@ class OneStep(nn.Module):
     def forward(self, fields: Tensor, times: Tensor, keys: Tensor | None = None) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
         newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
-        int64 too: any numbers, each another noise.
+        int64 too, the same in all steps of a forecast: any numbers, each another member.
         """
-        window, noise = self.normalizer.normalize_window(fields), self.conditions.draw(keys)
+        window, noise = self.normalizer.normalize_window(fields), self.conditions.draw(keys, times)
         output = self.model.predict(self.conditions.append(window, times, *noise))
         states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
         return self.normalizer.denormalize(states).flatten(1, 2)

@@ -39,8 +39,8 @@ def rollout(
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
-        date, noise = times + step * step_seconds, conditions.draw(keys, step)
-        output = predict(conditions.append(window, date, *noise))
+        date = times + step * step_seconds
+        output = predict(conditions.append(window, date, *conditions.draw(keys, date)))
         window = normalizer.advance(window, output)
         yield window
 
