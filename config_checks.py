@@ -10,6 +10,7 @@ from archives.storage_options import parse_storage_options
 from archives.variables import expand_levels, named_by, nearest_name, split_name
 from config import Config, Data, Model, Training, Validation
 from errors import nearest, refuse
+from losses.quantities import QUANTITIES, corrected, terms_of
 from parallelisms.layout_checks import check_layout
 from training.due import Rollouts
 
@@ -117,6 +118,7 @@ def _check_training(config: Config) -> None:
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
     _check_loss(config.training, variables)
+    _check_conserved(config, variables)
     _check_ensemble(config)
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
@@ -137,6 +139,26 @@ def _check_loss(training: Training, variables: list[str]) -> None:
         refuse("training.weight_by_pressure", True, reason)
     if not any(split_name(name)[1] for name in variables):
         refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
+
+
+def _check_conserved(config: Config, variables: list[str]) -> None:
+    """Quantities whose global mean is kept, by each step of the model or by the loss."""
+    exact, paid = config.model.conserve, config.training.conserve
+    if exact and paid:
+        refuse("training.conserve", list(paid), "model.conserve keeps global means; set one of them to []")
+    key, quantities = ("model.conserve", exact) if exact else ("training.conserve", paid)
+    first = [corrected(quantity) for quantity in quantities]
+    for quantity in quantities:
+        if quantity not in (*QUANTITIES, *variables):
+            refuse(key, quantity, f"no such quantity; {nearest(quantity, [*QUANTITIES, *variables])}")
+        if lacking := [name for name in terms_of(quantity) if name not in variables]:
+            reason = f"is made of {lacking[0]}, which is not among data.variables; add it, or take this out"
+            refuse(key, quantity, reason)
+        if first.count(corrected(quantity)) > 1:
+            refuse(key, quantity, f"another one is kept by shifting {corrected(quantity)}, too; take one out")
+    if quantities and config.model.predict != "change":
+        reason = 'is said of the change over a step; set model.predict to "change"'
+        refuse(key, list(quantities), reason)
 
 
 def _check_ensemble(config: Config) -> None:
