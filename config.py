@@ -121,6 +121,8 @@ class Model:
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
     # channels of Gaussian noise beside the input, by which members of an ensemble differ; 0: none
     noise_dim: Annotated[int, Range(0, 4_096)] = 0
+    # ViT: "time_of_day", "day_of_year", "lead_time": what shifts and scales the norms of its blocks
+    conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = ()
     # "dry_mass", or predicted variables, whose global mean no step changes: outputs are shifted so that it
     # stays; docs/losses.md
     conserve: tuple[str, ...] = ()

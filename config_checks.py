@@ -21,6 +21,7 @@ def check(config: Config) -> None:
         _check_unet(config)
     else:
         _check_vit(config.model)
+    _check_conditions(config)
     _check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
@@ -47,6 +48,27 @@ def _check_unet(config: Config) -> None:
         refuse("activation_checkpoint.mode", mode, reason)
     if config.float8.enable:
         refuse("float8.enable", True, "multiplies the matrices of a ViT, a U-Net has none; set it to false")
+
+
+def _check_conditions(config: Config) -> None:
+    """What the norms of blocks are told."""
+    conditions, key = list(config.model.conditions), "model.conditions"
+    if not conditions:
+        return
+    for name in conditions:
+        if conditions.count(name) > 1:
+            refuse(key, conditions, f"{name!r} is listed twice; name it once")
+    if config.model.name == "unet":
+        refuse(key, conditions, "are for the norms of a ViT; a U-Net takes data.forcings: set this to []")
+    if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
+        reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"
+        refuse(key, conditions, f'{reason}, or take "lead_time" out')
+    if config.parallelism.pipeline_parallel_degree > 1:
+        reason = "do not travel from one stage of a pipeline to the next; set this to []"
+        refuse(key, conditions, f"{reason}, or parallelism.pipeline_parallel_degree to 1")
+    if config.activation_checkpoint.mode == "every_n_blocks":
+        reason = 'differ from block to block, and "every_n_blocks" runs several as one; use "full"'
+        refuse("activation_checkpoint.mode", "every_n_blocks", f"model.conditions = {conditions} {reason}")
 
 
 def _check_vit(model: Model) -> None:

@@ -36,6 +36,7 @@ MODEL = {
         "qk_norm",
         "predict",
         "noise_dim",
+        "conditions",
         "conserve",
     ),
     "unet": ("width", "levels", "predict", "noise_dim", "conserve"),
@@ -88,7 +89,7 @@ class Identity:
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [key for key in theirs if key.startswith("model.")]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            free = key in ("model.noise_dim", "model.conserve")
+            free = key in ("model.noise_dim", "model.conditions", "model.conserve")
             if theirs[key] != ours.get(key) and not deeper and not free:
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 

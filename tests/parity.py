@@ -241,9 +241,10 @@ def three_steps(layout: Layout) -> Outcome:
         first = first or run.gradients
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
-    inputs = torch.cat([window, run.data[2:4, 0, :2]], dim=1).to(run.device)
-    noise = run.objective.conditions.draw(torch.arange(2, device=run.device))
-    predicted = full(run.model.predict(torch.cat([inputs, *noise], dim=1)))
+    window, keys = window.to(run.device), torch.arange(2, device=run.device)
+    conditions = run.objective.conditions
+    inputs = conditions.append(window, 100_000 * keys, *conditions.draw(keys, 1))
+    predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
     weights = gather_stages({name: full(p) for name, p in run.model.parameters.items()}, group)
@@ -496,6 +497,21 @@ ENSEMBLES = {
     "crps, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, members=3),
 }
 TABLE |= ENSEMBLES
+TOLD = (("conditions", ("time_of_day", "day_of_year", "lead_time")),)
+CONDITIONED = {
+    "conditions, accumulation 2": Layout(1, accumulation=2, model=TOLD),
+    "conditions, ac full": Layout(1, activation_checkpoint="full", model=TOLD, rollout=2),
+    "conditions, ac selective": Layout(1, activation_checkpoint="selective", model=TOLD),
+    "conditions, ddp 2": Layout(2, replicate(), model=TOLD, rollout=2),
+    "conditions, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=TOLD),
+    "conditions, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), model=TOLD),
+    "conditions, tp 2, ac full": Layout(2, tp(), activation_checkpoint="full", model=TOLD),
+    "conditions, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=TOLD),
+    "conditions, ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD, model=TOLD),
+    "conditions, crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3, model=TOLD),
+    "conditions, rollout 2, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=2, model=TOLD),
+}
+TABLE |= CONDITIONED
 CONSERVING = {
     "conserve, accumulation 2": Layout(1, accumulation=2, conserve="held"),
     "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve="held"),
@@ -572,7 +588,7 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONSERVING]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONDITIONED, *CONSERVING]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
@@ -630,6 +646,10 @@ FAST = [
     "crps, rollout 2, pp 2",
     "crps, rollout 2, fsdp 2 x tp 2",
     "crps, history 2, rollout 2, tp 2",
+    "conditions, ac selective",
+    "conditions, tp 2, odd grid",
+    "conditions, crps, rollout 2, fsdp 2 x tp 2",
+    "conditions, rollout 2, ulysses 2 x tp 2, compile",
     "conserve, tp 2, odd grid",
     "conserve, pp 2, 1f1b",
     "conserve, u-net, tiles 2 x 1",

@@ -91,8 +91,8 @@ def assemble(
     memory: what the model gets its memory in, without values: a dry run's FakeTensorMode.
     """
     training = config.training
-    conditions = Conditions(fields.static, config.data.forcings, fields.grid, config.model.noise_dim)
-    conditions = conditions.to(device)
+    told = (config.model.noise_dim, config.model.conditions)
+    conditions = Conditions(fields.static, config.data.forcings, fields.grid, *told).to(device)
     names, rows = predicted(config), area_weights(fields.grid.latitude)
     refuse_missing([*config.model.conserve, *training.conserve], names, fields.statistics)
     conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
