@@ -121,6 +121,11 @@ class Model:
     predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
     # channels of Gaussian noise beside the input, by which members of an ensemble differ; 0: none
     noise_dim: Annotated[int, Range(0, 4_096)] = 0
+    # ViT: "time_of_day", "day_of_year", "lead_time": what shifts and scales the norms of its blocks
+    conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = ()
+    # "dry_mass", or predicted variables, whose global mean no step changes: outputs are shifted so that it
+    # stays; docs/losses.md
+    conserve: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,10 @@ class Training:
     # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
     # scales stay; 1: all of it
     spectral_fraction: Fraction = 0.0
+    # what model.conserve names, kept by a term of the loss instead: conserve_weight x the squared change of
+    # each global mean
+    conserve: tuple[str, ...] = ()
+    conserve_weight: AboveZero = 1.0
     # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
     # on, in stages
     rollout_steps: tuple[Rollout, ...] = (1,)

@@ -10,6 +10,7 @@ from archives.storage_options import parse_storage_options
 from archives.variables import expand_levels, named_by, nearest_name, split_name
 from config import Config, Data, Model, Training, Validation
 from errors import nearest, refuse
+from losses.quantities import QUANTITIES, corrected, terms_of
 from parallelisms.layout_checks import check_layout
 from training.due import Rollouts
 
@@ -20,6 +21,7 @@ def check(config: Config) -> None:
         _check_unet(config)
     else:
         _check_vit(config.model)
+    _check_conditions(config)
     _check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
@@ -46,6 +48,27 @@ def _check_unet(config: Config) -> None:
         refuse("activation_checkpoint.mode", mode, reason)
     if config.float8.enable:
         refuse("float8.enable", True, "multiplies the matrices of a ViT, a U-Net has none; set it to false")
+
+
+def _check_conditions(config: Config) -> None:
+    """What the norms of blocks are told."""
+    conditions, key = list(config.model.conditions), "model.conditions"
+    if not conditions:
+        return
+    for name in conditions:
+        if conditions.count(name) > 1:
+            refuse(key, conditions, f"{name!r} is listed twice; name it once")
+    if config.model.name == "unet":
+        refuse(key, conditions, "are for the norms of a ViT; a U-Net takes data.forcings: set this to []")
+    if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
+        reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"
+        refuse(key, conditions, f'{reason}, or take "lead_time" out')
+    if config.parallelism.pipeline_parallel_degree > 1:
+        reason = "do not travel from one stage of a pipeline to the next; set this to []"
+        refuse(key, conditions, f"{reason}, or parallelism.pipeline_parallel_degree to 1")
+    if config.activation_checkpoint.mode == "every_n_blocks":
+        reason = 'differ from block to block, and "every_n_blocks" runs several as one; use "full"'
+        refuse("activation_checkpoint.mode", "every_n_blocks", f"model.conditions = {conditions} {reason}")
 
 
 def _check_vit(model: Model) -> None:
@@ -117,6 +140,7 @@ def _check_training(config: Config) -> None:
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
     _check_loss(config.training, variables)
+    _check_conserved(config, variables)
     _check_ensemble(config)
     if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
         reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
@@ -137,6 +161,26 @@ def _check_loss(training: Training, variables: list[str]) -> None:
         refuse("training.weight_by_pressure", True, reason)
     if not any(split_name(name)[1] for name in variables):
         refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
+
+
+def _check_conserved(config: Config, variables: list[str]) -> None:
+    """Quantities whose global mean is kept, by each step of the model or by the loss."""
+    exact, paid = config.model.conserve, config.training.conserve
+    if exact and paid:
+        refuse("training.conserve", list(paid), "model.conserve keeps global means; set one of them to []")
+    key, quantities = ("model.conserve", exact) if exact else ("training.conserve", paid)
+    first = [corrected(quantity) for quantity in quantities]
+    for quantity in quantities:
+        if quantity not in (*QUANTITIES, *variables):
+            refuse(key, quantity, f"no such quantity; {nearest(quantity, [*QUANTITIES, *variables])}")
+        if lacking := [name for name in terms_of(quantity) if name not in variables]:
+            reason = f"is made of {lacking[0]}, which is not among data.variables; add it, or take this out"
+            refuse(key, quantity, reason)
+        if first.count(corrected(quantity)) > 1:
+            refuse(key, quantity, f"another one is kept by shifting {corrected(quantity)}, too; take one out")
+    if quantities and config.model.predict != "change":
+        reason = 'is said of the change over a step; set model.predict to "change"'
+        refuse(key, list(quantities), reason)
 
 
 def _check_ensemble(config: Config) -> None:

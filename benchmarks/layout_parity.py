@@ -9,6 +9,7 @@ a count or size is not what the formula says.
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from config import Parallelism
+from models.condition_numbers import num_features
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
@@ -110,9 +112,10 @@ def architecture(layout: Layout) -> Architecture:
     bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
     given = 3 * layout.history + 2 + layout.noise_dim
     shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
-    return vit_architecture(
+    found = vit_architecture(
         layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned
     )
+    return replace(found, features=num_features(options.get("conditions", ())))
 
 
 def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
@@ -120,8 +123,10 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
 
     Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
     rollouts, of recomputation that repeats them, of pipelines combined, interleaved or with a loss that
-    talks.
+    talks, of global means that are kept, and of conditions beside tensor parallelism.
     """
+    if layout.conserve or (degrees.tp > 1 and "conditions" in dict(layout.model)):
+        return False
     if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
         return False
     if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:

@@ -36,8 +36,10 @@ MODEL = {
         "qk_norm",
         "predict",
         "noise_dim",
+        "conditions",
+        "conserve",
     ),
-    "unet": ("width", "levels", "predict", "noise_dim"),
+    "unet": ("width", "levels", "predict", "noise_dim", "conserve"),
 }
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
 UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
@@ -87,7 +89,8 @@ class Identity:
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [key for key in theirs if key.startswith("model.")]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            if theirs[key] != ours.get(key) and not deeper and key != "model.noise_dim":
+            free = key in ("model.noise_dim", "model.conditions", "model.conserve")
+            if theirs[key] != ours.get(key) and not deeper and not free:
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 
     def _check_fields(self, archive: Archive, way_out: str) -> None:

@@ -1,7 +1,8 @@
-"""What the model is told besides the state: constant fields, forcings computed from date and position, noise.
+"""What the model is told besides the state: constant fields, forcings computed from date and position, noise,
+and what a whole field has one number of (models/conditioning.py).
 
 Shapes: B batch, h states of a window (datasets/window.py), V variables, S static fields, F forcings,
-N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
+N channels of noise, K of single numbers, H latitudes, W longitudes, C = h V + S + F + N + K channels.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from archives.grid import Grid, area_weights
-from datasets.forcings import compute_forcings
+from datasets.forcings import Instant, compute_forcings
+from models.condition_numbers import num_channels
 from models.noise import NoiseFields
 
 
@@ -25,10 +27,18 @@ class Conditions(nn.Module):
     longitude: Tensor
 
     def __init__(
-        self, static: Sequence[np.ndarray], forcings: Sequence[str], grid: Grid, noise_dim: int = 0
+        self,
+        static: Sequence[np.ndarray],
+        forcings: Sequence[str],
+        grid: Grid,
+        noise_dim: int = 0,
+        single: Sequence[str] = (),
     ) -> None:
-        """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`."""
+        """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`; single: in
+        `models.condition_numbers.CHANNELS`.
+        """
         super().__init__()
+        self.single, self.has_lead = tuple(single), "lead_time" in single
         self.forcings = tuple(forcings)
         fields = [standardize(field, area_weights(grid.latitude)) for field in static]
         stacked = torch.stack(fields) if fields else torch.empty(0, *grid.shape)
@@ -39,18 +49,25 @@ class Conditions(nn.Module):
 
     @property
     def num_channels(self) -> int:
-        return len(self.static) + len(self.forcings) + (self.noise.num_channels if self.noise else 0)
+        noise = self.noise.num_channels if self.noise else 0
+        return len(self.static) + len(self.forcings) + noise + num_channels(self.single)
 
-    def draw(self, keys: Tensor | None, times: Tensor) -> list[Tensor]:
-        """Of a model with noise, that of the step from `times` (B,) of forecasts with these keys (B,):
-        (B, N, H, W).
+    def draw(self, keys: Tensor | None, times: Tensor, lead: Tensor | int | None) -> list[Tensor]:
+        """What the step from `times` (B,) of forecasts with these keys (B,) is told of itself: noise
+        (B, N, H, W), and how many steps after the analysis it is (B, 1, H, W), where the model has them.
+        lead: that number, or one each (B,).
         """
-        if not self.noise:
-            return []
-        assert keys is not None, "a model with noise is told which"
-        return [self.noise.draw(keys, times)]
+        found = []
+        if self.noise:
+            assert keys is not None, "a model with noise is told which"
+            found.append(self.noise.draw(keys, times))
+        if self.has_lead:
+            assert lead is not None, "a model with leads is told which"
+            leads = torch.full_like(times, lead) if isinstance(lead, int) else lead
+            found.append(leads.float()[:, None, None, None].expand(-1, 1, *self.static.shape[1:]))
+        return found
 
-    def append(self, window: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
+    def append(self, window: Tensor, times: Tensor, *drawn: Tensor) -> Tensor:
         """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970, and what `draw`
         gave -> (B, C, H, W).
         """
@@ -58,7 +75,20 @@ class Conditions(nn.Module):
         parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
         if self.forcings:
             parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
-        return torch.cat([*parts, *noise], dim=1)
+        noise, lead = (drawn[:-1], drawn[-1:]) if self.has_lead else (drawn, ())
+        return torch.cat([*parts, *noise, *self._single_numbers(times, *lead)], dim=1)
+
+    def _single_numbers(self, times: Tensor, *lead: Tensor) -> list[Tensor]:
+        """(B, 1 or 2, H, W) each, in the order of their names: of CHANNELS."""
+        zero = self.latitude.new_zeros(1, 1, 1)
+        at = Instant(times[:, None, None], latitude=zero, longitude=zero)
+        angles = {"time_of_day": at.local_time, "day_of_year": at.day_of_year}
+        return [lead[0] if name == "lead_time" else self._waves(angles[name]()) for name in self.single]
+
+    def _waves(self, angle: Tensor) -> Tensor:
+        """(B, 1, 1) radians -> sine and cosine (B, 2, H, W)."""
+        pair = torch.stack([angle.sin(), angle.cos()], dim=1).float()  # (B, 2, 1, 1)
+        return pair.expand(-1, -1, len(self.latitude), len(self.longitude))
 
 
 def standardize(field: np.ndarray, area: np.ndarray) -> Tensor:

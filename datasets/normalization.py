@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets.statistics import Statistics
+from models.conservation import Conservation
 
 
 class Normalizer(nn.Module):
@@ -19,8 +20,12 @@ class Normalizer(nn.Module):
     std: Tensor
     change_scale: Tensor
 
-    def __init__(self, statistics: Statistics, predict: str, history: int = 1) -> None:
+    def __init__(
+        self, statistics: Statistics, predict: str, history: int = 1, conservation: Conservation | None = None
+    ) -> None:
+        """conservation: of outputs, where the model has some (model.conserve)."""
         super().__init__()
+        self.conservation = conservation
         self.predict, self.history = predict, history
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
@@ -53,7 +58,7 @@ class Normalizer(nn.Module):
         """The next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W), in
         float32: the new state, then all of this window's but the oldest.
         """
-        state = output.float()
+        state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
             state = self.newest(window) + self.change_scale * state
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)

@@ -14,9 +14,10 @@ from command_line import answer_early, start
 if __name__ == "__main__":
     answer_early(__doc__)
 
+import numpy as np
 import torch
 
-from archives.grid import Grid
+from archives.grid import Grid, latitude_bounds
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Config
@@ -144,6 +145,7 @@ def check_model(config: Config, grid: Grid) -> None:
     if (fraction := config.training.spectral_fraction) and not grid.periodic:
         reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
         refuse("training.spectral_fraction", fraction, reason)
+    check_globe(config, grid)
     if config.model.name == "vit" and not config.float8.enable:
         return
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
@@ -152,6 +154,15 @@ def check_model(config: Config, grid: Grid) -> None:
         check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
     else:
         float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
+
+
+def check_globe(config: Config, grid: Grid) -> None:
+    """ConfigError: what is conserved is a mean over the globe, and the data end before."""
+    section = "model" if config.model.conserve else "training"
+    ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
+    if (names := getattr(config, section).conserve) and not (grid.periodic and (ends == 90).all()):
+        reason = "the grid of data.path is not global, and what goes through its edges is not known"
+        refuse(f"{section}.conserve", list(names), f"{reason}; set it to []")
 
 
 def check_tokens(config: Config, grid: Grid) -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from config import Model
+from models.conditioning import ConditionedTransformer
 from models.unet import UNet
 from models.vit import VisionTransformer
 
@@ -21,4 +22,5 @@ def build_model(
     with torch.device("meta"):
         if model.name == "unet":
             return UNet(inputs, num_variables, grid_shape, model.width, model.levels, periodic=periodic)
-        return VisionTransformer(inputs, num_variables, grid_shape, model, periodic)
+        kind = ConditionedTransformer if model.conditions else VisionTransformer
+        return kind(inputs, num_variables, grid_shape, model, periodic)

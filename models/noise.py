@@ -77,7 +77,7 @@ class BlockNoise(nn.Module):
             weight = torch.tensor(weights, dtype=torch.float32)
             self.register_buffer(f"weight_of_{name}", weight, persistent=False)  # (2, points)
 
-    def forward(self, keys: Tensor) -> Tensor:
+    def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
         values = normal_numbers(keys, math.prod(self.shape)).unflatten(1, self.shape)  # (B, N, h, w)
         # By indices, not by products with matrices: these would round as TF32 on a GPU.
@@ -144,5 +144,6 @@ class NoiseFields(nn.Module):
         """Keys of forecasts (B,) and dates of their states (B,), seconds since 1970 -> (B, N, H, W)."""
         of_step, found = hashed(keys, times), []
         for number, (block, (_, kept, _)) in enumerate(zip(self.blocks, self.parts, strict=True)):
-            found.append(block(hashed(keys if kept else of_step, number)))
+            assert isinstance(block, BlockNoise)
+            found.append(block.draw(hashed(keys if kept else of_step, number)))
         return torch.cat(found, dim=1)

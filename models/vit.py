@@ -114,6 +114,8 @@ class VisionTransformer(nn.Module):
     its inverse. The model itself only sees tokens, and these may be a part of all.
     """
 
+    block_type = Block
+
     def __init__(
         self,
         in_channels: int,
@@ -133,7 +135,7 @@ class VisionTransformer(nn.Module):
         self.position = build_position(model.position, self.token_shape, dim, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
-        blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
+        blocks = [self.block_type(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         if model.position == "rotary":

@@ -61,6 +61,8 @@ LOSS = (
     "training.weight_by_change",
     "training.weight_by_pressure",
     "training.spectral_fraction",
+    "training.conserve",
+    "training.conserve_weight",
     "model.predict",
     "data.variables",
     "data.levels",

@@ -77,16 +77,17 @@ def apply_activation_checkpoint(
 #    same code on every block and compiles it once
 
 
-def _forward_full(block: nn.Module, tokens: Tensor) -> Tensor:
-    """(B, T, D) -> (B, T, D); keeps `tokens` alone."""
-    return checkpoint(partial(type(block).forward, block), tokens, use_reentrant=False)
+def _forward_full(block: nn.Module, *inputs: Tensor) -> Tensor:
+    """(B, T, D) -> (B, T, D); keeps tokens (and their modulation) alone."""
+    return checkpoint(partial(type(block).forward, block), *inputs, use_reentrant=False)
 
 
-def _forward_selective(block: nn.Module, tokens: Tensor) -> Tensor:
-    """(B, T, D) -> (B, T, D); keeps `tokens` and what matmuls and attention gave."""
+def _forward_selective(block: nn.Module, *inputs: Tensor) -> Tensor:
+    """(B, T, D) -> (B, T, D); keeps what comes in and what matmuls and attention gave."""
     # A float8 matmul saves its input only after it has run, so it runs again unless its output is kept.
     contexts = _keep_all_but_last if type(block.mlp.down) is nn.Linear else _keep_all  # type: ignore[union-attr]
-    return checkpoint(partial(type(block).forward, block), tokens, use_reentrant=False, context_fn=contexts)
+    forward = partial(type(block).forward, block)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 def _keep_all_but_last() -> Any:
@@ -145,16 +146,18 @@ class Segments:
     def __init__(self, blocks: Iterable[nn.Module], every_n: int) -> None:
         self.blocks, self.every_n = list(blocks), every_n
 
-    def values(self) -> list[Callable[[Tensor], Tensor]]:
+    def values(self) -> list[Callable[..., Tensor]]:
         starts = range(0, len(self.blocks), self.every_n)
         segments = [self.blocks[start : start + self.every_n] for start in starts]
         return [partial(checkpoint, partial(_run, segment), use_reentrant=False) for segment in segments]
 
 
-def _run(blocks: list[nn.Module], tokens: Tensor) -> Tensor:
-    """(B, T, D) -> (B, T, D); each block is called as a module: its hooks and its compiled code take part."""
+def _run(blocks: list[nn.Module], tokens: Tensor, *modulation: Tensor) -> Tensor:
+    """(B, T, D) -> (B, T, D); each block is called as a module: its hooks and its compiled code take part.
+    modulation: of a single block.
+    """
     for block in blocks:
-        tokens = block(tokens)
+        tokens = block(tokens, *modulation)
     return tokens
 
 

@@ -11,7 +11,7 @@ from types import MethodType
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,6 +33,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: b
     """
     plan: dict[str, ParallelStyle] = {
         "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
+        "modulation": PartsOfGradient(),
         "position": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "norm": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "head": RowwiseParallel(input_layouts=Shard(TOKENS), output_layouts=Shard(TOKENS)),
@@ -46,6 +47,23 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: b
                     add_bias_outside(block.get_submodule(name), by_columns=isinstance(style, ColwiseParallel))
     if asynchronous:
         enable_async_tensor_parallel(mesh.get_group().group_name)
+
+
+class PartsOfGradient(ParallelStyle):
+    """A module that every rank has whole, of inputs that all have alike. What it gives a rank uses on its own
+    tokens: the gradient of it there is a summand.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, _replicated_input, _local_output)  # type: ignore[arg-type]
+
+
+def _replicated_input(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in inputs)
+
+
+def _local_output(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    return output.to_local(grad_placements=[Partial()])
 
 
 def enable_async_tensor_parallel(group_name: str) -> None:

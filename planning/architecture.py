@@ -6,6 +6,8 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 import math
 from dataclasses import dataclass
 
+from models.condition_numbers import HIDDEN
+
 Shapes = dict[str, tuple[int, ...]]
 
 COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are dealt out over tp
@@ -32,6 +34,7 @@ class Architecture:
     causal: bool = False
     axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
     rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
+    features: int = 0  # of what shifts and scales the norms of blocks: models/conditioning.py
     vocabulary: int = 0  # rows of the table that tokens are looked up in
 
     @property
@@ -62,7 +65,12 @@ class Architecture:
         if self.vocabulary:
             return {"embedding.weight": (self.vocabulary, self.dim)}
         shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
-        return shapes | ({"position.embedding": (self.tokens, self.dim)} if self.learned_position else {})
+        if self.learned_position:
+            shapes["position.embedding"] = (self.tokens, self.dim)
+        if self.features:
+            shapes |= self._linear("modulation.hidden", self.features, HIDDEN, True)
+            shapes |= self._linear("modulation.out", HIDDEN, 4 * self.layers * self.dim, True)
+        return shapes
 
     def last(self) -> Shapes:
         """Parameters after the last block."""

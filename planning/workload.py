@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from config import Config, Model, Optimizer
 from errors import ConfigError
+from models.condition_numbers import num_channels, num_features
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
@@ -152,6 +153,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     channels = history * num_variables + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
+    told = num_channels(config.model.conditions)  # which the patch embedding does not see
     model = architecture_of(config.model, grid_shape, channels, num_variables)
     rollouts = Rollouts.of(training)
     return Workload(
@@ -162,7 +164,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
-        input_values=channels * cells,
+        input_values=(channels + told) * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
         memory_budget=ac.memory_budget,
@@ -206,4 +208,5 @@ def architecture_of(
     options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
     options["learned_position"] = model.position == "learned"
     options["axial"] = model.position == "rotary"
-    return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
+    found = vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
+    return dataclasses.replace(found, features=num_features(model.conditions))

@@ -44,6 +44,8 @@ GLOBAL_BATCH = 8
 # Some gradients are zero but for rounding (a bias of all keys moves no softmax); with a small eps Adam
 # would blow that rounding up to full steps.
 EPS = 1e-4
+DRY = ((), ("dry_mass",))
+VARIABLES = ("surface_pressure", "total_column_water_vapour", "2m_temperature")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Layout:
     rollout: int = 1  # steps of the model
     history: int = 1  # states that it sees
     members: int = 1  # of each sample, with noise
+    conserve: str = ""  # dry mass: "held" by each step, or "paid" for by the loss
 
     @property
     def noise_dim(self) -> int:
@@ -126,6 +129,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
         "spectral_fraction": layout.spectral,
+        "conserve": DRY[layout.conserve == "paid"],
         "rollout_steps": (layout.rollout,),
         "variable_weights": (1.0, 2.0, 0.5),
         "max_norm": 0.5,
@@ -134,8 +138,10 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
-        data=Data(static_variables=("one", "another"), history=layout.history),
-        model=replace(Model(dim=32, noise_dim=layout.noise_dim), **model),
+        data=Data(static_variables=("one", "another"), history=layout.history, variables=VARIABLES),
+        model=replace(
+            Model(dim=32, noise_dim=layout.noise_dim, conserve=DRY[layout.conserve == "held"]), **model
+        ),
         optimizer=Optimizer(**optimizer),
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
         training=Training(**training),
@@ -165,7 +171,7 @@ def fields_of(grid: tuple[int, int]) -> Fields:
     moments = (np.zeros(3), np.ones(3), np.ones(3), np.zeros((3, *grid), np.float32))
     nothing = np.zeros(0, "datetime64[s]")
     statistics = Statistics(*moments, empty_dates=nothing, dates=nothing, fingerprint="")
-    return Fields(["a", "b", "c"], global_grid(grid), list(static), statistics)
+    return Fields(VARIABLES, global_grid(grid), list(static), statistics)
 
 
 class SmallRun:
@@ -235,9 +241,10 @@ def three_steps(layout: Layout) -> Outcome:
         first = first or run.gradients
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters.values()]
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
-    inputs = torch.cat([window, run.data[2:4, 0, :2]], dim=1).to(run.device)
-    noise = run.objective.conditions.draw(*torch.arange(4, device=run.device).split(2))
-    predicted = full(run.model.predict(torch.cat([inputs, *noise], dim=1)))
+    window, keys = window.to(run.device), torch.arange(2, device=run.device)
+    conditions, times = run.objective.conditions, 100_000 * keys
+    inputs = conditions.append(window, times, *conditions.draw(keys, times, 1))
+    predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
     weights = gather_stages({name: full(p) for name, p in run.model.parameters.items()}, group)
@@ -288,6 +295,7 @@ MODEL_KEYS = (
     "unet",
     "rollout",
     "history",
+    "conserve",
     "members",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
@@ -489,6 +497,37 @@ ENSEMBLES = {
     "crps, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, members=3),
 }
 TABLE |= ENSEMBLES
+TOLD = (("conditions", ("time_of_day", "day_of_year", "lead_time")),)
+CONDITIONED = {
+    "conditions, accumulation 2": Layout(1, accumulation=2, model=TOLD),
+    "conditions, ac full": Layout(1, activation_checkpoint="full", model=TOLD, rollout=2),
+    "conditions, ac selective": Layout(1, activation_checkpoint="selective", model=TOLD),
+    "conditions, ddp 2": Layout(2, replicate(), model=TOLD, rollout=2),
+    "conditions, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=TOLD),
+    "conditions, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), model=TOLD),
+    "conditions, tp 2, ac full": Layout(2, tp(), activation_checkpoint="full", model=TOLD),
+    "conditions, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=TOLD),
+    "conditions, ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD, model=TOLD),
+    "conditions, crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3, model=TOLD),
+    "conditions, rollout 2, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=2, model=TOLD),
+}
+TABLE |= CONDITIONED
+CONSERVING = {
+    "conserve, accumulation 2": Layout(1, accumulation=2, conserve="held"),
+    "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve="held"),
+    "conserve, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve="held"),
+    "conserve, ring 2, odd grid, paid": Layout(2, cp("ring"), grid=(11, 10), conserve="paid"),
+    "conserve, pp 2, 1f1b": Layout(2, pp(), conserve="held"),
+    "conserve, pp 2, zbv zero-bubble, paid": Layout(2, pp("ZBVZeroBubble"), conserve="paid"),
+    "conserve, u-net, tiles 2 x 1": Layout(
+        2, {"domain_parallel_tiles": (2, 1)}, unet=True, conserve="held", rollout=2
+    ),
+    "conserve, crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3, conserve="held"),
+    "conserve, rollout 2, fsdp 2 x ulysses 2": Layout(4, cp(), rollout=2, conserve="held"),
+    "conserve, rollout 2, fsdp 2 x ulysses 2, paid": Layout(4, cp(), rollout=2, conserve="paid"),
+    "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve="held"),
+}
+TABLE |= CONSERVING
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 COMPILED = [
     "accumulation 4",
@@ -549,7 +588,7 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONDITIONED, *CONSERVING]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
@@ -607,4 +646,13 @@ FAST = [
     "crps, rollout 2, pp 2",
     "crps, rollout 2, fsdp 2 x tp 2",
     "crps, history 2, rollout 2, tp 2",
+    "conditions, ac selective",
+    "conditions, tp 2, odd grid",
+    "conditions, crps, rollout 2, fsdp 2 x tp 2",
+    "conditions, rollout 2, ulysses 2 x tp 2, compile",
+    "conserve, tp 2, odd grid",
+    "conserve, pp 2, 1f1b",
+    "conserve, u-net, tiles 2 x 1",
+    "conserve, rollout 2, fsdp 2 x ulysses 2",
+    "conserve, rollout 2, fsdp 2 x ulysses 2, paid",
 ]

@@ -191,6 +191,31 @@ COMMAND_LINES = [
         "--training.spectral_fraction 0.5 --training.loss mae",
         'spectral_fraction = 0.5: takes the place of squared errors, and training.loss = "mae"',
     ),
+    (
+        "--model.conserve '[\"dry_air\"]'",
+        "model.conserve = 'dry_air': no such quantity; did you mean dry_mass",
+    ),
+    (
+        "--training.conserve '[\"dry_mass\"]'",
+        "training.conserve = 'dry_mass': is made of surface_pressure, which is not among data.variables",
+    ),
+    (
+        "--model.conserve '[\"2m_temperature\"]' --model.predict state",
+        "model.conserve = ['2m_temperature']: is said of the change over a step",
+    ),
+    ("--model.conditions '[\"hour\"]'", "model.conditions"),
+    (
+        "--model.conditions '[\"lead_time\"]'",
+        "model.conditions = ['lead_time']: one step has the lead 0 alone",
+    ),
+    (
+        "--model.conditions '[\"time_of_day\"]' --model.name unet",
+        "model.conditions = ['time_of_day']: are for the norms of a ViT",
+    ),
+    (
+        "--model.conditions '[\"time_of_day\"]' --activation_checkpoint.mode every_n_blocks",
+        "activation_checkpoint.mode = 'every_n_blocks': model.conditions = ['time_of_day'] differ from block",
+    ),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
     ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),

@@ -39,6 +39,9 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
         state = state.detach() if number <= begin else state
         static = objective.conditions.static.expand(len(state), -1, -1, -1)
         output = model.predict(torch.cat([state, static], dim=1))
+        dry = dry_mass(output, area)  # (B,)
+        if objective.normalizer.conservation:
+            output = output - dry[:, None, None, None] * torch.tensor([1.0, 0.0, 0.0])[:, None, None]
         state = output if objective.normalizer.predict == "state" else state + output
         truth = fields[:, number + 1]
         weights = truth.isfinite() * area[:, None]
@@ -47,8 +50,14 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
         loss = (roots * (state - truth)).square().sum()
         if fraction := objective.spectral_fraction:
             loss = (1 - fraction) * loss + fraction * amse(roots * (state - truth), roots * truth)
-        losses.append(share * loss)
+        losses.append(share * (loss + objective.kept.weight * dry.square().mean()))
     return torch.stack(losses).sum()
+
+
+def dry_mass(output: Tensor, area: Tensor) -> Tensor:
+    """(B,): of surface pressure and vapour, the first two, both of deviation 1."""
+    means = (output * (area / area.mean())[:, None]).mean((-2, -1))
+    return means[:, 0] - 9.80665 * means[:, 1]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +70,8 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
         ({"predict": "state"}, {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
         ({}, {"spectral_fraction": 0.7}, [1 / 3, 1 / 3, 1 / 3]),
         ({"stochastic_depth": 0.5}, {}, [1 / 3, 1 / 3, 1 / 3]),
+        ({"conserve": ("dry_mass",)}, {}, [1 / 3, 1 / 3, 1 / 3]),
+        ({}, {"conserve": ("dry_mass",), "conserve_weight": 3.0}, [1 / 3, 1 / 3, 1 / 3]),
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, model, settings, shares) -> None:

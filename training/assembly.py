@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archives.grid import Grid
+from archives.grid import Grid, area_weights
 from archives.variables import expand_levels
 from checkpoints.checkpointer import Saves
 from checkpoints.run_state import Progress, RunState
@@ -33,6 +33,7 @@ from parallelisms.mesh import Mesh
 from parallelisms.parallelize import LossPart, ParallelModel, parallelize
 from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
+from training.conservation import build_conservation, build_kept, refuse_missing
 from training.due import Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
@@ -90,9 +91,13 @@ def assemble(
     memory: what the model gets its memory in, without values: a dry run's FakeTensorMode.
     """
     training = config.training
-    conditions = Conditions(fields.static, config.data.forcings, fields.grid, config.model.noise_dim)
-    conditions = conditions.to(device)
-    normalizer = Normalizer(fields.statistics, config.model.predict, config.data.history).to(device)
+    told = (config.model.noise_dim, config.model.conditions)
+    conditions = Conditions(fields.static, config.data.forcings, fields.grid, *told).to(device)
+    names, rows = predicted(config), area_weights(fields.grid.latitude)
+    refuse_missing([*config.model.conserve, *training.conserve], names, fields.statistics)
+    conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
+    normalizer = Normalizer(fields.statistics, config.model.predict, config.data.history, conservation)
+    normalizer = normalizer.to(device)
     num_variables, shape = len(fields.variables), fields.grid.shape
     further = (config.data.history - 1) * num_variables + conditions.num_channels
     meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
@@ -128,15 +133,17 @@ def assemble(
 
 def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Objective:
     """What is minimised, area (H,); of how many micro-batches a pipeline's schedule is told too."""
-    training, model = config.training, assembly.model
+    training, model, meta_model = config.training, assembly.model, assembly.meta_model
+    weights = torch.tensor(area, dtype=torch.float32, device=model.device)
+    kept = build_kept(training, predicted(config), weights, assembly.normalizer, meta_model, model)
     objective = Objective(
         penalty_of(training.loss, training.huber_threshold),
         training.loss == "relative_l2",
-        assembly.meta_model,
+        meta_model,
         model.shards,
         assembly.conditions,
         assembly.normalizer,
-        torch.tensor(area, dtype=torch.float32, device=model.device),
+        weights,
         weights_of(config, len(assembly.normalizer.mean)),
         training.weight_by_change,
         training.local_batch_size,
@@ -145,6 +152,7 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         training.spectral_fraction,
         training.members,
         training.seed,
+        kept,
     )
     if config.compile.enable:
         objective.compile()
@@ -156,11 +164,15 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
     return objective
 
 
+def predicted(config: Config) -> list[str]:
+    return expand_levels(config.data.variables, config.data.levels)
+
+
 def weights_of(config: Config, num_variables: int) -> Tensor:
     """(V,): what variables and levels weigh by the configuration alone."""
     weights = variable_weights(config.training.variable_weights, num_variables)
     if config.training.weight_by_pressure:
-        weights *= pressure_weights(expand_levels(config.data.variables, config.data.levels))
+        weights *= pressure_weights(predicted(config))
     return weights
 
 

@@ -15,6 +15,7 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.window import split_sample
 from jobs.heartbeat import activity
+from losses.conservation import FREE, Kept
 from losses.penalties import Penalty, by_member
 from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
 from losses.spectral import SpectralPart, amse
@@ -50,12 +51,13 @@ class Objective:
         spectral_fraction: float = 0.0,
         members: int = 1,
         seed: int = 0,
+        kept: Kept = FREE,
     ) -> None:
         """step_seconds: of a step of the model; spectral_fraction: of the loss, AMSE; seed: of noise."""
         self.penalty, self.relative, self.local_batch_size = penalty, relative, local_batch_size
         self.rollouts, self.step_seconds = rollouts, step_seconds
         self.geometry, self.shards, self.spectral_fraction = geometry, shards, spectral_fraction
-        self.members, self.seed = members, seed
+        self.members, self.seed, self.kept = members, seed, kept
         self.conditions, self.normalizer, self.area = conditions, normalizer, area
         ratio = normalizer.change_scale.flatten()
         change = change_weights(ratio, penalty.power) if weight_by_change else 1.0
@@ -83,9 +85,9 @@ class Objective:
         """(B M,): of the noise in training step `step`, for samples that start at `times` (B,)."""
         return keys_of_members(self.seed, step, times, self.members)
 
-    def draw(self, keys: Tensor, times: Tensor) -> list[Tensor]:
-        """Noise of the members of the samples whose states are of `times` (B,), where there is any."""
-        return self.conditions.draw(keys, self.of_members(times))
+    def draw(self, keys: Tensor, times: Tensor, lead: int) -> list[Tensor]:
+        """What members of samples whose states are of `times` (B,) are told of step `lead` of a rollout."""
+        return self.conditions.draw(keys, self.of_members(times), lead)
 
     def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> list[Tensor]:
         """What this rank has of a batch (B, h + 1, V, H, W): the model's input, its expected output, weights,

@@ -43,8 +43,8 @@ def forward_backward(
     start, truths = split_sample(fields, objective.normalizer.history)
     num_steps, keys = truths.shape[1], objective.keys(step, times)
     if num_steps == 1:
-        inputs, *expected = objective.cut(fields, times, *objective.draw(keys, times))
-        return model.forward_backward(inputs, expected, loss_part, scale, exchange)
+        inputs, *expected = objective.cut(fields, times, *objective.draw(keys, times, 0))
+        return model.forward_backward(inputs, expected, kept_part(objective, loss_part), scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
         windows = forecast(objective, model, start, times, num_steps, seed, keys)
@@ -54,10 +54,21 @@ def forward_backward(
         seed_again(seed, number)
         date, is_last = times + number * objective.step_seconds, number == first
         window = windows.pop().requires_grad_(not is_last)
-        back = StepBack(objective, model, window, truths[:, number], date, later, objective.draw(keys, date))
+        back = StepBack(
+            objective, model, window, truths[:, number], date, later, objective.draw(keys, date, number)
+        )
         loss += back.run(loss_part, shares[number], scale, exchange=exchange and is_last)
         later = None if is_last else back.gradient()
     return loss
+
+
+def kept_part(objective: Objective, loss_part: LossPart) -> LossPart:
+    """Of outputs that are held to what the model conserves, or pay for it."""
+
+    def part(output: Tensor, *expected: Tensor) -> Tensor:
+        return loss_part(objective.kept.hold(output), *expected) + objective.kept.cost(output)
+
+    return part
 
 
 def seed_again(seed: int, number: int) -> None:
@@ -109,6 +120,7 @@ class StepBack:
         noise (B M, N, H, W) of the model, where it has some.
         """
         self.normalizer, self.model, self.window, self.later = objective.normalizer, model, window, later
+        self.kept = objective.kept
         inputs, target, *weights = objective.cut_from(window, truth, times, *noise)
         self.of_window = [inputs, target]  # as functions of it
         # Cut off: the micro-batches of a pipeline would each go back through the cut of them all.
@@ -127,8 +139,10 @@ class StepBack:
 
         def part(output: Tensor, *expected: Tensor) -> Tensor:
             later = None if self.later is None else expected[-1]
-            output.register_hook(partial(self._joined, later))
-            return share * loss_part(output, *(expected if later is None else expected[:-1]))
+            held = self.kept.hold(output)
+            held.register_hook(partial(self._joined, later))
+            loss = loss_part(held, *(expected if later is None else expected[:-1]))
+            return share * (loss + self.kept.cost(output))
 
         return self.model.forward_backward(self.inputs, self.expected, part, scale, exchange)
 

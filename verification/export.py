@@ -44,13 +44,17 @@ class OneStep(nn.Module):
         super().__init__()
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
 
-    def forward(self, fields: Tensor, times: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, fields: Tensor, times: Tensor, keys: Tensor | None = None, steps: Tensor | None = None
+    ) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
         newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
-        int64 too, the same in all steps of a forecast: any numbers, each another member.
+        int64 too, the same in all steps of a forecast: any numbers, each another member. One that is told the
+        lead takes steps=(B,) int64: how many lie between the analysis and `times`, 0 in the first step.
         """
-        window, noise = self.normalizer.normalize_window(fields), self.conditions.draw(keys, times)
-        output = self.model.predict(self.conditions.append(window, times, *noise))
+        window = self.normalizer.normalize_window(fields)
+        drawn = self.conditions.draw(keys, times, steps)
+        output = self.model.predict(self.conditions.append(window, times, *drawn))
         states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
         return self.normalizer.denormalize(states).flatten(1, 2)
 
@@ -60,11 +64,15 @@ def export_step(target: Path, step: OneStep, description: Description) -> None:
     step = step.eval().requires_grad_(False)
     channels = description.history * len(description.variables)
     shape = (2, channels, len(description.latitude), len(description.longitude))
-    numbers = 2 if step.conditions.noise else 1  # dates, and keys of noise
-    example = (torch.zeros(shape), *(torch.zeros(2, dtype=torch.int64) for _ in range(numbers)))
+    number = torch.zeros(2, dtype=torch.int64)
+    example = {"fields": torch.zeros(shape), "times": number}
+    if step.conditions.noise:
+        example["keys"] = number.clone()
+    steps = {"steps": number.clone()} if step.conditions.has_lead else {}
     batch = torch.export.Dim("batch")
+    shapes = {name: {0: batch} for name in (*example, *steps)}
     with torch.no_grad():
-        program = torch.export.export(step, example, dynamic_shapes=({0: batch},) * (1 + numbers))
+        program = torch.export.export(step, tuple(example.values()), steps, dynamic_shapes=shapes)
     torch.export.save(program, target, extra_files=description.texts())
 
 

@@ -40,7 +40,7 @@ def rollout(
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
         date = times + step * step_seconds
-        output = predict(conditions.append(window, date, *conditions.draw(keys, date)))
+        output = predict(conditions.append(window, date, *conditions.draw(keys, date, step)))
         window = normalizer.advance(window, output)
         yield window
 

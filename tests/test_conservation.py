@@ -1,0 +1,172 @@
+"""Global means that a model keeps, against integrals known in closed form."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from archives.grid import Grid, area_weights, global_grid
+from config import Config, Data, Model
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from datasets.statistics import Statistics
+from errors import ConfigError, DataError
+from jobs.start_checks import check_globe
+from models.build import build_model
+from models.initialization import init_weights
+from tests.parity import Layout, SmallRun
+from training.conservation import build_conservation, refuse_missing
+from verification.export import Description, OneStep, export_step
+from verification.rollout import model_forecast, rollout
+
+NAMES = ["total_column_water_vapour", "2m_temperature", "surface_pressure"]
+MEAN, STD, CHANGE = np.array([[18.0, 279.0, 96_700.0], [16.0, 21.0, 9_500.0], [2.4, 2.3, 240.0]])
+HOUR = 3600
+
+
+def statistics(shape: tuple[int, int]) -> Statistics:
+    """About those of ERA5, for 6 h."""
+    nothing, field = np.zeros(0, "datetime64[s]"), np.zeros((3, *shape), np.float32)
+    return Statistics(MEAN, STD, CHANGE, field, empty_dates=nothing, dates=nothing, fingerprint="")
+
+
+def normalizer_of(grid: Grid, *quantities: str) -> Normalizer:
+    known, rows = statistics(grid.shape), area_weights(grid.latitude)
+    return Normalizer(known, "change", conservation=build_conservation(quantities, NAMES, known, rows))
+
+
+def global_means(fields: Tensor, grid: Grid) -> np.ndarray:
+    """(..., V, H, W) -> (..., V), in float64."""
+    weights = area_weights(grid.latitude)[:, None] / grid.shape[1]
+    return (fields.double().numpy() * weights).sum((-2, -1)) / grid.shape[0]
+
+
+def weather(grid: Grid, batch: int = 2) -> Tensor:
+    """Physical states (B, 3, H, W)."""
+    noise = torch.randn(batch, 3, *grid.shape, generator=torch.Generator().manual_seed(0))
+    return (noise * torch.tensor(STD)[:, None, None] + torch.tensor(MEAN)[:, None, None]).float()
+
+
+def test_dry_mass_of_fields_with_known_integrals():
+    """Over the sphere sin^2(latitude) has the mean 1/3, cos(latitude) pi/4: rows of a degree know that."""
+    grid = Grid(np.linspace(90, -90, 181), np.arange(8) * 45.0)
+    latitude = torch.deg2rad(torch.tensor(grid.latitude))[:, None].expand(grid.shape)
+    vapour, pressure = 2.0 + latitude.cos(), 30.0 + 500.0 * latitude.sin() ** 2  # kg m-2, Pa
+    changes = torch.stack([vapour, latitude.sin(), pressure]) / torch.tensor(CHANGE)[:, None, None]
+    normalizer = normalizer_of(grid, "dry_mass")
+    assert normalizer.conservation is not None
+    held = normalizer.conservation(changes[None].float())[0] * torch.tensor(CHANGE)[:, None, None]
+    excess = 30.0 + 500.0 / 3 - 9.80665 * (2.0 + np.pi / 4)  # Pa
+    np.testing.assert_allclose(held[2], pressure - excess, atol=500 * 1e-4)
+    np.testing.assert_allclose(held[:2], torch.stack([vapour, latitude.sin()]), atol=1e-6)
+
+
+def test_two_quantities_that_share_a_variable():
+    grid = global_grid((18, 36))
+    normalizer = normalizer_of(grid, "dry_mass", NAMES[0])
+    assert normalizer.conservation is not None
+    changes = torch.randn(2, 3, *grid.shape, generator=torch.Generator().manual_seed(1)) + 1
+    found = global_means(normalizer.conservation(changes), grid)
+    np.testing.assert_allclose(found[:, [0, 2]], 0, atol=1e-7)
+    np.testing.assert_allclose(found[:, 1], global_means(changes, grid)[:, 1], atol=1e-7)
+
+
+@pytest.mark.parametrize("quantity", ["dry_mass", "surface_pressure"])
+def test_forty_steps_do_not_drift(quantity):
+    """Ten days: the mean stays to 1e-6 of a step's usual change of the field, where it went away before."""
+    grid = global_grid((32, 64))
+    conditions, times = Conditions([], [], grid), torch.zeros(2, dtype=torch.int64)
+    factor = np.array([-9.80665 if quantity == "dry_mass" else 0.0, 0.0, 1.0])
+
+    def predict(window: Tensor) -> Tensor:
+        return 0.1 * window.roll(1, dims=-1) + 0.02  # gains 0.02 deviations of a change a step
+
+    def drift(*quantities: str) -> np.ndarray:
+        start = weather(grid)
+        normalizer = normalizer_of(grid, *quantities)
+        steps = list(rollout(predict, normalizer, conditions, 6 * HOUR, start, times, 40))
+        states = [normalizer.normalize(start)[0], *steps]
+        means = np.stack([global_means(state, grid) for state in states]) * STD  # in float64: of anomalies
+        return np.abs(means @ factor - (means @ factor)[0]).max() / CHANGE[2]
+
+    assert drift(quantity) < 1e-6 and drift() > 0.1
+
+
+def test_an_exported_program_and_validations_conserve_too(tmp_path):
+    grid = global_grid((12, 24))
+    normalizer, conditions = normalizer_of(grid, "dry_mass"), Conditions([], [], grid)
+    model = build_model(Model(dim=32, num_layers=1, attention_backend="math"), 3, 0, grid.shape, True)
+    model.to_empty(device="cpu")
+    init_weights(model, 0)
+    start, times = weather(grid, 3), torch.zeros(3, dtype=torch.int64)
+    told = Description(NAMES, [""] * 3, grid.latitude.tolist(), grid.longitude.tolist(), 6, 1, "", "")
+    with torch.no_grad():
+        export_step(tmp_path / "step.pt2", OneStep(model, normalizer, conditions), told)
+        after = torch.export.load(tmp_path / "step.pt2").module()(start, times)
+        forecast = model_forecast(model.predict, normalizer, conditions, 6 * HOUR)(start, times, [1])
+    torch.testing.assert_close(after, forecast[:, 0])
+    changes = global_means(after, grid) - global_means(start, grid)
+    np.testing.assert_allclose(changes[:, 2] - 9.80665 * changes[:, 0], 0, atol=1e-3)  # of 1e5 Pa in float32
+    assert np.abs(changes[:, 0]).min() > 1e-3
+
+
+@pytest.mark.parametrize("unet", [False, True])
+def test_a_batch_and_its_states_have_one_loss(one_rank, unet):
+    """What is trained on shards is what validations score: a grid that patches do not divide."""
+    run = SmallRun(Layout(grid=(11, 10), conserve="held", unet=unet))
+    objective, normalizer = run.objective, run.objective.normalizer
+    normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
+    changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    _, *expected = objective.cut(fields, times)
+    found = objective.loss_part(objective.kept.hold(objective.geometry.from_fields(changes)), *expected)
+    states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
+    parts = [objective.of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
+    assert found.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
+
+
+def test_gradients_of_a_shard_are_those_of_whole_fields(one_rank):
+    run = SmallRun(Layout(grid=(11, 10), conserve="held"))
+    objective, held = run.objective, run.objective.normalizer.conservation
+    generator = torch.Generator().manual_seed(4)
+    changes, slope = (torch.randn(2, 3, 11, 10, generator=generator) for _ in range(2))
+    one, other = changes.clone().requires_grad_(), changes.clone().requires_grad_()
+    assert held is not None
+    (held(one) * slope).sum().backward()
+    shard = objective.kept.hold(objective.geometry.from_fields(other))
+    (objective.geometry.to_fields(shard) * slope).sum().backward()
+    assert one.grad is not None
+    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_of_the_globe_is_refused():
+    config = Config(data=Data(variables=tuple(NAMES)), model=Model(conserve=("dry_mass",)))
+    check_globe(config, global_grid((18, 36)))
+    check_globe(config, Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0))
+    for grid in (
+        Grid(np.linspace(70, 30, 9), np.arange(36) * 10.0),
+        Grid(np.linspace(90, -90, 19), np.arange(9) * 10.0),
+    ):
+        with pytest.raises(ConfigError, match=r"model.conserve = \['dry_mass'\]: the grid .* not global"):
+            check_globe(config, grid)
+
+
+class Counted:
+    """How many cells lack each variable, a date a row: what a count of statistics keeps."""
+
+    def __init__(self, *missing: list[int]) -> None:
+        self.missing = np.array(missing)
+
+    def table(self, name: str) -> np.ndarray:
+        return getattr(self, name)
+
+
+def test_missing_values_are_refused():
+    """But for dates without any value of a variable, which no sample has."""
+    known = statistics((4, 8))
+    refuse_missing(["dry_mass"], NAMES, replace(known, sums=Counted([0, 5, 0], [0, 0, 32])))  # type: ignore[arg-type]
+    lacking = replace(known, sums=Counted([0, 0, 2], [0, 0, 0]))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="surface_pressure has no value in some cells on 1 of 2 dates"):
+        refuse_missing(["dry_mass"], NAMES, lacking)
