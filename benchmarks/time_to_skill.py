@@ -103,6 +103,7 @@ def train(task: Task, changes: list[str], seed: int) -> dict:
         "minutes": sum(each["step_seconds"] for each in steps) * threads / 60,
         "tflop": sum(each["tflops"] * each["step_seconds"] for each in steps),
         "steps": len(steps),
+        "critical_batch": steps[-1]["critical_batch_size"],
     }
 
 
