@@ -1,6 +1,6 @@
 """How the loss on dates that were not seen falls with FLOPs: five sizes of model, and a power law.
 
-    .venv/bin/python benchmarks/scaling.py [--steps 256] [--plot docs/scaling.png]
+    .venv/bin/python benchmarks/scaling.py [--steps 128] [--plot docs/scaling.png]
 
 ViTs of two blocks and five widths on the demo's weather, in batches of 16, all with the same samples; the
 rate is 0.256 / width after a warm-up and then constant, so that every validation is the end of a shorter run.
@@ -25,14 +25,14 @@ from verification.plots import build_panels, save
 WIDTHS = (32, 64, 96, 128, 192)
 TASK = Task("demo", ("geopotential:300",), (6,), "persistence")
 MODEL = "--model.patch_size=[8,8] --model.num_layers=2 --lr_scheduler.decay_type=constant".split()
-VALIDATIONS = 8
+VALIDATIONS = 4
 VIT1B = 126.8e12 * 350_000 * 50  # FLOPs of a sample x samples of an epoch x epochs (train_configs/vit1b.toml)
 Law = tuple[float, float]  # exponent and logarithm of the factor: log loss = b log FLOPs + log a
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/scaling.png")
     options = parser.parse_args()
     rows = [row for width in WIDTHS for row in curve(width, options.steps)]
@@ -70,7 +70,8 @@ def envelope(rows: list[dict]) -> list[dict]:
 
 def fitted(rows: list[dict]) -> Law:
     """Least squares in logarithms."""
-    slope, intercept = np.polyfit(*(np.log([row[key] for row in rows]) for key in ("flops", "loss")), 1)
+    flops, losses = (np.log([row[key] for row in rows]) for key in ("flops", "loss"))
+    slope, intercept = np.polyfit(flops, losses, 1)
     return float(slope), float(intercept)
 
 
