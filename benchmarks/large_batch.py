@@ -94,7 +94,7 @@ def table(rows: list[dict]) -> str:
         "rule",
         "lr at 8",
         "score at 8",
-        *LARGER,
+        *map(str, LARGER),
         "critical",
         "samples needed over those at 8",
     ]
