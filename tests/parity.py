@@ -333,7 +333,6 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
     "fsdp 2, accumulation 2": Layout(2, accumulation=2),
     "fsdp 2, ramp": Layout(2, ramp=(2, 4, 8)),
-    "pp 2, ramp": Layout(2, pp(), ramp=(4, 8)),
     "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
     "fsdp 2, mae": Layout(2, loss="mae"),
     "fsdp 2, spectral": Layout(2, spectral=0.5),
