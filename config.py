@@ -172,6 +172,11 @@ class Training:
     local_batch_size: Batch = 16  # samples a rank takes through the model at once
     # samples of an optimiser step, of all ranks; more than local_batch_size x ranks are accumulated; -1: none
     global_batch_size: Rest = -1
+    # global batches of the stages of a run, ascending, [16, 32, 64], the last is global_batch_size: more
+    # micro-batches are accumulated; []: the same throughout
+    batch_ramp: tuple[Batch, ...] = ()
+    # first training step of each later entry of batch_ramp; []: all have equal parts of the run
+    batch_ramp_from_step: tuple[Positive, ...] = ()
     # of averaged weights, which validation (beside the raw ones) and forecasts then use; 0: none
     ema_decay: Decay = 0.0
     max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping

@@ -25,6 +25,7 @@ def check(config: Config) -> None:
     _check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
+    check_ramp(config.training)
     _check_optimizer(config)
     _check_schedule(config)
     check_layout(config)
@@ -204,15 +205,10 @@ def _check_ensemble(config: Config) -> None:
 
 
 def _check_rollouts(training: Training) -> None:
-    lengths, begin = list(training.rollout_steps), list(training.rollout_from_step)
+    lengths = list(training.rollout_steps)
     if not lengths:
         refuse("training.rollout_steps", lengths, "name how many, [1] for the next state alone")
-    if begin and (len(begin) != len(lengths) - 1 or begin != sorted({1, *begin})[1:]):
-        reason = f"name the first step of each of the {len(lengths) - 1} later entries of rollout_steps"
-        refuse("training.rollout_from_step", begin, f"{reason}, ascending, from 2 on; or [] for equal parts")
-    if begin and begin[-1] > training.steps:
-        reason = f"lies beyond training.steps = {training.steps}; take less, or [] for equal parts"
-        refuse("training.rollout_from_step", begin[-1], reason)
+    _check_stages(training, "rollout_steps", "rollout_from_step")
     rollouts, weights = Rollouts.of(training), list(training.rollout_weights)
     if training.rollout_gradient_steps > rollouts.longest:
         reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
@@ -224,6 +220,35 @@ def _check_rollouts(training: Training) -> None:
             reason = f"a rollout of {length} has no loss, of whose steps the last"
             reason = f"{reason} {rollouts.with_gradients(length)} count; raise the weight of one of these"
             refuse("training.rollout_weights", weights, reason)
+
+
+def _check_stages(training: Training, entries: str, from_step: str) -> None:
+    """Where each later entry of a key that names the stages of a run begins."""
+    key, begin = f"training.{from_step}", list(getattr(training, from_step))
+    later = max(len(getattr(training, entries)) - 1, 0)
+    if begin and (len(begin) != later or begin != sorted({1, *begin})[1:]):
+        reason = f"name the first step of each of the {later} later entries of {entries}"
+        refuse(key, begin, f"{reason}, ascending, from 2 on; or [] for equal parts")
+    if begin and begin[-1] > training.steps:
+        reason = f"lies beyond training.steps = {training.steps}; take less, or [] for equal parts"
+        refuse(key, begin[-1], reason)
+
+
+def check_ramp(training: Training) -> None:
+    """Batches that grow in stages; how ranks share them is the layout's to check."""
+    ramp, batch = list(training.batch_ramp), training.global_batch_size
+    _check_stages(training, "batch_ramp", "batch_ramp_from_step")
+    if ramp != sorted(set(ramp)):
+        refuse("training.batch_ramp", ramp, "name batches that ascend, or [] for the same throughout")
+    if ramp and ramp[-1] != batch:
+        reason = (
+            f"its last entry has to be training.global_batch_size, which is {batch}; set that to {ramp[-1]}"
+        )
+        refuse("training.batch_ramp", ramp, reason)
+    if len(ramp) > training.steps:
+        refuse(
+            "training.batch_ramp", ramp, f"has more stages than training.steps = {training.steps}; name fewer"
+        )
 
 
 def _check_optimizer(config: Config) -> None:

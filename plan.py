@@ -41,12 +41,13 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
+import math
 import os
 import time
 from typing import TYPE_CHECKING
 
 from config import Config
-from config_checks import check
+from config_checks import check, check_ramp
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
@@ -139,10 +140,13 @@ def choose_local_batch(config: Config, world: int) -> Config:
         check(config)  # which refuses it
     dp = resolve_degrees(world, config.parallelism).dp
     batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
-    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
+    shared = math.gcd(batch, *training.batch_ramp)
+    local = max(n for n in divisors(max(shared // dp, 1)) if n <= training.local_batch_size)
+    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1, batch_ramp=())
     check(dataclasses.replace(config, training=chosen))
-    return dataclasses.replace(config, training=dataclasses.replace(chosen, global_batch_size=max(batch, 1)))
+    check_ramp(training)
+    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=max(batch, 1))
+    return dataclasses.replace(config, training=chosen)
 
 
 def job(config: Config, world: int) -> Workload:

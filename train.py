@@ -24,7 +24,7 @@ from checkpoints.best import Best
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints
 from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import RunFolder
-from checkpoints.run_state import global_batch_size, go_back, resume
+from checkpoints.run_state import global_batch_of, go_back, resume
 from config import Config
 from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
@@ -88,11 +88,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         start_from(Path(config.checkpoint.initial_load_path), run, config)
     others = meet_replicas(config, run)
     dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
-    smallest = training.local_batch_size * dp
-    progress.global_batch = global_batch_size(training.global_batch_size, smallest, progress)
-    accumulation = progress.global_batch // smallest
-    update = build_update(config, model, run, saves, objective.loss_part, accumulation)
-    batches = build_batches(train_set, config, progress, (dp_rank, dp), accumulation, device)
+    global_batch = global_batch_of(training, training.local_batch_size * dp, progress)
+    update = build_update(config, model, run, saves, objective.loss_part, global_batch)
+    batches = build_batches(train_set, config, progress, (dp_rank, dp), global_batch, device)
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
     held.begin()
@@ -111,8 +109,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     profiler = Profiler(folder / "traces", config.profiling, dist.get_rank(), progress.step)
     logger.info(
         f"{assembly.num_parameters / 1e6:.1f} M parameters, {meta_model.describe()}, "
-        f"{meta_model.in_channels} channels in, {len(selection.variables)} out; "
-        f"global batch {progress.global_batch} = {training.local_batch_size} x {dp} ranks x {accumulation}; "
+        f"{meta_model.in_channels} channels in, {len(selection.variables)} out; global batch "
+        f"{global_batch.at(progress.step + 1)} = {training.local_batch_size} x {dp} ranks x {len(batches)}; "
         f"from step {progress.step} to {training.steps} on {device}"
     )
 
@@ -141,7 +139,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             taken = train_step(step, batches, objective, model, update, others)
             if taken is None:  # a replica was lost: the same samples again, with those that are left
                 continue
-            progress.advance()
+            progress.advance(batches.samples)
             metrics.count(progress.global_batch * others.present // others.number, batches)
             watchdog.step_done(agreement.ranks, mesh.groups)
             with span("agree"):

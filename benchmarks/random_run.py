@@ -17,6 +17,7 @@ from training.assembly import (
     build_run_state,
     build_update,
 )
+from training.due import GlobalBatch
 from training.step import Step, train_step
 
 
@@ -49,8 +50,8 @@ class RandomRun:
         shape = (config.training.local_batch_size, 2, num_variables, *grid_shape)
         self.fields = torch.randn(shape, device=device)
         self.batches = [(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))] * accumulation
-        self.run.progress.global_batch = shape[0] * mesh.degrees.dp * accumulation
-        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, len(self.batches))
+        self.global_batch = GlobalBatch.of_micro_batches(accumulation, shape[0] * mesh.degrees.dp)
+        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, self.global_batch)
         self.update = build_update(config, *parts)
         self.model.train()
 
@@ -65,7 +66,7 @@ class RandomRun:
         self.number += 1
         taken = train_step(self.number, self.batches, self.objective, self.model, self.update, Alone())
         assert taken is not None
-        self.run.progress.advance()
+        self.run.progress.advance(self.global_batch.at(self.number))
         return taken
 
     def loss(self) -> float:

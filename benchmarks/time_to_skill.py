@@ -88,14 +88,8 @@ def measured(runs: list[dict], seeds: int) -> list[list[dict]]:
 
 
 def train(task: Task, changes: list[str], seed: int) -> dict:
-    """One run, a process of its own: its score at each lead, and what it cost."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = [f"--job.config_file=train_configs/{task.config}.toml", f"--training.seed={seed}"]
-        options += [f"--validation.lead_hours={list(task.lead_hours)}", f"--job.dump_folder={folder}/run"]
-        command = [sys.executable, "train.py", *OFF, *options, *changes]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        text = (Path(folder) / "run/metrics.jsonl").read_text()
-    records = [json.loads(line) for line in text.splitlines()]
+    """One run: its score at each lead, and what it cost."""
+    records = records_of(task, changes, seed)
     steps = [each for each in records if "step_seconds" in each]
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
@@ -103,7 +97,19 @@ def train(task: Task, changes: list[str], seed: int) -> dict:
         "minutes": sum(each["step_seconds"] for each in steps) * threads / 60,
         "tflop": sum(each["tflops"] * each["step_seconds"] for each in steps),
         "steps": len(steps),
+        "critical_batch": steps[-1]["critical_batch_size"],
     }
+
+
+def records_of(task: Task, changes: list[str], seed: int) -> list[dict]:
+    """metrics.jsonl of one run, a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--job.config_file=train_configs/{task.config}.toml", f"--training.seed={seed}"]
+        options += [f"--validation.lead_hours={list(task.lead_hours)}", f"--job.dump_folder={folder}/run"]
+        command = [sys.executable, "train.py", *OFF, *options, *changes]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        text = (Path(folder) / "run/metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def score(validation: dict, task: Task, hours: int) -> float:

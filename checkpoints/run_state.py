@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints, State
 from checkpoints.files import step_folder, stored_tensors
+from config import Training
 from errors import ConfigError
 from optimizers.compact_adamw import empty_moment
 from parallelisms.float8 import plain_weight
 from training.bad_steps import BadSteps, TrainingDiverged
+from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
 
@@ -32,13 +34,13 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    global_batch: int = 0  # samples a step; 0: not known yet
+    global_batch: int = 0  # samples of the last step; 0: none was taken
     rollbacks: int = 0  # how often it went back to a checkpoint to take other samples
     went_back_to: int = -1  # the step that the last of these times ended at
 
-    def advance(self) -> None:
-        """One step was taken."""
-        self.step, self.samples = self.step + 1, self.samples + self.global_batch
+    def advance(self, samples: int) -> None:
+        """One step was taken, of so many."""
+        self.step, self.samples, self.global_batch = self.step + 1, self.samples + samples, samples
 
     def state(self) -> dict[str, Tensor]:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
@@ -156,19 +158,19 @@ def go_back(checkpointer: Checkpointer | NoCheckpoints, run: RunState) -> None:
     bad_steps.forgive()
 
 
-def global_batch_size(asked: int, smallest: int, progress: Progress) -> int:
+def global_batch_of(training: Training, smallest: int, progress: Progress) -> GlobalBatch:
     """Samples a step. -1 asks for what the run has taken so far, or else for the smallest batch there is.
 
     ConfigError: what the run has taken cannot be dealt out to this number of ranks.
     """
-    stored = progress.global_batch
+    asked, stored = training.global_batch_size, progress.global_batch
     if asked == -1 and stored % smallest:
         raise ConfigError(
             f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
             f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
             "training.global_batch_size to what you want from here on"
         )
-    chosen = (stored or smallest) if asked == -1 else asked
-    if stored and chosen != stored:
-        logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")
+    chosen = GlobalBatch.of(training, (stored or smallest) if asked == -1 else asked, smallest)
+    if stored and (now := chosen.at(progress.step + 1)) != stored:
+        logger.info(f"the global batch was {stored} samples so far and is {now} from here on")
     return chosen

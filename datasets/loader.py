@@ -96,11 +96,14 @@ class TrainLoader:
         self.build = partial(build_loader, num_workers=num_workers, prefetch=prefetch, pin=pin)
         self.loader, self.num_dates = None, 0
 
-    def iterate(self, taken: int, shuffle: int = 0, num_dates: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches after `taken` samples: fields (B, num_dates, V, H, W) that `dataset.unpack` makes
-        physical, first dates (B,). `shuffle` numbers the order of samples: another one after going back.
+    def iterate(
+        self, taken: int, shuffle: int = 0, num_dates: int = 2, accumulation: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches after `taken` samples, `accumulation` a step: fields (B, num_dates, V, H, W) that
+        `dataset.unpack` makes physical, first dates (B,). `shuffle` numbers the order of samples: another one
+        after going back.
         """
-        self.sampler.taken, self.sampler.shuffle = taken, shuffle
+        self.sampler.taken, self.sampler.shuffle, self.sampler.accumulation = taken, shuffle, accumulation
         if self.loader is None or num_dates != self.num_dates:
             self.loader, self.num_dates = None, num_dates  # the processes of the last one end
             self.loader = self.build(self.dataset.first_dates(num_dates), self.sampler)

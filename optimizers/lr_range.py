@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import lock_folder
-from checkpoints.run_state import global_batch_size
+from checkpoints.run_state import global_batch_of
 from command_line import own_options, split_options, start
 from config import Config
 from datasets.selection import Selection
@@ -78,13 +78,11 @@ class Trial:
         if config.checkpoint.initial_load_path:
             start_from(Path(config.checkpoint.initial_load_path), run, config)
         self.progress, smallest = run.progress, config.training.local_batch_size * dp
-        asked = config.training.global_batch_size
-        self.progress.global_batch = global_batch_size(asked, smallest, self.progress)
-        accumulation = self.progress.global_batch // smallest
+        self.global_batch = global_batch_of(config.training, smallest, self.progress)
         saves, loss_part = NoCheckpoints(), self.objective.loss_part
-        self.update = build_update(config, self.model, run, saves, loss_part, accumulation)
+        self.update = build_update(config, self.model, run, saves, loss_part, self.global_batch)
         parts = (self.dp_rank, dp)
-        self.batches = build_batches(train_set, config, self.progress, parts, accumulation, device)
+        self.batches = build_batches(train_set, config, self.progress, parts, self.global_batch, device)
         self.num_parts = dp
         self.model.train()
 
@@ -94,22 +92,21 @@ class Trial:
         self.update.rate = lambda _: rate
         taken = train_step(step, self.batches, self.objective, self.model, self.update, Alone())
         assert taken is not None
-        self.progress.advance()
+        self.progress.advance(self.batches.samples)
         dist.all_reduce(taken.loss)
         return taken.loss.item() / self.num_parts
 
 
 def for_a_sweep(config: Config) -> Config:
     """In a folder of its own, with nothing that outlives it; of rollouts the longest alone: a loss that
-    changes its meaning on the way says nothing of the rate.
+    changes its meaning on the way says nothing of the rate. Of a ramp the last batch.
     """
-    longest = (max(config.training.rollout_steps),)
+    one_stage: dict[str, Any] = {"rollout_steps": (max(config.training.rollout_steps),), "batch_ramp": ()}
+    one_stage |= {"rollout_from_step": (), "batch_ramp_from_step": ()}
     return replace(
         config,
         job=replace(config.job, dump_folder=f"{config.job_folder}-lr_range"),
-        training=replace(
-            config.training, rollout_steps=longest, rollout_from_step=(), spike_threshold=0.0, ema_decay=0.0
-        ),
+        training=replace(config.training, spike_threshold=0.0, ema_decay=0.0, **one_stage),
         checkpoint=replace(config.checkpoint, enable=False),
         validation=replace(config.validation, enable=False),
         fault_tolerance=replace(config.fault_tolerance, enable=False),
@@ -203,7 +200,7 @@ def run(config: Config, sweep: Sweep) -> None:
         losses = sweep_losses(trial, sweep)
         if dist.get_rank() == 0:
             rates = [sweep.rate(step) for step in range(1, len(losses) + 1)]
-            report(config, rates, losses, len(losses) == sweep.steps, trial.progress.global_batch)
+            report(config, rates, losses, len(losses) == sweep.steps, trial.global_batch.at(1))
     finally:
         lock.clear()
         dist.destroy_process_group()

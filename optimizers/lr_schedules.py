@@ -57,7 +57,7 @@ def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
 def learning_rate(
     optimizer: Optimizer, schedule: LrScheduler, steps: int, global_batch: int, step: int
 ) -> float:
-    """Of the update that ends step `step` of `steps`, each of `global_batch` samples."""
+    """Of the update that ends step `step` of `steps`, which had `global_batch` samples."""
     reference, ceiling = optimizer.lr_reference_batch_size, optimizer.lr_max
     peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch, ceiling)
     return peak * scheduled_factor(schedule, steps, step)

@@ -44,11 +44,21 @@ class NoiseScale:
         if reduced:
             watch_reductions(model, self.square)
 
-    def first_micro_batch(self) -> None:
-        """Its gradients are there, and no others."""
+    def first_micro_batch(self, micro_batches: int) -> None:
+        """Its gradients are there, and no others, of this step's micro-batches."""
+        if micro_batches != self.micro_batches:
+            self._begin_anew(micro_batches)
         if not self.reduced:
             norm = total_norm(self.model.parameters.values())
             self.square += (norm * self.micro_batches).square()
+
+    def _begin_anew(self, micro_batches: int) -> None:
+        """Averages of norms are those of two sizes, and a ramp has come to others."""
+        self.large = self.large // self.micro_batches * micro_batches
+        if self.reduced:
+            self.small = self.small // self.micro_batches * micro_batches
+        self.micro_batches, self.steps = micro_batches, 0
+        self.means.zero_()
 
     def step(self, norm: Tensor, loss_scale: float) -> None:
         """norm: of the global batch's gradients, unscaled. A step that is not finite does not count."""
@@ -59,7 +69,11 @@ class NoiseScale:
         self.steps += 1
 
     def critical_batch(self) -> float | None:
-        """In samples. None: gradients are nothing but noise so far. All ranks; waits for the device."""
+        """In samples. None: gradients are nothing but noise so far, or there is no smaller batch in this
+        stage of a ramp. All ranks; waits for the device.
+        """
+        if self.small == self.large:
+            return None
         means = self.means.clone()
         dist.all_reduce(means)
         small, large = (means / dist.get_world_size()).tolist()
@@ -95,6 +109,8 @@ def build_noise_scale(
 ) -> NoiseScale | None:
     """None where no rank ever has the gradient of a smaller batch than the global one, whole: one micro-batch
     on one rank, or on each of DDP's, and whatever divides a sample. float16 divides gradients on their way.
+
+    micro_batches: of a step; the most of them, where they become more.
     """
     degrees = model.mesh.degrees
     large = local_batch * micro_batches * degrees.dp

@@ -29,10 +29,14 @@ def _check_ranks(config: Config) -> None:
     replicas = _check_replicas(config)
     batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
     smallest *= replicas
+    reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try"
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
-        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
-        refuse("training.global_batch_size", batch, reason)
+        refuse("training.global_batch_size", batch, f"{reason} {near} or -1")
+    for size in config.training.batch_ramp:
+        if size % smallest:
+            near = max(round(size / smallest), 1) * smallest
+            refuse("training.batch_ramp", list(config.training.batch_ramp), f"{size} is {reason} {near}")
 
 
 def _check_replicas(config: Config) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from config import Config
@@ -17,7 +18,7 @@ from planning.memory import FLOAT32
 from planning.search import Plan
 from planning.step_time import step_time
 from text_tables import text_table
-from training.due import Rollouts
+from training.due import GlobalBatch, Rollouts
 
 HOUR = 3600.0
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
@@ -238,11 +239,14 @@ def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: floa
 
 
 def run_seconds(config: Config, plan: Plan, cluster: Cluster) -> float:
-    """Of all steps; the plan is for the longest of a run's rollouts."""
-    rollouts, seconds = Rollouts.of(config.training), 0.0
-    begins = [first for first, _ in rollouts.stages] + [config.training.steps + 1]
-    for (first, length), end in zip(rollouts.stages, begins[1:], strict=True):
+    """Of all steps; the plan is for the longest of a run's rollouts, and the last batch of its ramp."""
+    training, seconds = config.training, 0.0
+    rollouts, batch = Rollouts.of(training), GlobalBatch.of(training, plan.work.global_batch, 1)
+    begins = sorted({first for first, _ in (*rollouts.stages, *batch.stages)})
+    for first, end in pairwise([*begins, training.steps + 1]):
+        length = rollouts.at(first)
         work = plan.work.rolled_out(length, rollouts.with_gradients(length))
+        work = work.replace(global_batch=batch.at(first))
         seconds += (end - first) * (plan.time if work == plan.work else step_time(work, cluster)).total
     return seconds
 

@@ -34,6 +34,7 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from planning.workload import Workload, workload_of
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
+from training.due import GlobalBatch
 from training.gradients import LossScaler
 from training.step import train_step
 from training.update import Update, UpdateInBackward
@@ -112,7 +113,8 @@ def _run(config: Config, fields: Fields) -> DryRun:
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
         for name in ("predict", "forward_backward"):
             setattr(model, name, followed(tracker, getattr(model, name)))
-        update = build_update(config, model, run, NoCheckpoints(), objective.loss_part, len(batches))
+        a_step = GlobalBatch.of_micro_batches(len(batches))
+        update = build_update(config, model, run, NoCheckpoints(), objective.loss_part, a_step)
         with ExitStack() as tracked, batches.record:
             tracked.enter_context(tracker)
             watched = UntrackedUpdate(update, model, tracked)

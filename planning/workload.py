@@ -25,6 +25,7 @@ class Workload:
     degrees: Degrees
     local_batch: int  # samples of a micro-batch; of a batch, where a pipeline cuts it further
     global_batch: int
+    ramp: tuple[int, ...] = ()  # global batches of earlier stages (training.batch_ramp)
     dtype: str = "bfloat16"  # of matrices: training.mixed_precision_param
     reduce_itemsize: int = 4  # bytes of a gradient between ranks
     field_values: int = 0  # of the predicted fields of a sample: V H W
@@ -62,6 +63,11 @@ class Workload:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def shared_batch(self) -> int:
+        """Samples that can be dealt out evenly at every stage of a ramp where these can."""
+        return math.gcd(self.global_batch, *self.ramp)
 
     @property
     def accumulation(self) -> int:
@@ -161,6 +167,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
+        ramp=training.batch_ramp[:-1],
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,

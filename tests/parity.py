@@ -38,6 +38,7 @@ from parallelisms.degrees import resolve_degrees
 from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
+from training.due import GlobalBatch
 from training.step import train_step
 
 GLOBAL_BATCH = 8
@@ -59,6 +60,7 @@ class Layout:
     dtype: str = "float32"
     reduce: str = "float32"  # what gradients travel in
     accumulation: int = 1
+    ramp: tuple[int, ...] = ()  # batches of the three steps, GLOBAL_BATCH the last
     grid: tuple[int, int] = (16, 32)
     model: tuple[tuple[str, Any], ...] = ()
     loss: str = "mse"
@@ -131,6 +133,8 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "spectral_fraction": layout.spectral,
         "conserve": DRY[layout.conserve == "paid"],
         "rollout_steps": (layout.rollout,),
+        "steps": 3,
+        "batch_ramp": layout.ramp,
         "variable_weights": (1.0, 2.0, 0.5),
         "max_norm": 0.5,
     }
@@ -182,7 +186,8 @@ class SmallRun:
         self.layout, parallelism = layout, config.parallelism
         self.degrees = degrees = resolve_degrees(dist.get_world_size(), parallelism)
         self.mesh = shared_mesh(degrees, parallelism.axis_order)
-        local = GLOBAL_BATCH // (degrees.dp * layout.accumulation)
+        smallest = (layout.ramp or (GLOBAL_BATCH,))[0] // layout.accumulation
+        local = smallest // degrees.dp
         config = replace(config, training=replace(config.training, local_batch_size=local))
         fields = fields_of(layout.grid)
         self.device = own_device()
@@ -191,8 +196,8 @@ class SmallRun:
             self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
         self.model = assembly.model
         self.run = build_run_state(config, self.model)
-        self.run.progress.global_batch = GLOBAL_BATCH
-        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, layout.accumulation)
+        self.global_batch = GlobalBatch.of(config.training, GLOBAL_BATCH, smallest)
+        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, self.global_batch)
         self.update = build_update(config, *parts)
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
         self.data = samples(layout.grid, layout.rollout, layout.history)
@@ -203,9 +208,9 @@ class SmallRun:
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of step `step`, counted from 0."""
-        rows = [
-            self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(self.layout.accumulation)
-        ]
+        before = sum(self.global_batch.at(earlier) for earlier in range(1, step + 1))
+        number = self.global_batch.micro_batches(step + 1)
+        rows = [self.order.local_batch(before, micro) for micro in range(number)]
         taken = [(self.data[chosen], 21_600 * torch.tensor(chosen)) for chosen in rows]
         return [(fields.to(self.device), times.to(self.device)) for fields, times in taken]
 
@@ -215,7 +220,7 @@ class SmallRun:
         taken = train_step(step + 1, self.batches(step), self.objective, self.model, self.update, Alone())
         assert taken is not None
         dist.all_reduce(taken.loss)
-        self.run.progress.advance()
+        self.run.progress.advance(self.global_batch.at(step + 1))
         return taken.loss.item() / self.degrees.dp, taken.grad_norm.item()
 
     def _finish_watched(self, step: int, loss: Tensor) -> Tensor:
@@ -297,6 +302,7 @@ MODEL_KEYS = (
     "history",
     "conserve",
     "members",
+    "ramp",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 ROTARY = (("position", "rotary"),)
@@ -334,6 +340,7 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}),
     "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
     "fsdp 2, accumulation 2": Layout(2, accumulation=2),
+    "fsdp 2, ramp": Layout(2, ramp=(2, 4, 8)),
     "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
     "fsdp 2, mae": Layout(2, loss="mae"),
     "fsdp 2, spectral": Layout(2, spectral=0.5),
@@ -600,6 +607,7 @@ FAST = [
     "fsdp 2",
     "fsdp 2, zero-2",
     "fsdp 2, accumulation 2",
+    "fsdp 2, ramp",
     "fsdp 2, ac selective",
     "fsdp 2, spectral",
     "fsdp 2, bf16",

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
-from checkpoints.run_state import Progress, RunState, global_batch_size, resume
+from checkpoints.run_state import Progress, RunState, global_batch_of, resume
 from checkpoints.writer import Arena
-from config import Checkpoint
+from config import Checkpoint, Training
 from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
@@ -273,11 +273,14 @@ def test_host_memory_does_not_grow_with_saves(build):
 
 
 def test_the_global_batch_goes_on():
-    assert global_batch_size(-1, 8, Progress()) == 8
-    assert global_batch_size(-1, 4, Progress(global_batch=16)) == 16
-    assert global_batch_size(32, 4, Progress(global_batch=16)) == 32
+    def next_batch(asked: int, smallest: int, progress: Progress) -> int:
+        return global_batch_of(Training(global_batch_size=asked), smallest, progress).at(progress.step + 1)
+
+    assert next_batch(-1, 8, Progress()) == 8
+    assert next_batch(-1, 4, Progress(global_batch=16)) == 16
+    assert next_batch(32, 4, Progress(global_batch=16)) == 32
     with pytest.raises(ValueError, match="16 samples a step are no multiple .* = 6"):
-        global_batch_size(-1, 6, Progress(global_batch=16))
+        next_batch(-1, 6, Progress(global_batch=16))
 
 
 def test_norms_biases_and_positions_do_not_decay():

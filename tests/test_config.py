@@ -151,6 +151,23 @@ COMMAND_LINES = [
     ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
+    ("--training.batch_ramp [16,32]", "training.batch_ramp = [16, 32]: its last entry has to be"),
+    (
+        "--training.batch_ramp [32,16] --training.global_batch_size 16",
+        "training.batch_ramp = [32, 16]: name batches that ascend",
+    ),
+    (
+        "--training.batch_ramp [8,16] --training.global_batch_size 16 --training.local_batch_size 16",
+        "training.batch_ramp = [8, 16]: 8 is not a multiple of local_batch_size x data-parallel ranks = 16",
+    ),
+    (
+        "--training.batch_ramp_from_step [3]",
+        "training.batch_ramp_from_step = [3]: name the first step of each of the 0 later entries",
+    ),
+    (
+        "--training.batch_ramp [16,32] --training.global_batch_size 32 --training.steps 1",
+        "training.batch_ramp = [16, 32]: has more stages than training.steps = 1",
+    ),
     (
         "--training.rollout_steps [1,2] --training.rollout_from_step [3,4]",
         "rollout_from_step = [3, 4]: name the first step of each of the 1 later entries",

@@ -92,6 +92,14 @@ def draw(seed: int) -> list[str]:
     return drawn + rng.choice([[], rollouts])
 
 
+def test_a_ramp_goes_on_from_any_step(config_file, tmp_path):
+    """From the last step of the first stage, and from the middle of the second, where rollouts begin."""
+    options = ["--training.global_batch_size=6", "--training.batch_ramp=[2,4,6]", "--checkpoint.interval=20"]
+    options += ["--training.batch_ramp_from_step=[21,51]", "--training.rollout_steps=[1,2]"]
+    options += ["--training.rollout_from_step=[41]", "--checkpoint.async_mode=disabled"]
+    goes_on_exactly(config_file, tmp_path, options, [20, 40])
+
+
 def run(config_file: Path, folder: Path, options: list[str]) -> None:
     try:
         train(
@@ -112,9 +120,14 @@ def end(folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, tuple]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_checkpoint_leads_to_the_same_end(config_file, tmp_path, seed):
     options, rng = draw(seed), random.Random(seed)
+    goes_on_exactly(config_file, tmp_path, options, rng.sample(range(3 * INTERVAL, STEPS, INTERVAL), 2))
+
+
+def goes_on_exactly(config_file: Path, tmp_path: Path, options: list[str], steps: list[int]) -> None:
+    """From the checkpoint of each of these steps."""
     run(config_file, tmp_path / "whole", options)
     expected, losses = end(tmp_path / "whole")
-    for kept in rng.sample(complete_steps(tmp_path / "whole/checkpoints")[2:-1], 2):
+    for kept in steps:
         folder = tmp_path / f"from-{kept}"
         shutil.copytree(tmp_path / "whole", folder)
         for step in complete_steps(folder / "checkpoints"):

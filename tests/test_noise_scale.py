@@ -25,7 +25,7 @@ def single(size: int, **settings: Any) -> tuple[NoiseScale, nn.Parameter]:
 def take(noise: NoiseScale, weights: nn.Parameter, gradients: Tensor, scale: float = 1.0) -> None:
     """A step of four micro-batches with these mean gradients (4, size), accumulated as train_step does."""
     weights.grad = scale * gradients[0] / 4
-    noise.first_micro_batch()
+    noise.first_micro_batch(4)
     noise.step(gradients.mean(0).norm(), scale)
 
 
@@ -54,6 +54,20 @@ def test_a_step_that_is_not_finite_does_not_count(one_rank) -> None:
     before = noise.means.clone()
     take(noise, weights, torch.full((4, 4), torch.nan))
     assert torch.equal(noise.means, before) and noise.square == 0
+
+
+def test_a_ramp_begins_the_averages_anew(one_rank) -> None:
+    """Norms of other sizes: |G|^2 = 3, S = 60, at 8 and 32 samples, at 8 alone, then at 8 and 64."""
+    noise, weights = single(4)
+    take(noise, weights, torch.ones(4, 4))
+    norms = {size: torch.tensor(3 + 60 / size).sqrt() for size in (8, 64)}
+    for micro_batches, expected in ((1, None), (8, 20.0)):
+        for _ in range(3):
+            weights.grad = norms[8] / micro_batches * torch.tensor([1.0, 0, 0, 0])
+            noise.first_micro_batch(micro_batches)
+            noise.step(norms[8 * micro_batches], 1.0)
+        assert noise.critical_batch() == (expected and pytest.approx(expected, rel=1e-4))
+    assert (noise.small, noise.large, noise.steps) == (8, 64, 3)
 
 
 def test_advice_comes_once_and_late(one_rank, caplog) -> None:

@@ -34,7 +34,7 @@ from parallelisms.parallelize import LossPart, ParallelModel, parallelize
 from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
 from training.conservation import build_conservation, build_kept, refuse_missing
-from training.due import Rollouts
+from training.due import GlobalBatch, Rollouts
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.objective import Objective
@@ -200,12 +200,12 @@ def build_update(
     run: RunState,
     saves: Saves,
     loss_part: LossPart,
-    accumulation: int,
+    global_batch: GlobalBatch,
 ) -> Update | UpdateInBackward:
     """The way from gradients to weights that `config` asks for. ConfigError: gradients accumulate."""
-    global_batch = run.progress.global_batch
-    rate = partial(learning_rate, config.optimizer, config.lr_scheduler, config.training.steps, global_batch)
-    parts = (model, run, saves, rate, loss_part)
+    schedule = partial(learning_rate, config.optimizer, config.lr_scheduler, config.training.steps)
+    parts = (model, run, saves, lambda step: schedule(global_batch.at(step), step), loss_part)
+    accumulation = global_batch.most_micro_batches
     if config.optimizer.in_backward:
         return UpdateInBackward(*parts, accumulation)
     reduce_dtype, replicas = config.training.mixed_precision_reduce, config.fault_tolerance.enable

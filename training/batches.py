@@ -13,7 +13,7 @@ from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
-from training.due import ONE_STEP, Rollouts
+from training.due import ONE_STEP, GlobalBatch, Rollouts
 
 logger = logging.getLogger(__name__)
 # Fields (B, h + R, V, H, W) float32, NaN where missing: windows (datasets/window.py), then what follows in R
@@ -26,14 +26,15 @@ def build_batches(
     config: Config,
     progress: Progress,
     parts: tuple[int, int],
-    accumulation: int,
+    global_batch: GlobalBatch,
     device: torch.device,
 ) -> "Batches":
     """parts: which part of each global batch this rank takes, and of how many."""
     training, data = config.training, config.data
-    order = TrainSampler(len(samples), training.seed, training.local_batch_size, accumulation, *parts)
+    first = global_batch.micro_batches(1)
+    order = TrainSampler(len(samples), training.seed, training.local_batch_size, first, *parts)
     loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
-    return Batches(loader, progress, device, Rollouts.of(training), data.history)
+    return Batches(loader, progress, device, global_batch, Rollouts.of(training), data.history)
 
 
 class Batches:
@@ -47,20 +48,21 @@ class Batches:
         loader: TrainLoader,
         progress: Progress,
         device: torch.device,
+        global_batch: GlobalBatch,
         rollouts: Rollouts = ONE_STEP,
         history: int = 1,
     ) -> None:
         self.loader, self.progress, self.device, self.rollouts = loader, progress, device, rollouts
-        self.history, self.iterator = history, iter(())
-        # Samples and rollbacks that the iterator goes on from, and steps of the model.
-        self.at: tuple[int, int, int] | None = None
-        self.length = 0  # steps of the model in the last step
+        self.global_batch, self.history, self.iterator = global_batch, history, iter(())
+        # Samples and rollbacks that the iterator goes on from, steps of the model, and micro-batches.
+        self.at: tuple[int, int, int, int] | None = None
+        self.length = self.samples = 0  # steps of the model in the last step, and its samples of all ranks
         self.passes = 0  # forward passes that a sample of the last step is worth
         self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and what it gave
 
     def __len__(self) -> int:
-        """Micro-batches a step."""
-        return self.loader.sampler.accumulation
+        """Micro-batches of the next step."""
+        return self.global_batch.micro_batches(self.progress.step + 1)
 
     @property
     def epoch(self) -> float:
@@ -68,17 +70,21 @@ class Batches:
         return self.progress.samples / self.loader.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:
-        progress, length = self.progress, self.rollouts.at(self.progress.step + 1)
+        progress, step, number = self.progress, self.progress.step + 1, len(self)
+        length, samples = self.rollouts.at(step), self.global_batch.at(step)
         if length != self.length and self.rollouts.longest > 1:
-            logger.info(f"rollouts of {length} steps from step {progress.step + 1} on")
-        self.length = length
-        if self.at != (progress.samples, progress.rollbacks, length):
-            batches = self.loader.iterate(progress.samples, progress.rollbacks, self.history + length)
+            logger.info(f"rollouts of {length} steps from step {step} on")
+        if samples != self.samples and len(self.global_batch.stages) > 1:
+            logger.info(f"{samples} samples a step from step {step} on: {number} micro-batches a rank")
+        self.length, self.samples = length, samples
+        if self.at != (progress.samples, progress.rollbacks, length, number):
+            where = (progress.samples, progress.rollbacks)
+            batches = self.loader.iterate(*where, num_dates=self.history + length, accumulation=number)
             self.iterator = on_device(batches, self.device)
         self.at, self.seconds, self.bytes, self.passes = None, 0.0, 0, self.rollouts.passes(length)
-        for _ in range(len(self)):
+        for _ in range(number):
             yield self._next()
-        self.at = progress.samples + progress.global_batch, progress.rollbacks, length
+        self.at = progress.samples + samples, progress.rollbacks, length, number
 
     def _next(self) -> Batch:
         with span("data"):

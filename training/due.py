@@ -46,20 +46,63 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
+Stages = tuple[tuple[int, int], ...]  # first training step, and what holds from there on
+
+
+def stages_of(values: Sequence[int], from_step: Sequence[int], steps: int) -> Stages:
+    """from_step: where each later value begins; empty: all have equal parts of `steps`."""
+    parts = range(1, len(values))
+    first = [1, *(from_step or (1 + steps * part // len(values) for part in parts))]
+    return tuple(zip(first, values, strict=True))
+
+
+def stage_at(stages: Stages, step: int) -> int:
+    """What holds in training step `step`; 1 is the first."""
+    return [value for first, value in stages if first <= step][-1]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Samples of each training step over all ranks: more in later stages, where the run has a ramp."""
+
+    stages: Stages  # of samples
+    smallest: int  # that all ranks take through the model at once: a micro-batch each
+
+    @classmethod
+    def of(cls, training: Training, chosen: int, smallest: int) -> Self:
+        """chosen: throughout, where there is no ramp."""
+        sizes = training.batch_ramp or (chosen,)
+        return cls(stages_of(sizes, training.batch_ramp_from_step, training.steps), smallest)
+
+    @classmethod
+    def of_micro_batches(cls, number: int, smallest: int = 1) -> Self:
+        """So many in every step."""
+        return cls(((1, number * smallest),), smallest)
+
+    @property
+    def most_micro_batches(self) -> int:
+        return max(size for _, size in self.stages) // self.smallest
+
+    def at(self, step: int) -> int:
+        """Samples of training step `step`; 1 is the first."""
+        return stage_at(self.stages, step)
+
+    def micro_batches(self, step: int) -> int:
+        """Of training step `step`, that each rank accumulates."""
+        return self.at(step) // self.smallest
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """How many steps of the model a training step goes through, and what each of them counts."""
 
-    stages: tuple[tuple[int, int], ...]  # first training step, and the steps of the model from there on
+    stages: Stages  # of steps of the model
     gradient_steps: int = 0  # the last of them that have losses and gradients; 0: all
     weights: Sequence[float] = ()  # of the losses of the longest rollout; empty: all the same
 
     @classmethod
     def of(cls, training: Training) -> Self:
-        lengths, begin = training.rollout_steps, training.rollout_from_step
-        parts = range(1, len(lengths))
-        first = [1, *(begin or (1 + training.steps * part // len(lengths) for part in parts))]
-        stages = tuple(zip(first, lengths, strict=True))
+        stages = stages_of(training.rollout_steps, training.rollout_from_step, training.steps)
         return cls(stages, training.rollout_gradient_steps, training.rollout_weights)
 
     @property
@@ -68,7 +111,7 @@ class Rollouts:
 
     def at(self, step: int) -> int:
         """Steps of the model in training step `step`; 1 is the first."""
-        return [length for first, length in self.stages if first <= step][-1]
+        return stage_at(self.stages, step)
 
     def with_gradients(self, length: int) -> int:
         """How many of a rollout's steps, the last ones, gradients go through."""

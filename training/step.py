@@ -57,7 +57,7 @@ def train_step(
             part = forward_backward(step, objective, model, batch, update.loss_part, scale, exchange)
             loss += part / len(batches)
             if number == 0 and update.noise:
-                update.noise.first_micro_batch()
+                update.noise.first_micro_batch(len(batches))
     if not others.average(loss, model.parameters.values()):
         model.zero_grad()
         return None
