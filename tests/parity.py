@@ -654,13 +654,9 @@ FAST = [
     "crps, rollout 2, pp 2",
     "crps, rollout 2, fsdp 2 x tp 2",
     "crps, history 2, rollout 2, tp 2",
-    "conditions, ac selective",
     "conditions, tp 2, odd grid",
     "conditions, crps, rollout 2, fsdp 2 x tp 2",
-    "conditions, rollout 2, ulysses 2 x tp 2, compile",
-    "conserve, tp 2, odd grid",
     "conserve, pp 2, 1f1b",
     "conserve, u-net, tiles 2 x 1",
-    "conserve, rollout 2, fsdp 2 x ulysses 2",
     "conserve, rollout 2, fsdp 2 x ulysses 2, paid",
 ]
