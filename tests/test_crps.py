@@ -13,7 +13,7 @@ from losses.penalties import CRPS, by_member, penalty_of
 from losses.pointwise import fused_sum_of_costs, sum_of_costs
 from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, difference, full
-from training.rollout import seed_again
+from training.rollout import seed_again, told
 
 ALPHA = 0.95  # Lang et al. 2024
 
@@ -126,7 +126,7 @@ def test_the_loss_of_fields_with_holes(one_rank):
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:2], torch.arange(2) * 21_600
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    _, *expected = objective.cut(fields, times, *objective.draw(objective.keys(1, times), times, 0))
+    _, *expected = objective.cut(fields, times, *told(objective, objective.keys(1, times), times, 0))
     found = objective.loss_part(run.model.geometry.from_fields(changes), *expected)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
     truth = fields[:, 1]
@@ -252,7 +252,10 @@ def test_half_of_the_noise_is_kept_through_a_forecast(number):
 def test_noise_is_new_at_every_step(one_rank):
     run = SmallRun(Layout(members=2))
     fields, times = run.batches(0)[0]
-    draw, keys = run.objective.draw, run.objective.keys
-    inputs = [run.objective.cut(fields, times, *draw(keys(step, times), times, 0))[0] for step in (1, 1, 2)]
+    keys = run.objective.keys
+    inputs = [
+        run.objective.cut(fields, times, *told(run.objective, keys(step, times), times, 0))[0]
+        for step in (1, 1, 2)
+    ]
     assert torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
     assert not torch.equal(inputs[0][0], inputs[0][1]) and len(inputs[0]) == 2 * len(fields)

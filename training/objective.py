@@ -85,10 +85,6 @@ class Objective:
         """(B M,): of the noise in training step `step`, for samples that start at `times` (B,)."""
         return keys_of_members(self.seed, step, times, self.members)
 
-    def draw(self, keys: Tensor, times: Tensor, lead: int) -> list[Tensor]:
-        """What members of samples whose states are of `times` (B,) are told of step `lead` of a rollout."""
-        return self.conditions.draw(keys, self.of_members(times), lead)
-
     def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> list[Tensor]:
         """What this rank has of a batch (B, h + 1, V, H, W): the model's input, its expected output, weights,
         and for a spectral loss the truth times the root of what it weighs; of all members, with their noise.

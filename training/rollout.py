@@ -43,7 +43,7 @@ def forward_backward(
     start, truths = split_sample(fields, objective.normalizer.history)
     num_steps, keys = truths.shape[1], objective.keys(step, times)
     if num_steps == 1:
-        inputs, *expected = objective.cut(fields, times, *objective.draw(keys, times, 0))
+        inputs, *expected = objective.cut(fields, times, *told(objective, keys, times, 0))
         return model.forward_backward(inputs, expected, kept_part(objective, loss_part), scale, exchange)
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
@@ -55,7 +55,7 @@ def forward_backward(
         date, is_last = times + number * objective.step_seconds, number == first
         window = windows.pop().requires_grad_(not is_last)
         back = StepBack(
-            objective, model, window, truths[:, number], date, later, objective.draw(keys, date, number)
+            objective, model, window, truths[:, number], date, later, told(objective, keys, date, number)
         )
         loss += back.run(loss_part, shares[number], scale, exchange=exchange and is_last)
         later = None if is_last else back.gradient()
@@ -69,6 +69,11 @@ def kept_part(objective: Objective, loss_part: LossPart) -> LossPart:
         return loss_part(objective.kept.hold(output), *expected) + objective.kept.cost(output)
 
     return part
+
+
+def told(objective: Objective, keys: Tensor, times: Tensor, lead: int) -> list[Tensor]:
+    """What members of samples whose states are of `times` (B,) are told of step `lead` of a rollout."""
+    return objective.conditions.draw(keys, objective.of_members(times), lead)
 
 
 def seed_again(seed: int, number: int) -> None:
