@@ -37,6 +37,7 @@ from parallelisms.pipeline import SPLIT_BACKWARD
 def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
     check_machine(config)
+    check_folder("job.dump_folder", config.dump_folder)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = max(config.training.rollout_steps)
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
@@ -49,7 +50,7 @@ def open_checked(config: Config) -> Selection:
 
 
 def check_machine(config: Config) -> None:
-    """What only the machine that trains knows: devices, kernels, folder. Raises ConfigError."""
+    """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
     started_at()
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)
@@ -67,8 +68,6 @@ def check_machine(config: Config) -> None:
     if config.compile.cuda_graphs and not use_cuda:
         refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
     check_schedule(config)
-    folder = config.dump_folder
-    check_folder("job.dump_folder", folder)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
     if config.model.name == "vit":
         check_backend(config.model.attention_backend, device_type, dtype)

@@ -1,0 +1,191 @@
+"""Whether this machine, the data and the network are what a run needs: before it starts, in a minute.
+
+    .venv/bin/python -m jobs.preflight train_configs/demo.toml
+    .venv/bin/python -m jobs.preflight --job.config_file F --section.key value
+
+--cluster NAME     the machine of planning/clusters.toml to compare with (default: that of this GPU, or cpu)
+--clusters FILE    your own machines, in the same form; as often as you like
+
+NGPU, NNODES and RDZV_ENDPOINT as for run_train.sh: the same command on every node. What a host has is looked
+at once a host, links by all ranks; one table, with pass, warn or fail and the fix. docs/preflight.md says
+what each row means. Exit codes: 0 nothing fails, 2 something does that has to be mended first, 1 it did not
+come to an end.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from command_line import own_options, split_options, start
+from errors import BAD_INPUT, end_when_interrupted, one_line_errors, tell
+
+OPTIONS = own_options(cluster="", clusters=[])
+
+
+def read(argv: list[str], doc: str | None = "") -> tuple[argparse.Namespace, list[str]]:
+    """Own options, and the configuration's with its file named. Answers --help. Raises ConfigError."""
+    own, rest = split_options(argv, OPTIONS)
+    if rest and not rest[0].startswith("-"):
+        rest = ["--job.config_file", *rest]
+    start(rest, doc, checked=False)  # whether it can work is the first row
+    return own, rest
+
+
+if __name__ == "__main__":
+    end_when_interrupted()
+    with one_line_errors():
+        read(sys.argv[1:], __doc__)  # before torch takes its seconds
+
+import torch
+import torch.distributed as dist
+
+from command_line import load_config
+from config import Config
+from config_checks import check
+from datasets.selection import Selection
+from jobs import host_checks, link_checks, run_checks
+from jobs.log_setup import start_logging
+from jobs.meeting_checks import Meeting, meet, nodes
+from jobs.rank_tree import RankTree
+from jobs.start_checks import local_ranks
+from jobs.verdicts import FAIL, ORDER, PASS, Row, attempt, joined, table
+from parallelisms.degrees import Degrees, num_ranks, resolve_degrees
+from parallelisms.mesh import build_mesh, start_ranks
+from planning.hardware import Cluster
+from project_folder import PROJECT
+
+TIMEOUT = 120  # seconds that a rank waits for the others
+
+
+def main(argv: list[str]) -> None:
+    with one_line_errors():
+        own, rest = read(argv)
+        config = load_config(rest, checked=False)
+        os.environ.setdefault("NGPU", str(max(torch.cuda.device_count(), 1)))
+        if "RANK" not in os.environ and num_ranks() > 1:
+            launch(argv)
+        start_logging(is_first=False)
+        cluster = run_checks.cluster_here(own.cluster, own.clusters, num_ranks())
+        sys.exit(preflight(config, cluster))
+
+
+def launch(argv: list[str]) -> None:
+    """Becomes the launcher of this host's ranks, which run this program."""
+    number, hosts = local_ranks()[1], os.environ.get("NNODES", "1")
+    options = ["--nproc_per_node", str(number), "--nnodes", hosts]
+    if hosts != "1":
+        options += ["--rdzv_endpoint", os.environ.get("RDZV_ENDPOINT", "")]
+    paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // number, 1)))
+    command = [sys.executable, "-P", "-m", "jobs.launch", *options, str(Path(__file__)), *argv]
+    os.execv(sys.executable, command)
+
+
+def preflight(config: Config, cluster: Cluster | None) -> int:
+    """The exit code, the same on every rank. All ranks together; rank 0 prints the table."""
+    begun = time.monotonic()
+    meeting = meet()
+    if meeting.fails:
+        if os.environ.get("RANK", "0") == "0":
+            report(meeting.rows, begun, ": no link and nothing behind it was looked at")
+        return BAD_INPUT
+    device = start_ranks(config.comm.backend, TIMEOUT)
+    tree = RankTree(TIMEOUT)
+    rows = Examination(config, cluster, meeting, tree, device).rows()
+    code = tree.share(report(rows, begun) if tree.is_first else 0)
+    tree.close()
+    dist.destroy_process_group()
+    return code
+
+
+def report(rows: list[Row], begun: float, more: str = "") -> int:
+    """Prints the table; the exit code."""
+    number = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ORDER}
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
+    print(f"{table(rows)}\n\n{counts}; {time.monotonic() - begun:.0f} s{more}", flush=True)
+    if number[FAIL]:
+        tell(f"preflight: {number[FAIL]} of {len(rows)} checks fail; the table says what and the fix")
+    return BAD_INPUT if number[FAIL] else 0
+
+
+class Examination:
+    """All checks of a job whose ranks can talk. Made, and each method called, by all ranks together."""
+
+    def __init__(
+        self, config: Config, cluster: Cluster | None, meeting: Meeting, tree: RankTree, device: torch.device
+    ) -> None:
+        self.config, self.cluster, self.tree, self.device = config, cluster, tree, device
+        self.first_rows, self.places = meeting.rows, [str(place) for place in meeting.places]
+        self.is_host = int(os.environ.get("LOCAL_RANK", 0)) == 0  # what concerns a host is looked at by one
+        self.local = local_ranks()[1]
+
+    def rows(self) -> list[Row]:
+        """On rank 0; empty on the others."""
+        refused = attempt("configuration", check, self.config)[1]
+        layout = refused or [Row("configuration", PASS, f"{self.config.job.config_file}, {num_ranks()} rank(s)")]
+        selection, found, rates = self.host() if self.is_host else (None, [], None)
+        self.tree.barrier()
+        facts = self.of_hosts(host_checks.facts_now() if self.is_host else None)
+        hosts, measured = self.of_hosts(found), self.of_hosts(rates)
+        speed, links = self.speed(), self.links()
+        if not self.tree.is_first:
+            return []
+        across = [host_checks.alike_row(self.places, facts), host_checks.clocks_row(self.places, facts)]
+        machine = [*layout, *joined(self.places, hosts), *across, *self.first_rows, speed, *links]
+        return [*machine, *(self.run(selection, measured, not refused) if selection else [])]
+
+    def of_hosts(self, value: object) -> list:
+        """On rank 0 what the first rank of each host gave."""
+        return (self.tree.gather(value) or [])[:: self.local]
+
+    def host(self) -> tuple[Selection | None, list[Row], run_checks.HostRates]:
+        """This host alone: what it has, whether it can read the data, how fast it reads and writes."""
+        config = self.config
+        selection, data = run_checks.open_data(config)
+        dates, shared = 0.0, 0
+        if selection:
+            shared = run_checks.loader_bytes(config, selection)
+            dates, damaged = attempt("data", run_checks.read_rate, config, selection, self.tree.rank)
+            data = damaged or data
+        written, folder = run_checks.folder_rows(config.dump_folder)
+        rows = [*host_checks.host_rows(config, shared), *data, *folder]
+        return selection, rows, run_checks.HostRates(dates or 0.0, written)
+
+    def speed(self) -> Row:
+        """Of every rank's device: the slow node."""
+        speeds = self.tree.gather(host_checks.device_speed(self.device)) or [1.0]
+        names = [f"rank {rank} on {self.places[rank // self.local]}" for rank in range(len(speeds))]
+        return host_checks.speed_row(names, speeds, self.device.type)
+
+    def links(self) -> list[Row]:
+        """By axis of the mesh, and between nodes. A layout that is refused is taken for shards over all."""
+        world, settings = num_ranks(), self.config.parallelism
+        if world == 1:
+            return []
+        degrees = attempt("", resolve_degrees, world, settings)[0] or Degrees(dp_shard=world)
+        order = settings.axis_order
+        mesh = build_mesh(self.device.type, degrees, order)
+        axes = self.tree.gather(link_checks.axis_samples(self.tree, mesh, order, self.cluster)) or []
+        pairs = self.tree.gather(link_checks.pair_samples(self.tree, nodes(), self.local, self.device)) or []
+        rows = link_checks.axis_rows([each for found in axes for each in found])
+        between = [each for found in pairs for each in found]
+        return [*rows, link_checks.pairs_row(between, self.places, self.cluster)] if between else rows
+
+    def run(self, selection: Selection, rates: list[run_checks.HostRates], valid: bool) -> list[Row]:
+        """On rank 0: the plan, and what its step asks of data and checkpoints."""
+        config, made = self.config, None
+        rows = run_checks.period_rows(config, selection)
+        if valid:
+            made, verdict = run_checks.planned(config, selection, self.cluster, num_ranks())
+            rows += [*run_checks.model_rows(config, selection), *verdict]
+        if all(each.dates for each in rates):
+            rows.append(run_checks.feed_row(config, selection, [each.dates for each in rates], made))
+        size = run_checks.save_bytes(config, selection, made)
+        return rows + run_checks.save_rows(config, size, [each.written for each in rates], made)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
