@@ -5,7 +5,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -88,7 +87,7 @@ def software() -> dict[str, str]:
     on_gpu = torch.cuda.is_available()
     return {
         "Python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",  # type: ignore[attr-defined]
         "driver": driver_version() if on_gpu else "none",
@@ -159,7 +158,8 @@ def gpu_memory_rows() -> list[Row]:
     used = {gpu: 1 - free / total for gpu in gpus for free, total in [torch.cuda.mem_get_info(gpu)]}
     busy = [f"GPU {gpu} {part:.0%}" for gpu, part in used.items() if part > OTHERS]
     found = f"in use by others: {', '.join(busy)}" if busy else "free"
-    return [judged("GPU memory", bool(busy), found, "nvidia-smi names the processes; end them")] if used else []
+    row = judged("GPU memory", bool(busy), found, "nvidia-smi names the processes; end them")
+    return [row] if used else []
 
 
 def memory_row(ranks: int) -> Row:
@@ -234,7 +234,3 @@ def speed_row(names: Sequence[str], speeds: Sequence[float], device_type: str) -
     if slow:
         found += f"; slower than the median: {', '.join(slow[:4])}"
     return judged("speed", bool(slow), found, "leave that node out (sbatch --exclude), and report it", WARN)
-
-
-def host_name() -> str:
-    return socket.gethostname()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from jobs.rank_tree import RankTree
-from jobs.verdicts import FAIL, PASS, WARN, Row
+from jobs.verdicts import FAIL, PASS, WARN, Row, judged
 from parallelisms.degrees import AXES
 from parallelisms.mesh import Mesh
 from planning.calibrate import Operation, rounds
@@ -26,6 +26,7 @@ BUDGET = 3.0  # seconds of one measurement: a slow link is not waited for with l
 SLOW, BROKEN = 0.5, 0.2  # of what is planned, or of the median: from there on it is said, and refused
 LATE, LATE_SECONDS = 20.0, 5e-3  # a small message: times what is planned, and at least so long
 FIX = "leave that node out (sbatch --exclude), or ask who runs the network; figures of yours: --clusters"
+INSIDE = "see who else uses this host, and how its devices are joined (nvidia-smi topo -m)"
 Edge = tuple[int, int]  # two nodes
 
 
@@ -84,8 +85,8 @@ def calls(group: dist.ProcessGroup, device: torch.device) -> dict[str, Callable[
 
     def gather(size: int) -> Callable[[], None]:
         part = numbers(max(size // len(members), 4))
-        whole = part.repeat(len(members))
-        return lambda: wait(dist.all_gather_into_tensor(whole, part, group=group, async_op=True))
+        whole = list(part.repeat(len(members)).chunk(len(members)))
+        return lambda: wait(dist.all_gather(whole, part, group=group, async_op=True))
 
     def send(size: int) -> Callable[[], None]:
         return exchange(numbers(size), numbers(size), ahead, behind, group)
@@ -138,8 +139,8 @@ def pair_samples(tree: RankTree, nodes: int, ranks: int, device: torch.device) -
         def call(size: int, other: int = partner * ranks + local) -> Callable[[], None]:
             if other == tree.rank:
                 return lambda: None
-            buffers = (torch.zeros(size // 4, device=device) for _ in range(2))
-            return exchange(*buffers, other, other)
+            mine, theirs = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
+            return exchange(mine, theirs, other, other)
 
         taken = dict(timings(tree, call, device))
         if partner != node:
@@ -168,12 +169,12 @@ def pair_rounds(nodes: int) -> list[list[Edge]]:
 # -- what is said of it
 
 
-def axis_rows(samples: Sequence[Sample], ranks: int) -> list[Row]:
-    """One a mesh axis, of its slowest group at the largest size. Whoever is slow is named by its pairs."""
-    return [_axis_row(axis, samples) for axis in dict.fromkeys(each.axis for each in samples)]
+def axis_rows(samples: Sequence[Sample], limit: float, fix: str) -> list[Row]:
+    """One a mesh axis, of its slowest group at the largest size: it is slow below `limit` of what is planned."""
+    return [_axis_row(axis, samples, limit, fix) for axis in dict.fromkeys(each.axis for each in samples)]
 
 
-def _axis_row(axis: str, samples: Sequence[Sample]) -> Row:
+def _axis_row(axis: str, samples: Sequence[Sample], limit: float, fix: str) -> Row:
     parts, worst = [], math.inf
     for kind in dict.fromkeys(each.kind for each in samples):
         own = [each for each in samples if (each.axis, each.kind) == (axis, kind)]
@@ -184,8 +185,7 @@ def _axis_row(axis: str, samples: Sequence[Sample]) -> Row:
             worst = min(worst, slowest.planned / slowest.seconds)
             figure += f" of {largest / slowest.planned / 1e9:.3g} planned"
         parts.append(figure + slow_group(own, largest))
-    verdict = WARN if worst < SLOW else PASS
-    return Row(f"links, {axis}", verdict, ", ".join(parts), "" if verdict == PASS else FIX)
+    return judged(f"links, {axis}", worst < limit, ", ".join(parts), fix, WARN)
 
 
 def slow_group(samples: Sequence[Sample], size: int) -> str:
@@ -229,11 +229,9 @@ def is_late(taken: float, expected: float) -> bool:
 
 
 def blamed(slow: set[Edge], rates: dict[Edge, float], places: Sequence[str]) -> list[str]:
-    """Nodes that have slow pairs alone while others have good ones, then the links that these do not explain."""
+    """Nodes whose pairs are all slow while others have good ones, then links that these do not explain."""
     good = {node for pair in rates.keys() - slow for node in pair}
     nodes = {node for pair in slow for node in pair} - good if good else set()
     links = [pair for pair in sorted(slow) if not nodes & set(pair)]
     found = [f"slow node: {places[node]}" for node in sorted(nodes)]
-    return found + [
-        f"slow link: {places[a]} - {places[b]}, {rates[a, b] / 1e9:.3g} GB/s" for a, b in links
-    ]
+    return found + [f"slow link: {places[a]} - {places[b]}, {rates[a, b] / 1e9:.3g} GB/s" for a, b in links]

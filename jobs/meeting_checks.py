@@ -20,7 +20,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[reportPrivateIm
 
 from errors import RunFailed
 from jobs.launch import address_of
-from jobs.verdicts import FAIL, PASS, WARN, Row, joined
+from jobs.start_checks import check_devices
+from jobs.verdicts import FAIL, PASS, WARN, Row, attempt, joined
 from parallelisms.mesh import launchers_store
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -58,10 +59,11 @@ class Meeting:
         return any(row.verdict == FAIL for row in self.rows)
 
 
-def meet() -> Meeting:
-    """All ranks together. RunFailed: a node does not answer."""
+def meet(backend: str) -> Meeting:
+    """All ranks together, before they form a group. RunFailed: a node does not answer."""
     node, several = int(os.environ.get("GROUP_RANK", 0)), nodes() > 1
     rows, interface = interface_rows(several)
+    rows += attempt("devices", check_devices, backend)[1]
     if "ROSSBY_ATTEMPT" not in os.environ:
         return Meeting([Place(0, socket.gethostname(), interface, "")], rows)
     store = PrefixStore(f"preflight/{os.environ['ROSSBY_ATTEMPT']}", launchers_store(WAIT))

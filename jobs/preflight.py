@@ -19,7 +19,9 @@ import time
 from pathlib import Path
 
 from command_line import own_options, split_options, start
-from errors import BAD_INPUT, end_when_interrupted, one_line_errors, tell
+from errors import BAD_INPUT, RunFailed, end_when_interrupted, one_line_errors, tell
+from parallelisms.degrees import number_in_environment
+from project_folder import PROJECT
 
 OPTIONS = own_options(cluster="", clusters=[])
 
@@ -33,10 +35,27 @@ def read(argv: list[str], doc: str | None = "") -> tuple[argparse.Namespace, lis
     return own, rest
 
 
+def launch_ranks(argv: list[str]) -> None:
+    """Becomes the launcher of this host's ranks, which run this program, where there are to be several."""
+    number, hosts = (number_in_environment(name) for name in ("NGPU", "NNODES"))
+    if "RANK" in os.environ or number * hosts == 1:
+        return
+    options = ["--nproc_per_node", str(number), "--nnodes", str(hosts)]
+    if hosts > 1:
+        options += ["--rdzv_endpoint", os.environ.get("RDZV_ENDPOINT", "")]
+    paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // number, 1)))
+    command = [sys.executable, "-P", "-m", "jobs.launch", *options, str(Path(__file__)), *argv]
+    os.execv(sys.executable, command)
+
+
 if __name__ == "__main__":
     end_when_interrupted()
     with one_line_errors():
         read(sys.argv[1:], __doc__)  # before torch takes its seconds
+        if "NGPU" in os.environ:
+            launch_ranks(sys.argv[1:])
 
 import torch
 import torch.distributed as dist
@@ -51,10 +70,10 @@ from jobs.meeting_checks import Meeting, meet, nodes
 from jobs.rank_tree import RankTree
 from jobs.start_checks import local_ranks
 from jobs.verdicts import FAIL, ORDER, PASS, Row, attempt, joined, table
+from jobs.watchdog import is_lost_connection
 from parallelisms.degrees import Degrees, num_ranks, resolve_degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from planning.hardware import Cluster
-from project_folder import PROJECT
 
 TIMEOUT = 120  # seconds that a rank waits for the others
 
@@ -64,39 +83,32 @@ def main(argv: list[str]) -> None:
         own, rest = read(argv)
         config = load_config(rest, checked=False)
         os.environ.setdefault("NGPU", str(max(torch.cuda.device_count(), 1)))
-        if "RANK" not in os.environ and num_ranks() > 1:
-            launch(argv)
+        launch_ranks(argv)
         start_logging(is_first=False)
         cluster = run_checks.cluster_here(own.cluster, own.clusters, num_ranks())
         sys.exit(preflight(config, cluster))
 
 
-def launch(argv: list[str]) -> None:
-    """Becomes the launcher of this host's ranks, which run this program."""
-    number, hosts = local_ranks()[1], os.environ.get("NNODES", "1")
-    options = ["--nproc_per_node", str(number), "--nnodes", hosts]
-    if hosts != "1":
-        options += ["--rdzv_endpoint", os.environ.get("RDZV_ENDPOINT", "")]
-    paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // number, 1)))
-    command = [sys.executable, "-P", "-m", "jobs.launch", *options, str(Path(__file__)), *argv]
-    os.execv(sys.executable, command)
-
-
 def preflight(config: Config, cluster: Cluster | None) -> int:
     """The exit code, the same on every rank. All ranks together; rank 0 prints the table."""
     begun = time.monotonic()
-    meeting = meet()
+    meeting = meet(config.comm.backend)
     if meeting.fails:
         if os.environ.get("RANK", "0") == "0":
-            report(meeting.rows, begun, ": no link and nothing behind it was looked at")
+            report(meeting.rows, begun, ": with this ranks form no group, and no more was looked at")
         return BAD_INPUT
     device = start_ranks(config.comm.backend, TIMEOUT)
     tree = RankTree(TIMEOUT)
-    rows = Examination(config, cluster, meeting, tree, device).rows()
-    code = tree.share(report(rows, begun) if tree.is_first else 0)
-    tree.close()
+    try:
+        rows = Examination(config, cluster, meeting, tree, device).rows()
+        code = tree.share(report(rows, begun) if tree.is_first else 0)
+        tree.close()
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise RunFailed(
+            f"preflight: rank {tree.rank} lost another one: {str(error).splitlines()[0]}"
+        ) from error
     dist.destroy_process_group()
     return code
 
@@ -125,11 +137,13 @@ class Examination:
     def rows(self) -> list[Row]:
         """On rank 0; empty on the others."""
         refused = attempt("configuration", check, self.config)[1]
-        layout = refused or [Row("configuration", PASS, f"{self.config.job.config_file}, {num_ranks()} rank(s)")]
-        selection, found, rates = self.host() if self.is_host else (None, [], None)
+        layout = refused or [
+            Row("configuration", PASS, f"{self.config.job.config_file}, {num_ranks()} rank(s)")
+        ]
+        selection, own, rates = self.host() if self.is_host else (None, [], None)
         self.tree.barrier()
         facts = self.of_hosts(host_checks.facts_now() if self.is_host else None)
-        hosts, measured = self.of_hosts(found), self.of_hosts(rates)
+        hosts, measured = self.of_hosts(own), self.of_hosts(rates)
         speed, links = self.speed(), self.links()
         if not self.tree.is_first:
             return []
@@ -148,11 +162,16 @@ class Examination:
         dates, shared = 0.0, 0
         if selection:
             shared = run_checks.loader_bytes(config, selection)
-            dates, damaged = attempt("data", run_checks.read_rate, config, selection, self.tree.rank)
+            dates, damaged = self.read(selection)
             data = damaged or data
         written, folder = run_checks.folder_rows(config.dump_folder)
         rows = [*host_checks.host_rows(config, shared), *data, *folder]
         return selection, rows, run_checks.HostRates(dates or 0.0, written)
+
+    def read(self, selection: Selection) -> tuple[float | None, list[Row]]:
+        """Dates/s of this host, or what is damaged."""
+        what = (self.config, selection, self.tree.rank)
+        return attempt("data", run_checks.read_rate, *what, fix=run_checks.READABLE)
 
     def speed(self) -> Row:
         """Of every rank's device: the slow node."""
@@ -170,7 +189,10 @@ class Examination:
         mesh = build_mesh(self.device.type, degrees, order)
         axes = self.tree.gather(link_checks.axis_samples(self.tree, mesh, order, self.cluster)) or []
         pairs = self.tree.gather(link_checks.pair_samples(self.tree, nodes(), self.local, self.device)) or []
-        rows = link_checks.axis_rows([each for found in axes for each in found])
+        several, figures_assumed = nodes() > 1, bool(self.cluster and self.cluster.shared)
+        limit = link_checks.BROKEN if figures_assumed else link_checks.SLOW
+        fix = link_checks.FIX if several else link_checks.INSIDE
+        rows = link_checks.axis_rows([each for found in axes for each in found], limit, fix)
         between = [each for found in pairs for each in found]
         return [*rows, link_checks.pairs_row(between, self.places, self.cluster)] if between else rows
 

@@ -40,6 +40,8 @@ SAME_DAY = 2  # days of the year by which stretches of every year may differ
 TOLERATED = 0.01  # of a period's dates that may be missing: training leaves them out
 STALL = 0.1  # of the time between saves that a save may hold training
 GIB = 2**30
+WRITABLE = "choose another job.dump_folder, or see to its rights, its room and that it is mounted"
+READABLE = "see that data.path is there and mounted on every node, and that its files are whole"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def planned(
 ) -> tuple[Plan | None, list[Row]]:
     """The plan of a step, where there can be one, and its verdict."""
     if config.model.name != "vit" or config.training.spectral_fraction:
-        what = "closed forms know nothing of this model" if config.model.name != "vit" else "of a spectral loss"
+        what = (
+            "closed forms know nothing of this model" if config.model.name != "vit" else "of a spectral loss"
+        )
         return None, [Row("plan", WARN, what, "plan.py --dry_run measures its memory")]
     if cluster is None:
         found = f"planning/clusters.toml has no {torch.cuda.get_device_name()}"
@@ -109,7 +113,7 @@ def open_data(config: Config) -> tuple[Selection | None, list[Row]]:
     """On every host: one may not have mounted them."""
     leads = config.validation.lead_hours if config.validation.enable else ()
     what = (config.data, config.model.patch_size, leads, max(config.training.rollout_steps))
-    selection, refused = attempt("data", open_selection, *what)
+    selection, refused = attempt("data", open_selection, *what, fix=READABLE)
     if refused:
         return None, refused
     archive = selection.archive
@@ -180,7 +184,11 @@ def day_of_year(dates: np.ndarray) -> np.ndarray:
 def loader_bytes(config: Config, selection: Selection) -> int:
     """That batches of all loader processes of this host take in /dev/shm; 0 where threads read."""
     data, training = config.data, config.training
-    if not data.num_workers or selection.archive.by_threads(selection.variables) or is_kept(config, selection):
+    if (
+        not data.num_workers
+        or selection.archive.by_threads(selection.variables)
+        or is_kept(config, selection)
+    ):
         return 0
     states = data.history + max(training.rollout_steps)
     batch = FLOAT32 * training.local_batch_size * states * state_values(selection)
@@ -229,8 +237,7 @@ def feed_row(config: Config, selection: Selection, rates: Sequence[float], made:
     rate, size = sum(rates), FLOAT32 * state_values(selection)
     found = f"{rate:,.0f} dates/s, {rate * size / 1e9:.2g} GB/s as float32"
     if is_kept(config, selection):
-        dates = len(selection.train) + len(selection.validation)
-        return Row("data, speed", PASS, f"{found}; read once, in {dates / min(rates):,.0f} s, then in memory")
+        return Row("data, speed", PASS, f"{found}; read once, then from memory (data.cache_gib)")
     if made is None:
         return Row("data, speed", PASS, f"{found}; what is needed nobody knows")
     needed = made.work.states_read * made.time.samples_per_second
@@ -250,13 +257,12 @@ def model_rows(config: Config, selection: Selection) -> list[Row]:
     for check, what in checks:
         if refused := attempt("model", check, *what)[1]:
             return refused
-    if refused := attempt("resume", check_resume, config, selection)[1]:
-        return refused
-    folder = config.dump_folder / "checkpoints"
-    if config.checkpoint.enable and (refused := attempt("resume", check_steps, folder, config.training.steps)[1]):
-        return refused
-    before = attempt("resume", check_resume, config, selection)[0]
-    return [Row("resume", PASS, f"from {before.folder}" if before else "nothing to resume from")]
+    before, refused = attempt("resume", check_resume, config, selection)
+    if config.checkpoint.enable and not refused:
+        done = config.dump_folder / "checkpoints"
+        refused = attempt("resume", check_steps, done, config.training.steps)[1]
+    found = f"from {before.folder}" if before else "nothing to resume from"
+    return refused or [Row("resume", PASS, found)]
 
 
 # -- checkpoints
@@ -264,10 +270,10 @@ def model_rows(config: Config, selection: Selection) -> list[Row]:
 
 def folder_rows(folder: Path) -> tuple[float, list[Row]]:
     """(bytes/s, what is wrong) of this host's writing to the run's folder. Leaves nothing there."""
-    _, refused = attempt("run folder", check_folder, "job.dump_folder", folder)
+    _, refused = attempt("run folder", check_folder, "job.dump_folder", folder, fix=WRITABLE)
     if refused:
         return 0.0, refused
-    rate, refused = attempt("run folder", write_rate, existing(folder))
+    rate, refused = attempt("run folder", write_rate, existing(folder), fix=WRITABLE)
     found = f"{folder} can be written to"
     return (0.0, refused) if refused else (rate, [Row("run folder", PASS, found)])
 
@@ -318,7 +324,8 @@ def room_row(config: Config, size: int, free: int) -> Row:
     most = checkpoint_storage(size, settings.keep_latest_k, steps, settings.interval)
     held = sum(path.stat().st_size for path in (config.dump_folder / "checkpoints").glob("step-*/*"))
     missing = most - held - free
-    found = f"{in_gib(free)} free, {in_gib(max(most - held, 0))} needed for {most // max(size, 1)} of {in_gib(size)}"
+    needed = f"{in_gib(max(most - held, 0))} needed for {most // max(size, 1)} of {in_gib(size)}"
+    found = f"{in_gib(free)} free, {needed}"
     fix = "make room there, name another job.dump_folder, or lower checkpoint.keep_latest_k"
     return judged("checkpoints", missing > 0, found, fix)
 
@@ -338,7 +345,9 @@ def save_speed_row(settings: Checkpoint, size: int, rates: Sequence[float], made
     share = taken / interval
     found += f", every {timedelta(seconds=round(interval))}" + f" ({share:.1%} of it)"
     if share > 1:
-        return Row("checkpoints, speed", FAIL, found, "raise checkpoint.interval, or write to a faster folder")
+        return Row(
+            "checkpoints, speed", FAIL, found, "raise checkpoint.interval, or write to a faster folder"
+        )
     stalls = settings.async_mode == "disabled" and share > STALL
     fix = 'raise checkpoint.interval, or checkpoint.async_mode = "async_with_pinned_mem"'
     return judged("checkpoints, speed", stalls, found, fix, WARN)

@@ -54,14 +54,7 @@ def check_machine(config: Config) -> None:
     started_at()
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)
-    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
-    use_cuda = num_gpus > 0 and backend != "gloo"
-    name, number = local_ranks()
-    check_processes(name, number)
-    if use_cuda and number > num_gpus:
-        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    use_cuda = check_devices(config.comm.backend)
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
         reason = "needs CUDA devices and compile.enable = true; set it to false"
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
@@ -74,6 +67,19 @@ def check_machine(config: Config) -> None:
     float8 = config.float8
     if float8.enable:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_devices(backend: str) -> bool:
+    """Whether ranks here have GPUs. ConfigError: fewer than there are ranks."""
+    num_gpus = torch.cuda.device_count()
+    if backend == "nccl" and not num_gpus:
+        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
+    use_cuda = num_gpus > 0 and backend != "gloo"
+    name, number = local_ranks()
+    check_processes(name, number)
+    if use_cuda and number > num_gpus:
+        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    return use_cuda
 
 
 def check_schedule(config: Config) -> None:

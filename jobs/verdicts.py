@@ -24,13 +24,16 @@ class Row:
         return ORDER.index(self.verdict)
 
 
-def attempt(name: str, check: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Row]]:
-    """(what it returns, no rows), or (None, the row that says what the user or the machine has wrong)."""
+def attempt(name: str, check: Callable[..., Any], *arguments: Any, fix: str = "") -> tuple[Any, list[Row]]:
+    """(what it returns, no rows), or (None, the row that says what the user or the machine has wrong).
+
+    `fix`, where the error names none behind a semicolon.
+    """
     try:
         return check(*arguments), []
     except (UserError, OSError) as error:
-        found, _, fix = without_secrets(" ".join(str(error).split())).partition("; ")
-        return None, [Row(name, FAIL, found, fix or "look at what is said there")]
+        found, _, named = without_secrets(" ".join(str(error).split())).partition("; ")
+        return None, [Row(name, FAIL, found, named or fix or "as it says")]
 
 
 def judged(name: str, bad: bool, found: str, fix: str, verdict: str = FAIL) -> Row:
