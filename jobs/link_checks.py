@@ -170,7 +170,7 @@ def pair_rounds(nodes: int) -> list[list[Edge]]:
 
 
 def axis_rows(samples: Sequence[Sample], limit: float, fix: str) -> list[Row]:
-    """One a mesh axis, of its slowest group at the largest size: it is slow below `limit` of what is planned."""
+    """One a mesh axis, of its slowest group at the largest size: slow below `limit` of what is planned."""
     return [_axis_row(axis, samples, limit, fix) for axis in dict.fromkeys(each.axis for each in samples)]
 
 

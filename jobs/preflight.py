@@ -162,16 +162,18 @@ class Examination:
         dates, shared = 0.0, 0
         if selection:
             shared = run_checks.loader_bytes(config, selection)
-            dates, damaged = self.read(selection)
-            data = damaged or data
+            dates, read = self.read(selection)
+            data += read
         written, folder = run_checks.folder_rows(config.dump_folder)
         rows = [*host_checks.host_rows(config, shared), *data, *folder]
-        return selection, rows, run_checks.HostRates(dates or 0.0, written)
+        return selection, rows, run_checks.HostRates(dates, written)
 
-    def read(self, selection: Selection) -> tuple[float | None, list[Row]]:
-        """Dates/s of this host, or what is damaged."""
+    def read(self, selection: Selection) -> tuple[float, list[Row]]:
+        """Dates/s of this host, and what is damaged or empty."""
         what = (self.config, selection, self.tree.rank)
-        return attempt("data", run_checks.read_rate, *what, fix=run_checks.READABLE)
+        name = "data, values"
+        found, refused = attempt(name, run_checks.read_rate, *what, fix=run_checks.READABLE)
+        return (0.0, refused) if refused else (found[0], [run_checks.values_row(found[1])])
 
     def speed(self) -> Row:
         """Of every rank's device: the slow node."""

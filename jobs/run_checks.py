@@ -205,31 +205,41 @@ def is_kept(config: Config, selection: Selection) -> bool:
     return FLOAT32 * state_values(selection) * dates / GIB <= config.data.cache_gib
 
 
-def read_rate(config: Config, selection: Selection, seed: int) -> float:
-    """Dates a second that the readers of all ranks of this host get, dates at random. DataError: a chunk is
-    damaged, or a value is none.
+def read_rate(config: Config, selection: Selection, seed: int) -> tuple[float, list[str]]:
+    """Dates a second that the readers of all ranks of this host get, at random, and those that lack values.
 
     As many threads as there are readers; one where only processes read side by side, times their number.
+    DataError: a chunk is damaged, or a value is none.
     """
+    archive, names = selection.archive, selection.variables
     readers = local_ranks()[1] * max(config.data.num_workers, 1)
-    threaded = selection.archive.by_threads(selection.variables)
+    threads = readers if archive.by_threads(names) else 1
     order = np.random.default_rng(seed).permutation(np.concatenate([selection.train, selection.validation]))
-    begun = time.perf_counter()
+    begun, empty = time.perf_counter(), set()
 
     def read(reader: int) -> int:
-        count = 0
-        for date in np.roll(order, -reader * len(order) // readers):
-            field = selection.archive.read(int(date), selection.variables)
-            refuse_fills(field, selection.variables, selection.archive.times[date])
-            count += 1
+        for count, date in enumerate(np.roll(order, -reader * len(order) // readers), start=1):
+            field = archive.read(int(date), names)
+            refuse_fills(field, names, archive.times[date])
+            for name in (name for name, own in zip(names, field, strict=True) if np.isnan(own).all()):
+                empty.add(f"{name} at {archive.times[date]}")
             if time.perf_counter() - begun > READ_FOR:
-                break
-        return count
+                return count
+        return len(order)
 
-    with ThreadPoolExecutor(readers if threaded else 1) as pool:
-        count = sum(pool.map(read, range(readers if threaded else 1)))
-    alone = 1 if threaded else min(readers, len(os.sched_getaffinity(0)))
-    return count * alone / (time.perf_counter() - begun)
+    with ThreadPoolExecutor(threads) as pool:
+        count = sum(pool.map(read, range(threads)))
+    beside = 1 if threads == readers else min(readers, len(os.sched_getaffinity(0)))
+    return count * beside / (time.perf_counter() - begun), sorted(empty)
+
+
+def values_row(empty: Sequence[str]) -> Row:
+    """Of the dates that were read."""
+    found = (
+        f"{len(empty)} fields without any value, such as {empty[0]}" if empty else "all fields have values"
+    )
+    fix = "python -m datasets.convert SOURCE --check names them all; training leaves these dates out"
+    return judged("data, values", bool(empty), found, fix, WARN)
 
 
 def feed_row(config: Config, selection: Selection, rates: Sequence[float], made: Plan | None) -> Row:
