@@ -6,7 +6,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -135,10 +134,6 @@ def clocks_row(hosts: Sequence[str], facts: Sequence[Facts]) -> Row:
     found = f"{host}: {worst:+.1f} s beside the median" if bad else f"within {abs(worst):.2f} s"
     fix = "start its time service (chronyd), or training.max_wall_time and logs are off by as much"
     return judged("clocks", bad, found, fix, WARN)
-
-
-def facts_now() -> Facts:
-    return Facts(software(), time.time())
 
 
 # -- devices and memory

@@ -71,7 +71,7 @@ from jobs.rank_tree import RankTree
 from jobs.start_checks import local_ranks
 from jobs.verdicts import FAIL, ORDER, PASS, Row, attempt, joined, table
 from jobs.watchdog import is_lost_connection
-from parallelisms.degrees import Degrees, num_ranks, resolve_degrees
+from parallelisms.degrees import AXES, Degrees, num_ranks, resolve_degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from planning.hardware import Cluster
 
@@ -106,9 +106,8 @@ def preflight(config: Config, cluster: Cluster | None) -> int:
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise RunFailed(
-            f"preflight: rank {tree.rank} lost another one: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise RunFailed(f"preflight: rank {tree.rank} lost another one: {reason}") from error
     dist.destroy_process_group()
     return code
 
@@ -137,23 +136,26 @@ class Examination:
     def rows(self) -> list[Row]:
         """On rank 0; empty on the others."""
         refused = attempt("configuration", check, self.config)[1]
-        layout = refused or [
-            Row("configuration", PASS, f"{self.config.job.config_file}, {num_ranks()} rank(s)")
-        ]
+        found = f"{self.config.job.config_file}, {num_ranks()} rank(s)"
+        layout = refused or [Row("configuration", PASS, found)]
         selection, own, rates = self.host() if self.is_host else (None, [], None)
-        self.tree.barrier()
-        facts = self.of_hosts(host_checks.facts_now() if self.is_host else None)
+        facts, speed, links = self.facts(), self.speed(), self.links(not refused)
         hosts, measured = self.of_hosts(own), self.of_hosts(rates)
-        speed, links = self.speed(), self.links()
         if not self.tree.is_first:
             return []
         across = [host_checks.alike_row(self.places, facts), host_checks.clocks_row(self.places, facts)]
         machine = [*layout, *joined(self.places, hosts), *across, *self.first_rows, speed, *links]
-        return [*machine, *(self.run(selection, measured, not refused) if selection else [])]
+        return [*machine, *(self.run(selection, measured) if selection and not refused else [])]
 
     def of_hosts(self, value: object) -> list:
         """On rank 0 what the first rank of each host gave."""
         return (self.tree.gather(value) or [])[:: self.local]
+
+    def facts(self) -> list[host_checks.Facts]:
+        """What all hosts should have in common, and their clocks at the same moment."""
+        software = host_checks.software() if self.is_host else {}
+        self.tree.barrier()
+        return self.of_hosts(host_checks.Facts(software, time.time()))
 
     def host(self) -> tuple[Selection | None, list[Row], run_checks.HostRates]:
         """This host alone: what it has, whether it can read the data, how fast it reads and writes."""
@@ -181,13 +183,13 @@ class Examination:
         names = [f"rank {rank} on {self.places[rank // self.local]}" for rank in range(len(speeds))]
         return host_checks.speed_row(names, speeds, self.device.type)
 
-    def links(self) -> list[Row]:
-        """By axis of the mesh, and between nodes. A layout that is refused is taken for shards over all."""
+    def links(self, valid: bool) -> list[Row]:
+        """By axis of the mesh, and between nodes. What is not valid is taken for shards over all ranks."""
         world, settings = num_ranks(), self.config.parallelism
         if world == 1:
             return []
-        degrees = attempt("", resolve_degrees, world, settings)[0] or Degrees(dp_shard=world)
-        order = settings.axis_order
+        degrees = resolve_degrees(world, settings) if valid else Degrees(dp_shard=world)
+        order = settings.axis_order if valid else AXES
         mesh = build_mesh(self.device.type, degrees, order)
         axes = self.tree.gather(link_checks.axis_samples(self.tree, mesh, order, self.cluster)) or []
         pairs = self.tree.gather(link_checks.pair_samples(self.tree, nodes(), self.local, self.device)) or []
@@ -198,13 +200,12 @@ class Examination:
         between = [each for found in pairs for each in found]
         return [*rows, link_checks.pairs_row(between, self.places, self.cluster)] if between else rows
 
-    def run(self, selection: Selection, rates: list[run_checks.HostRates], valid: bool) -> list[Row]:
-        """On rank 0: the plan, and what its step asks of data and checkpoints."""
-        config, made = self.config, None
-        rows = run_checks.period_rows(config, selection)
-        if valid:
-            made, verdict = run_checks.planned(config, selection, self.cluster, num_ranks())
-            rows += [*run_checks.model_rows(config, selection), *verdict]
+    def run(self, selection: Selection, rates: list[run_checks.HostRates]) -> list[Row]:
+        """On rank 0: dates, the plan, and what its step asks of data and checkpoints."""
+        config = self.config
+        periods, model = run_checks.period_rows(config, selection), run_checks.model_rows(config, selection)
+        made, verdict = run_checks.planned(config, selection, self.cluster, num_ranks())
+        rows = [*periods, *model, *verdict]
         if all(each.dates for each in rates):
             rows.append(run_checks.feed_row(config, selection, [each.dates for each in rates], made))
         size = run_checks.save_bytes(config, selection, made)

@@ -87,7 +87,7 @@ def planned(
         )
         return None, [Row("plan", WARN, what, "plan.py --dry_run measures its memory")]
     if cluster is None:
-        found = f"planning/clusters.toml has no {torch.cuda.get_device_name()}"
+        found = "planning/clusters.toml does not know this GPU"
         return None, [Row("plan", WARN, found, "name a machine with --cluster, or add yours with --clusters")]
     work, refused = attempt("plan", workload_here, config, selection, cluster, world)
     refused = refused or attempt("plan", check_device, work, cluster)[1]
@@ -235,9 +235,7 @@ def read_rate(config: Config, selection: Selection, seed: int) -> tuple[float, l
 
 def values_row(empty: Sequence[str]) -> Row:
     """Of the dates that were read."""
-    found = (
-        f"{len(empty)} fields without any value, such as {empty[0]}" if empty else "all fields have values"
-    )
+    found = f"{len(empty)} fields without any value: {empty[0]} ..." if empty else "all fields have some"
     fix = "python -m datasets.convert SOURCE --check names them all; training leaves these dates out"
     return judged("data, values", bool(empty), found, fix, WARN)
 
