@@ -61,7 +61,7 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, folder / name)
     write_program(folder / "run_train.sh", 'echo "$PWD $*"')
     # What is asked of a Python: its version, to make .venv, whose own installs, and the preflight.
-    checks = f'[[ $1 == -P ]] && echo "$3 $4 $5" && exit $(cat {folder}/code 2>/dev/null)'
+    checks = f'[[ $1 == -P ]] && echo "$3 $4 $5" && exit $(cat {folder}/code 2>/dev/null || echo 0)'
     made = f'echo made >>{folder}/made; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"'
     python = f"{checks}; [[ $1 == -c ]] && exit; {made}"
     write_program(tmp_path / "bin/python3", f"[[ $2 == pip ]] && echo pip >>{folder}/made && exit; {python}")
