@@ -35,9 +35,10 @@ from planning.workload import COPIES_AHEAD, Workload, workload_of
 READ_FOR = 2.0  # seconds
 WRITTEN = 2**26  # bytes that are written to measure a folder
 MOMENTS = 8.0  # bytes of two moments a parameter, where the planner does not know the model
+DAY = np.timedelta64(1, "D")
 STRETCH = np.timedelta64(30, "D")  # without dates: no gap that was overlooked, but how the archive was made
 SAME_DAY = 2  # days of the year by which stretches of every year may differ
-TOLERATED = 0.01  # of a period's dates that may be missing: training leaves them out
+TOLERATED = 0.05  # of a period's dates that may be missing: training leaves them out
 STALL = 0.1  # of the time between saves that a save may hold training
 GIB = 2**30
 WRITABLE = "choose another job.dump_folder, or see to its rights, its room and that it is mounted"
@@ -82,10 +83,9 @@ def planned(
 ) -> tuple[Plan | None, list[Row]]:
     """The plan of a step, where there can be one, and its verdict."""
     if config.model.name != "vit" or config.training.spectral_fraction:
-        what = (
-            "closed forms know nothing of this model" if config.model.name != "vit" else "of a spectral loss"
-        )
-        return None, [Row("plan", WARN, what, "plan.py --dry_run measures its memory")]
+        what = f"model.name = {config.model.name}" if config.model.name != "vit" else "a spectral loss"
+        found = f"closed forms know nothing of {what}: neither memory nor time is planned"
+        return None, [Row("plan", WARN, found, "plan.py --dry_run measures its memory")]
     if cluster is None:
         found = "planning/clusters.toml does not know this GPU"
         return None, [Row("plan", WARN, found, "name a machine with --cluster, or add yours with --clusters")]
@@ -141,7 +141,11 @@ def bounds(period: tuple[str, ...], there: np.ndarray) -> tuple[np.datetime64, n
 
 
 def period_row(name: str, there: np.ndarray, period: tuple[np.datetime64, np.datetime64]) -> Row:
-    """Dates as far apart as they usually are. Training leaves out what is missing, as a last resort."""
+    """Dates as far apart as they usually are. Training leaves out what is missing; a last day counts as far as
+    the data go.
+    """
+    if np.timedelta64(0, "s") < period[1] - there[-1] < DAY:
+        period = (period[0], there[-1])
     steps, counts = np.unique(np.diff(there), return_counts=True)
     gaps, stretches = missing_dates(there, period, steps[counts.argmax()])
     inside = there[(there >= period[0]) & (there <= period[1])]

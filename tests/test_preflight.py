@@ -20,7 +20,7 @@ from jobs.host_checks import Facts, alike_row, clocks_row, files_row, shm_row, s
 from jobs.link_checks import PairSample, pair_rounds, pairs_row
 from jobs.meeting_checks import Place, interface_rows, reach_rows
 from jobs.preflight import preflight
-from jobs.run_checks import HostRates, cluster_here, missing_dates, planned, save_rows
+from jobs.run_checks import HostRates, cluster_here, missing_dates, period_row, planned, save_rows
 from jobs.verdicts import FAIL, PASS, WARN, Row, joined, table
 from planning.clusters import load_cluster
 from planning.hardware import Cluster
@@ -200,6 +200,17 @@ def test_missing_dates_of_a_period() -> None:
     assert [list(gap) for gap in gaps] == [list(whole[[10, 11]]), [whole[40]]] and not stretches
     gaps, stretches = missing_dates(whole, (whole[0], np.datetime64("2001-12-31T23:59:59")), SIX)
     assert not gaps and stretches[0][0] == np.datetime64("2001-06-01") and len(stretches[0]) == 214 * 4
+
+
+def test_few_missing_dates_are_said_and_many_refused() -> None:
+    """Of 100 dates; a last day counts as far as the data go."""
+    whole = dates("2001-01-01", "2001-01-26")
+    end = np.datetime64("2001-01-25T23:59:59")
+    verdicts = {}
+    for number in (0, 1, 5, 6):
+        there = np.delete(whole, np.arange(10, 10 + number))[:-1]  # the last one at 12:00
+        verdicts[number] = period_row("data, train", there, (whole[0], end)).verdict
+    assert verdicts == {0: PASS, 1: WARN, 5: FAIL, 6: FAIL}  # 5 of 99
 
 
 def test_a_season_of_every_year_is_no_gap() -> None:
