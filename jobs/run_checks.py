@@ -141,8 +141,8 @@ def bounds(period: tuple[str, ...], there: np.ndarray) -> tuple[np.datetime64, n
 
 
 def period_row(name: str, there: np.ndarray, period: tuple[np.datetime64, np.datetime64]) -> Row:
-    """Dates as far apart as they usually are. Training leaves out what is missing; a last day counts as far as
-    the data go.
+    """Dates as far apart as they usually are; a last day counts as far as the data go. Training leaves out
+    what is missing.
     """
     if np.timedelta64(0, "s") < period[1] - there[-1] < DAY:
         period = (period[0], there[-1])
