@@ -132,6 +132,7 @@ def open_data(config: Config) -> Selection:
     """Analyses to start from; nothing of the training's dates has to be there. DataError: bad input."""
     # A forecast is one run, whatever replicas trained it.
     check_machine(replace(config, fault_tolerance=FaultTolerance()))
+    check_folder("job.dump_folder", config.job_folder)
     selection = open_fields(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection

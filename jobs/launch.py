@@ -278,12 +278,15 @@ def address_towards(host: str, port: int) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = ioctl(probe.fileno(), SIOCGIFADDR, name.encode().ljust(256, b"\0"))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface; None where it has none, or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        answer = ioctl(probe.fileno(), SIOCGIFADDR, interface.encode().ljust(256, b"\0"))
+        return socket.inet_ntoa(answer[20:24])
     return None
 
 

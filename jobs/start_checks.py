@@ -38,6 +38,7 @@ from parallelisms.pipeline import SPLIT_BACKWARD
 def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
     check_machine(config)
+    check_folder("job.dump_folder", config.dump_folder)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = max(config.training.rollout_steps)
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
@@ -50,11 +51,28 @@ def open_checked(config: Config) -> Selection:
 
 
 def check_machine(config: Config) -> None:
-    """What only the machine that trains knows: devices, kernels, folder. Raises ConfigError."""
+    """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
     started_at()
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)
-    backend, num_gpus = config.comm.backend, torch.cuda.device_count()
+    use_cuda = check_devices(config.comm.backend)
+    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
+        reason = "needs CUDA devices and compile.enable = true; set it to false"
+        refuse("parallelism.enable_async_tensor_parallel", True, reason)
+    if config.compile.cuda_graphs and not use_cuda:
+        refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
+    check_schedule(config)
+    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
+    if config.model.name == "vit":
+        check_backend(config.model.attention_backend, device_type, dtype)
+    float8 = config.float8
+    if float8.enable:
+        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+
+
+def check_devices(backend: str) -> bool:
+    """Whether ranks here have GPUs. ConfigError: fewer than there are ranks."""
+    num_gpus = torch.cuda.device_count()
     if backend == "nccl" and not num_gpus:
         refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
     use_cuda = num_gpus > 0 and backend != "gloo"
@@ -62,20 +80,7 @@ def check_machine(config: Config) -> None:
     check_processes(name, number)
     if use_cuda and number > num_gpus:
         refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
-        reason = "needs CUDA devices and compile.enable = true; set it to false"
-        refuse("parallelism.enable_async_tensor_parallel", True, reason)
-    if config.compile.cuda_graphs and not use_cuda:
-        refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
-    check_schedule(config)
-    folder = config.dump_folder
-    check_folder("job.dump_folder", folder)
-    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
-    if config.model.name == "vit":
-        check_backend(config.model.attention_backend, device_type, dtype)
-    float8 = config.float8
-    if float8.enable:
-        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+    return use_cuda
 
 
 def check_schedule(config: Config) -> None:

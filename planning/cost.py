@@ -17,6 +17,7 @@ from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
 from planning.step_time import step_time
+from planning.workload import Workload
 from text_tables import text_table
 from training.due import GlobalBatch, Rollouts
 
@@ -225,7 +226,7 @@ def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: floa
     work, degrees, settings = plan.work, plan.work.degrees, config.checkpoint
     step, steps, restart = plan.time.total, config.training.steps, restart_minutes * 60
     whole = run_seconds(config, plan, cluster)
-    size = round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
+    size = checkpoint_size(work)
     writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
     saves, stored = Saves(whole, restart=restart), 0  # without saves all is lost
     if settings.enable:
@@ -249,6 +250,11 @@ def run_seconds(config: Config, plan: Plan, cluster: Cluster) -> float:
         work = work.replace(global_batch=batch.at(first))
         seconds += (end - first) * (plan.time if work == plan.work else step_time(work, cluster)).total
     return seconds
+
+
+def checkpoint_size(work: Workload) -> int:
+    """Bytes of one: weights, averaged weights, moments."""
+    return round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
 
 
 def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, interval: int) -> int:

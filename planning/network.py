@@ -8,9 +8,11 @@ what a recorder counts.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelisms.collectives import Collective
+from parallelisms.degrees import Degrees
 from planning.hardware import Cluster, Link
 from planning.workload import Workload
 
@@ -90,12 +92,16 @@ class Route:
 
 
 def route(cluster: Cluster, work: Workload, axis: str) -> Route:
-    """Where the ranks of a mesh axis stand, numbered in the order of `parallelism.axis_order`.
+    """Where the ranks of a workload's mesh axis stand; "fsdp" is dp_shard and cp together."""
+    return route_of(cluster, work.degrees, work.axis_order, axis)
 
-    "fsdp" is dp_shard and cp together. A node's network is divided among the groups that use it at once.
+
+def route_of(cluster: Cluster, degrees: Degrees, order: Sequence[str], axis: str) -> Route:
+    """The same of any mesh, numbered in the order of `parallelism.axis_order`.
+
+    A node's network is divided among the groups that use it at once.
     """
     axes = ("dp_shard", "cp") if axis == "fsdp" else (axis,)
-    order, degrees = work.axis_order, work.degrees
     ranks = math.prod(getattr(degrees, name) for name in axes)
     fastest = max(order.index(name) for name in axes)
     stride = math.prod(getattr(degrees, name) for name in order[fastest + 1 :])

@@ -60,8 +60,10 @@ def project(tmp_path: Path) -> Path:
     for name in ("docs/slurm.sbatch", "setup.sh", "requirements.txt"):
         shutil.copy(ROOT / name, folder / name)
     write_program(folder / "run_train.sh", 'echo "$PWD $*"')
-    # What setup.sh asks of a Python: its version, then to make .venv, whose own installs.
-    python = f'[[ $1 == -c ]] && exit; echo made >>{folder}/made; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"'
+    # What is asked of a Python: its version, to make .venv, whose own installs, and the preflight.
+    checks = f'[[ $1 == -P ]] && echo "$3 $4 $5" && exit $(cat {folder}/code 2>/dev/null || echo 0)'
+    made = f'echo made >>{folder}/made; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"'
+    python = f"{checks}; [[ $1 == -c ]] && exit; {made}"
     write_program(tmp_path / "bin/python3", f"[[ $2 == pip ]] && echo pip >>{folder}/made && exit; {python}")
     return folder
 
@@ -92,6 +94,17 @@ def test_what_a_job_gives_to_its_nodes(project: Path, tmp_path: Path, from_copy:
     assert (project / "made").read_text() == "made\npip\n"
     said = (caller / "rossby-4711.log").read_text()
     assert f"{caller} --training.steps 3" in said and "no locks in" in said
+    assert said.index("jobs.preflight --training.steps 3") < said.index(f"{caller} --training")
+
+
+def test_a_job_whose_preflight_fails_does_not_begin(project: Path, tmp_path: Path) -> None:
+    slurm = StandIn(tmp_path / "slurm")
+    (project / "code").write_text("2")
+    settings = {"PATH": f"{tmp_path}/bin:{slurm.environment['PATH']}", "ROSSBY_PYTHON": ""}
+    slurm.submit(tmp_path, project / "docs/slurm.sbatch", ["--training.steps", "3"], settings)
+    assert slurm.end() == 2
+    assert "jobs.preflight" in (tmp_path / "rossby-4711.log").read_text()
+    assert slurm.task()["command"] != str(project / "run_train.sh")
 
 
 def test_a_job_that_cannot_find_the_project_says_so(tmp_path: Path) -> None:
