@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server  # type: ignore[reportMissingImports]
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server  # type: ignore[reportMissingImports]
 from prometheus_client.core import GaugeMetricFamily  # type: ignore[reportMissingImports]
 from prometheus_client.registry import Collector  # type: ignore[reportMissingImports]
 
@@ -42,55 +42,71 @@ PART, SCORE = "seconds/", "val/"
 MEMORY = {"MemTotal": "total", "MemAvailable": "available"}  # of /proc/meminfo
 
 
-class OpenMetrics:
-    """Serves from a thread. Raises OSError where the port is taken."""
+class OpenMetrics(Collector):
+    """Serves from a thread what it was told last, and what it looks up when it is asked: ages, memory of the
+    host. Raises OSError where the port is taken.
+    """
 
     def __init__(self, address: str, port: int, folder: Path, steps: int) -> None:
-        self.registry = CollectorRegistry()
-        self.logged = {key: self._gauge(name, about) for key, (name, _, about) in LOGGED.items()}
-        self.logged_at = self._gauge(
-            "rossby_step_timestamp_seconds", "When the last step was logged, or the start"
-        )
-        self.parts = self._gauge("rossby_part_seconds", "Seconds a step in a part of it", "part")
-        self.scores = self._gauge(
-            "rossby_score", "Scores of the last validation, as metrics.jsonl names them", "name"
-        )
-        self._gauge("rossby_last_step", "The step that ends the run").set(steps)
-        self._gauge("rossby_restarts", "Times that the launcher has started the ranks again").set(restarts())
-        self._gauge(
-            "rossby_start_timestamp_seconds", "When this process began to train"
-        ).set_to_current_time()
-        self.logged["skipped_steps"].set(0)
-        self.logged_at.set_to_current_time()
-        ProcessCollector(registry=self.registry)
-        self.registry.register(Now(folder / "checkpoints", time.time()))
-        self.registry.register(GraphicsCards())
-        self.server, _ = start_http_server(port, address, self.registry)
+        self.checkpoints, self.steps = folder / "checkpoints", steps
+        self.started = self.logged_at = time.time()
+        self.told: dict[str, float] = {"skipped_steps": 0}  # as metrics.jsonl names it -> the last value
+        registry = CollectorRegistry()
+        for collector in (self, GraphicsCards(), ProcessCollector(registry=None)):
+            registry.register(collector)
+        self.server, _ = start_http_server(port, address, registry)
         logger.info("metrics: http://%s:%d/metrics", address, port)
 
-    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(name, about, labels, registry=self.registry)
-
     def write(self, record: dict[str, Any]) -> None:
-        values = record | data_wait(record)
-        for key, value in values.items():
-            if value is None:
-                continue
-            if key in LOGGED:
-                self.logged[key].set(value * LOGGED[key][1])
-            elif key.startswith(PART):
-                self.parts.labels(key.removeprefix(PART)).set(value)
-            elif key.startswith(SCORE):
-                self.scores.labels(key).set(value)
+        known = {key: value for key, value in (record | data_wait(record)).items() if value is not None}
+        self.told = self.told | known  # another one: the thread may be reading the one before
         if "loss" in record:
-            self.logged_at.set_to_current_time()
+            self.logged_at = time.time()
 
     def go_back(self, step: int) -> None:
-        self.logged["step"].set(step)
+        self.write({"step": step})
 
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        told = self.told
+        for key, (name, factor, about) in LOGGED.items():
+            if key in told:
+                yield GaugeMetricFamily(name, about, told[key] * factor)
+        parts = {key.removeprefix(PART): value for key, value in told.items() if key.startswith(PART)}
+        yield labelled("rossby_part_seconds", "Seconds a step in a part of it", "part", parts)
+        scores = {key: value for key, value in told.items() if key.startswith(SCORE)}
+        about = "Scores of the last validation, as metrics.jsonl names them"
+        yield labelled("rossby_score", about, "name", scores)
+        for name, (about, value) in self._now().items():
+            yield GaugeMetricFamily(name, about, value)
+        yield labelled("rossby_host_memory_bytes", "Memory of this host", "kind", host_memory_now())
+
+    def _now(self) -> dict[str, tuple[str, float]]:
+        found = {
+            "rossby_last_step": ("The step that ends the run", self.steps),
+            "rossby_restarts": ("Times that the launcher has started the ranks again", restarts()),
+            "rossby_start_timestamp_seconds": ("When this process began to train", self.started),
+            "rossby_step_timestamp_seconds": ("When the last step was logged, or the start", self.logged_at),
+            "rossby_heartbeat_age_seconds": ("Since the last sign of life of this rank", activity.seconds),
+        }
+        if self.checkpoints.is_dir():
+            about = "Since the newest complete checkpoint was written, or since the start without one"
+            found["rossby_checkpoint_age_seconds"] = (about, time.time() - self._saved_at())
+        return found
+
+    def _saved_at(self) -> float:
+        steps = complete_steps(self.checkpoints)
+        return step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
+
+
+def labelled(name: str, about: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, about, labels=[label])
+    for value_of, value in values.items():
+        family.add_metric([value_of], value)
+    return family
 
 
 def data_wait(record: dict[str, Any]) -> dict[str, float]:
@@ -100,30 +116,6 @@ def data_wait(record: dict[str, Any]) -> dict[str, float]:
 def restarts() -> int:
     """Of this job: its launcher numbers the attempts."""
     return int(os.environ.get("ROSSBY_ATTEMPT", "0"))
-
-
-class Now(Collector):
-    """What is looked up when somebody asks: ages, and the memory of this host."""
-
-    def __init__(self, checkpoints: Path, started: float) -> None:
-        self.checkpoints, self.started = checkpoints, started
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        about = "Seconds since the trainer of this rank has last shown a sign of life"
-        yield GaugeMetricFamily("rossby_heartbeat_age_seconds", about, activity.seconds)
-        if self.checkpoints.is_dir():
-            about = "Seconds since the newest complete checkpoint was written, or since the start without one"
-            yield GaugeMetricFamily("rossby_checkpoint_age_seconds", about, self._checkpoint_age())
-        memory = GaugeMetricFamily("rossby_host_memory_bytes", "Memory of this host", labels=["kind"])
-        for kind, value in host_memory_now().items():
-            memory.add_metric([kind], value)
-        yield memory
-
-    def _checkpoint_age(self) -> float:
-        newest = self.started
-        if steps := complete_steps(self.checkpoints):
-            newest = step_folder(self.checkpoints, steps[-1]).stat().st_mtime
-        return time.time() - newest
 
 
 def host_memory_now() -> dict[str, float]:
