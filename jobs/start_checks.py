@@ -32,7 +32,7 @@ from parallelisms.degrees import check_processes, num_ranks, number_in_environme
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from sinks.sink import check_sinks
+from sinks.opening import check_sinks
 
 
 def open_checked(config: Config) -> Selection:

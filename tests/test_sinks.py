@@ -22,7 +22,8 @@ from command_line import load_config
 from config import Metrics as Settings
 from errors import ConfigError
 from sinks.kept_run import KeptRun
-from sinks.sink import EXTRAS, Guarded, check_sinks, open_sinks
+from sinks.opening import EXTRAS, check_sinks, open_sinks
+from sinks.sink import Guarded
 from tests.started_jobs import ROOT, losses, records, write_config
 from train import train
 
@@ -48,7 +49,7 @@ def test_an_extra_that_is_absent_is_one_line(key, package, monkeypatch):
     def absent(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("sinks.sink.version", absent)
+    monkeypatch.setattr("sinks.opening.version", absent)
     with pytest.raises(ConfigError, match=rf"metrics\.{key} = .*: needs .*-m pip install {package}"):
         check_sinks(Settings(**{key: 1}))
     check_sinks(Settings())

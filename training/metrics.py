@@ -20,7 +20,7 @@ from archives.chunks import work
 from config import Metrics as Settings
 from datasets.data_wait import Reading, advice
 from optimizers.noise_scale import NoiseScale, shown
-from sinks.sink import open_sinks
+from sinks.opening import open_sinks
 from traces.profiler import part_times
 from training.batches import Batches
 from training.journal import Journal
