@@ -313,6 +313,13 @@ class Validation:
 class Metrics:
     log_freq: Positive = 10  # steps between log lines
     enable_tensorboard: bool = True  # scalars into tensorboard/
+    # Weights & Biases (an extra), offline in wandb/ of the run's folder unless WANDB_MODE says otherwise
+    enable_wandb: bool = False
+    # MLflow (an extra), files in mlflow/ of the run's folder unless MLFLOW_TRACKING_URI says otherwise
+    enable_mlflow: bool = False
+    # where the first rank of each host answers Prometheus (an extra); 0: nowhere
+    prometheus_port: Annotated[int, Range(0, 65_535)] = 0
+    prometheus_address: str = "127.0.0.1"  # of the interface that it listens on; "0.0.0.0": all of them
     peak_tflops: NonNegative = 0.0  # dense bf16 peak a device for MFU; 0: known GPUs by name, else no MFU
 
 

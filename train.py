@@ -98,7 +98,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         folder,
         resume_step=progress.step,
         steps=training.steps,
-        tensorboard=config.metrics.enable_tensorboard,
+        settings=config.metrics,
         flops_per_pass=training.members * meta_model.flops() / others.number,  # that a replica computes
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from archives.chunks import Done
+from config import Metrics as Settings
 from datasets.data_wait import Reading, advice
 from traces.profiler import MOST_MARKS, PartTimes
 from training.journal import Journal, read_records
@@ -19,15 +20,20 @@ from training.metrics import Metrics, dense_line
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second epoch critical_batch_size".split()
+    "data_gb_per_second epoch critical_batch_size skipped_steps".split()
 )
 
 
-def log(folder, steps, resume_step=0, loss=1.0):
-    metrics = Metrics(
-        folder, resume_step=resume_step, steps=10, tensorboard=True, flops_per_pass=1e9, peak=0.0
+def open_metrics(folder, resume_step=0, **settings):
+    return Metrics(
+        folder, resume_step=resume_step, steps=10, settings=Settings(**settings), flops_per_pass=1e9, peak=0.0
     )
-    update: Any = SimpleNamespace(lr=1e-3, noise=None)
+
+
+def log(folder, steps, resume_step=0, loss=1.0):
+    metrics = open_metrics(folder, resume_step=resume_step)
+    run = SimpleNamespace(bad_steps=SimpleNamespace(skipped=0))
+    update: Any = SimpleNamespace(lr=1e-3, noise=None, run=run)
     for step in steps:
         loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
         batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, passes=3, loader=loader)
@@ -84,7 +90,7 @@ def test_every_part_of_a_long_interval_counts(on_gpu, monkeypatch):
 
 def test_dense_line():
     record = dict(
-        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 96.4], strict=True)
+        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 96.4, 0], strict=True)
     )
     line = dense_line(record, steps=400, seconds_left=3725)
     assert "data wait 20.0%" in line and "mfu 40.0%" in line and line.endswith("critical batch 96")
@@ -119,7 +125,7 @@ def test_a_loop_that_does_not_wait_says_nothing():
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):
-    metrics = Metrics(tmp_path, resume_step=0, steps=1, tensorboard=False, flops_per_pass=1.0, peak=0.0)
+    metrics = open_metrics(tmp_path, enable_tensorboard=False)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics.write({"step": 1, "loss": 1.0})
     assert "No space left on device; its lines are kept" in caplog.text

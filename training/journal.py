@@ -29,13 +29,16 @@ class Journal:
             return
         self.waiting = []
 
-    def forget_after(self, step: int) -> None:
-        """Drops the records of steps that are going to be done again. Raises OSError."""
+    def forget_after(self, step: int) -> int:
+        """Drops the records of steps that are going to be done again. The last step there was, 0: none.
+        Raises OSError.
+        """
         self.close()
         records = read_records(self.path)
         kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         if self.path.exists():
             write_durably(self.path, "".join(kept))
+        return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:
         if self.waiting:

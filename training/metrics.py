@@ -1,5 +1,5 @@
-"""What the loop reports: metrics.jsonl, TensorBoard, one dense line, a progress bar. Metrics are the
-machine's; scores are the weather's and come from verification/.
+"""What the loop reports: metrics.jsonl, what else takes metrics (sinks/), one dense line, a progress bar.
+Metrics are the machine's; scores are the weather's and come from verification/.
 """
 
 import logging
@@ -17,8 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from archives.chunks import work
+from config import Metrics as Settings
 from datasets.data_wait import Reading, advice
 from optimizers.noise_scale import NoiseScale, shown
+from sinks.opening import open_sinks
 from traces.profiler import part_times
 from training.batches import Batches
 from training.journal import Journal
@@ -57,7 +59,7 @@ class Metrics:
         *,
         resume_step: int,
         steps: int,
-        tensorboard: bool,
+        settings: Settings,
         flops_per_pass: float,
         peak: float,
         readers: int = 0,
@@ -66,13 +68,11 @@ class Metrics:
         self.steps, self.readers, self.began, self.first_step = steps, readers, time.monotonic(), resume_step
         self.journal = Journal(folder / "metrics.jsonl")
         self.flops_per_pass, self.peak_tflops = flops_per_pass, peak
-        self.tensorboard = self.bar = None
-        if self.is_first:
-            self.journal.forget_after(resume_step)
-            if tensorboard:
-                self.tensorboard = TensorBoard(folder / "tensorboard", resume_step)
-            if sys.stderr.isatty():
-                self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
+        self.bar = None
+        written = self.journal.forget_after(resume_step) if self.is_first else 0
+        self.sinks = open_sinks(settings, folder, resume_step, written, steps, self.is_first)
+        if self.is_first and sys.stderr.isatty():
+            self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
         self.last_line, self.epoch, self.has_advised = 0.0, 0.0, False
         self.start_interval()
 
@@ -121,6 +121,7 @@ class Metrics:
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.epoch,
             "critical_batch_size": self._critical_batch(update.noise),
+            "skipped_steps": update.run.bad_steps.skipped,  # since this start
         }
         record |= self._reading(seconds * self.num_steps)
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
@@ -158,55 +159,24 @@ class Metrics:
             logger.info(dense_line(record, self.steps, left))
 
     def write(self, record: dict[str, Any]) -> None:
-        """One object into metrics.jsonl and its numbers into TensorBoard; not-a-number becomes null."""
-        if not self.is_first:
-            return
-        self.journal.write({k: _finite(v) for k, v in record.items()})
-        if self.tensorboard:
-            self.tensorboard.write(record)
+        """One object into metrics.jsonl, where not-a-number becomes null, and its numbers into the sinks."""
+        if self.is_first:
+            self.journal.write({k: _finite(v) for k, v in record.items()})
+        for sink in self.sinks:
+            sink.write(record)
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are going to be done again."""
         if self.is_first:
             self.journal.forget_after(step)
+        for sink in self.sinks:
+            sink.go_back(step)
         self.start_interval()
 
     def close(self) -> None:
-        for sink in (self.journal, self.tensorboard, self.bar):
+        for sink in (self.journal, *self.sinks, self.bar):
             if sink is not None:
                 sink.close()
-
-
-class TensorBoard:
-    """Scalars into a folder of their own. A disk that is full costs what it does not take, and no more."""
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        self.folder, self.resume_step = folder, resume_step
-        self.writer: Any = None
-
-    def write(self, record: dict[str, Any]) -> None:
-        try:
-            self._open()
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    group = "" if "/" in name else "train/"
-                    self.writer.add_scalar(f"{group}{name}", value, record["step"])
-        except OSError as error:
-            logger.warning("step %d is missing from %s: %s", record["step"], self.folder, error)
-            self.writer = None  # its thread has ended; the next step tries another file
-
-    def _open(self) -> None:
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
-
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
-
-    def close(self) -> None:
-        try:
-            if self.writer:
-                self.writer.close()
-        except OSError as error:
-            logger.warning("%s: %s", self.folder, error)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,270 @@
+"""What W&B, MLflow and Prometheus are told, read with their own readers."""
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command_line import load_config
+from config import Metrics as Settings
+from errors import ConfigError
+from sinks.kept_run import KeptRun
+from sinks.opening import EXTRAS, check_sinks, open_sinks
+from sinks.sink import Guarded
+from tests.started_jobs import ROOT, losses, records, write_config
+from train import train
+
+GRAFANA = ROOT / "docs/grafana"
+ON_GPUS = "rossby_gpu_"  # which NVML knows, where there is one
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def fetched(url: str, **headers: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        return answer.read().decode()
+
+
+# -- what is asked for and absent
+
+
+@pytest.mark.parametrize(("key", "package"), EXTRAS.items())
+def test_an_extra_that_is_absent_is_one_line(key, package, monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("sinks.opening.version", absent)
+    with pytest.raises(ConfigError, match=rf"metrics\.{key} = .*: needs .*-m pip install {package}"):
+        check_sinks(replace(Settings(), **{key: 1}))
+    check_sinks(Settings())
+    assert package in (ROOT / "requirements-extras.txt").read_text()
+
+
+def test_a_sink_that_fails_costs_one_warning(caplog):
+    class Broken:
+        def write(self, record: dict[str, Any]) -> None:
+            raise ConnectionError("https://user:password@host is\nnot there")
+
+        def go_back(self, step: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    sink = Guarded("Somebody's", Broken)
+    for step in range(3):
+        sink.write({"step": step})
+    sink.close()
+    assert [record.message for record in caplog.records] == [
+        "Somebody's: https://***@host is not there (ConnectionError); the run goes on without it"
+    ]
+
+
+def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
+    path, names = tmp_path / "run.json", iter("abcd")
+
+    def start(resume_step: int, written: int, store: str = "s") -> KeptRun:
+        return KeptRun(path, store, resume_step, written, lambda: next(names))
+
+    first = start(0, 0)
+    assert all(first.lacks(step) for step in (1, 2, 3, 3))  # a validation has its step's number
+    first.go_back()
+    assert [first.lacks(step) for step in (2, 3, 4)] == [False, False, True]
+    second = start(2, 7)  # killed after step 7, and again after step 3
+    third = start(2, 3)
+    assert second.id == third.id == first.id == "a"
+    assert [third.lacks(step) for step in (3, 7, 8)] == [False, False, True]
+    assert start(2, 8, store="elsewhere").id == "b" and start(0, 8, store="elsewhere").id == "c"
+
+
+# -- Weights & Biases, MLflow: one run across a resume
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """The folder of a run of 8 steps that took steps 5 and 6 twice."""
+    pytest.importorskip("wandb", reason="requirements-extras.txt")
+    pytest.importorskip("mlflow", reason="requirements-extras.txt")
+    folder = tmp_path_factory.mktemp("sinks")
+    run, config = folder / "run", write_config(folder)
+    options = ["--job.config_file", str(config), "--job.dump_folder", str(run), "--checkpoint.interval", "4"]
+    sinks = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
+    train(load_config([*options, *sinks, "--training.steps", "6"]))
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    train(load_config([*options, *sinks, "--training.steps", "8"]))
+    assert sorted(losses(run)) == list(range(1, 9))
+    return run
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_losses_of_the_run_once(resumed):
+    from mlflow import MlflowClient  # type: ignore[reportMissingImports]
+
+    client = MlflowClient(tracking_uri=(resumed / "mlflow").as_uri())
+    (experiment,) = [each for each in client.search_experiments() if each.name == "rossby"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(each.step, each.value) for each in history] == sorted(losses(resumed).items())
+    assert run.info.status == "FINISHED" and run.data.params["model.dim"] == "16"
+
+
+def wandb_rows(file: Path) -> list[dict[str, float]]:
+    """What `wandb leet inspect` shows of the history in a file."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", str(file)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = []
+    for record in shown.split("\n# record ")[1:]:
+        if record.partition("\n")[0].endswith(": history"):
+            items = re.findall(r'nested_key: "(.*)"\n\s*value_json: "(.*)"', record)
+            found.append({name: float(value) for name, value in items})
+    return found
+
+
+@pytest.mark.slow
+def test_wandb_has_the_losses_of_the_run_once(resumed):
+    files = sorted(resumed.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1  # both of one run
+    rows = [row for file in files for row in wandb_rows(file)]
+    assert [(row["_step"], row["train/loss"]) for row in rows] == sorted(losses(resumed).items())
+
+
+# -- Prometheus
+
+
+@pytest.fixture
+def served(tmp_path) -> Iterator[tuple[Any, str]]:
+    pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
+    port = free_port()
+    settings = Settings(enable_tensorboard=False, prometheus_port=port)
+    (sink,) = open_sinks(settings, tmp_path, 0, 0, steps=10, is_first=False)
+    yield sink, f"http://127.0.0.1:{port}/metrics"
+    sink.close()
+
+
+def values_of(url: str) -> dict[str, float]:
+    """As the library's own reader has them, of OpenMetrics."""
+    from prometheus_client.openmetrics.parser import (  # type: ignore[reportMissingImports]
+        text_string_to_metric_families,
+    )
+
+    text = fetched(url, Accept="application/openmetrics-text; version=1.0.0")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+def test_open_metrics_are_what_was_told(served, tmp_path):
+    sink, url = served
+    before = values_of(url)
+    assert before["rossby_last_step"] == 10 and before["rossby_skipped_steps"] == 0
+    assert not {"rossby_loss", "rossby_mfu_ratio", "rossby_checkpoint_age_seconds"} & before.keys()
+    record = {
+        "step": 3,
+        "loss": 0.5,
+        "mfu": None,
+        "memory_gib": 2.0,
+        "step_seconds": 0.4,
+        "data_seconds": 0.1,
+    }
+    sink.write(record | {"seconds/forward": 0.2})
+    sink.write({"step": 3, "val/rmse/geopotential:500@24h": 70.0})
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    after = values_of(url)
+    assert (after["rossby_step"], after["rossby_loss"], after["rossby_data_wait_ratio"]) == (3, 0.5, 0.25)
+    assert after["rossby_peak_memory_bytes"] == 2**31 and after["rossby_part_seconds forward"] == 0.2
+    assert after["rossby_score val/rmse/geopotential:500@24h"] == 70 and "rossby_mfu_ratio" not in after
+    assert 0 <= after["rossby_checkpoint_age_seconds"] < 60 and after["rossby_heartbeat_age_seconds"] >= 0
+    sink.write({"step": 4, "loss": math.nan})
+    assert math.isnan(values_of(url)["rossby_loss"])
+
+
+def test_a_port_that_is_taken_costs_one_warning(served, tmp_path, caplog):
+    url = served[1]
+    settings = Settings(enable_tensorboard=False, prometheus_port=urllib.parse.urlsplit(url).port or 0)
+    (second,) = open_sinks(settings, tmp_path, 0, 0, steps=10, is_first=False)
+    second.write({"step": 1, "loss": 1.0})
+    second.close()
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(r"metrics.prometheus_port = \d+: .*in use.*; the run goes on without it", said)
+    assert "rossby_loss" not in values_of(url)
+
+
+def test_the_rules_fire_when_they_should():
+    if not shutil.which("promtool"):
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *command], cwd=GRAFANA, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def queries() -> list[tuple[str, str]]:
+    """Title and query of every panel."""
+    panels = json.loads((GRAFANA / "rossby.json").read_text())["panels"]
+    return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
+
+
+@pytest.fixture
+def prometheus(tmp_path) -> Iterator[tuple[str, int]]:
+    """A Prometheus that scrapes a port each second: its address, and that port."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("Prometheus is not installed (apt install prometheus)")
+    pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
+    port, scraped = free_port(), free_port()
+    target = f"{{job_name: rossby, static_configs: [{{targets: ['127.0.0.1:{scraped}']}}]}}"
+    (tmp_path / "prometheus.yml").write_text(
+        f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n"
+        f"rule_files: ['{GRAFANA / 'alerts.yml'}']\nscrape_configs: [{target}]\n"
+    )
+    address = f"127.0.0.1:{port}"
+    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
+    with (tmp_path / "prometheus.log").open("w") as log:
+        process = subprocess.Popen([program, *options], cwd=tmp_path, stdout=log, stderr=log)
+    yield f"http://{address}/api/v1", scraped
+    process.terminate()
+    process.wait()
+
+
+def answer(address: str, query: str) -> list[dict]:
+    url = f"{address}/query?query={urllib.parse.quote(query)}"
+    return json.loads(fetched(url))["data"]["result"]
+
+
+@pytest.mark.slow
+def test_a_real_prometheus_has_data_for_every_panel(prometheus, start_job, tmp_path):
+    address, port = prometheus
+    validation = ["--data.train_period", '["2020-01-01","2020-01-07"]', "--validation.lead_hours", "[6]"]
+    validation += ["--data.validation_period", '["2020-01-08","2020-01-10"]']
+    options = ["--metrics.prometheus_port", str(port), "--metrics.peak_tflops", "0.1"]
+    options += ["--validation.enable", "true", "--validation.interval", "20", "--checkpoint.interval", "40"]
+    job = start_job(write_config(tmp_path), tmp_path / "run", *validation, *options)
+    job.wait_for_step(60)
+    asked = [each for each in queries() if torch.cuda.is_available() or ON_GPUS not in each[1]]
+    end = time.monotonic() + 30
+    while (empty := [each for each in asked if not data_of(address, each[1])]) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert len(asked) > 15 and not empty
+    (loss,) = answer(address, "rossby_loss")
+    (step,) = answer(address, f"rossby_step @ {loss['value'][0]}")
+    assert float(loss["value"][1]) == pytest.approx(losses(tmp_path / "run")[int(step["value"][1])], rel=1e-6)
+    assert answer(address, 'up{job="rossby"}')[0]["value"][1] == "1"
+    assert answer(address, 'ALERTS{alertstate="firing"}') == []
+    assert any("val/loss" in record for record in records(tmp_path / "run"))
+
+
+def data_of(address: str, query: str) -> list[dict]:
+    return answer(address, query.replace("$job", "rossby"))
