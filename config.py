@@ -197,10 +197,9 @@ class Training:
     # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
     # scales stay; 1: all of it
     spectral_fraction: Fraction = 0.0
-    # what model.conserve names, kept by a term of the loss instead: conserve_weight x the squared change of
-    # each global mean
+    # what model.conserve names, kept by a term of the loss instead: the squared change of each global mean
     conserve: tuple[str, ...] = ()
-    conserve_weight: AboveZero = 1.0
+    conserve_weight: AboveZero = 1.0  # times that term
     # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
     # on, in stages
     rollout_steps: tuple[Rollout, ...] = (1,)

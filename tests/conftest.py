@@ -52,6 +52,14 @@ def start_job() -> Iterator[Callable[..., Job]]:
         job.kill_all()
 
 
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """A run that an error ends inside a test would leave its process group to the next test of its worker."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def one_rank() -> Iterator[torch.device]:
     """A process group of this process alone, as train.py makes it."""

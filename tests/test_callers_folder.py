@@ -41,6 +41,7 @@ def call(verb: str, *arguments: str, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_a_run_from_another_folder(elsewhere: Path) -> None:
     """Two ranks, so that the check, the launcher and the ranks all find the same."""
     files = ["--job.config_file", "my.toml", "--data.path", "era5.zarr", "--job.dump_folder", "run"]

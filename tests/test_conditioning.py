@@ -150,6 +150,7 @@ def test_the_planner_counts_it():
     assert architecture_of(model, GRID.shape, 3, 3).parameters == counted
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_weights_that_were_trained_without(tmp_path, caplog):
     """And its forecasts are told the lead; a forecast by a model that is told nothing is refused."""
     plain = ["--job.config_file", str(write_config(tmp_path)), "--training.steps", "2"]

@@ -307,7 +307,7 @@ def test_channels_have_names() -> None:
     assert Channels.of({"data": data}).inputs == ["a", "b", "s", "f"]
     older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]
     config = {"data": data | {"history": 3}, "model": {"noise_dim": 1}}
-    assert Channels.of(config).inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points"]
+    assert Channels.of(config).inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points, of a step"]
     assert Channels.of(config).outputs == ["a", "b"]
 
 

@@ -125,6 +125,7 @@ def test_a_search_chooses_the_local_batch():
     assert "training.global_batch_size = -5" in said
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_batch_that_the_local_one_makes():
     """global_batch_size = -1: local batch x ranks, which the layout printed has to name."""
     text = plan("--cluster", "a100x4", "--layout", "auto", config="demo")

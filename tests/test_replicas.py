@@ -95,6 +95,7 @@ def test_two_replicas_of_two_ranks_train_the_plain_run(config_file, tmp_path, li
 # -- with one that is lost
 
 
+@pytest.mark.slow
 def test_a_lost_replica_that_is_waited_for_changes_nothing(config_file, tmp_path, lighthouse):
     """It dies somewhere in a step and comes back with an old checkpoint: as if nothing had been."""
     options = ["--training.steps", "60", "--checkpoint.enable", "--checkpoint.interval", "8"]

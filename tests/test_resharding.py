@@ -36,6 +36,7 @@ def test_saved_by_one_and_loaded_by_another(ranks, saved, source: str, target: s
     assert next_losses == pytest.approx(losses, rel=tolerance(KINDS[source], KINDS[target]))
 
 
+@pytest.mark.slow
 def test_muon(ranks, tmp_path) -> None:
     """Matrices with a momentum, others with Adam's moments: the same layout goes on to the bit."""
     source, target = KINDS["fsdp 2 x tp 2"], KINDS["pp 2 x fsdp 2"]
