@@ -45,7 +45,7 @@ def replica(number: int, file: Path, folder: Path, lighthouse: str, *options: st
     return start(file, folder, *PAIR, *own, *options, NGPU=str(ranks))
 
 
-def ends(process: subprocess.Popen, timeout: float = 60) -> str:
+def ends(process: subprocess.Popen, timeout: float = 180) -> str:
     """What a process that has to end well said on stderr."""
     _, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err.decode()
