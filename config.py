@@ -8,8 +8,9 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from models.registry import MODELS
 from project_folder import in_project
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
@@ -57,6 +58,10 @@ Processes = Annotated[int, Range(0, 4_096)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # 1 would never see a gradient
 DType = Literal["float32", "bfloat16", "float16"]
+if TYPE_CHECKING:
+    ModelName = str
+else:
+    ModelName = Literal[tuple(MODELS)]
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal["vit", "unet"] = "vit"  # vision transformer or U-Net; keys below say whose they are
+    name: ModelName = "vit"  # docs/models.md; keys below say whose they are, a ViT's are a Swin's too
     patch_size: tuple[Width, Width] = (4, 4)  # ViT: latitudes x longitudes of one token
     dim: Width = 192  # ViT: width d of the residual stream
     num_layers: Layers = 4  # ViT: transformer blocks
     num_heads: Layers = 4  # ViT: attention heads; must divide dim
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = 0  # ViT: hidden width of the MLP; 0: 4 x dim
-    # ViT: a vector a token is added, learned or of sines; "rotary" turns queries and keys by row and column
-    position: Literal["learned", "sincos", "rotary"] = "learned"
+    # Swin: rows x columns of tokens that attend to each other; half a window further on in every second block
+    window_size: tuple[Width, Width] = (4, 8)
+    # ViT: a vector a token is added, learned, of sines, or a learned sum of spherical harmonics; "rotary"
+    # turns queries and keys by row and column
+    position: Literal["learned", "sincos", "spherical", "rotary"] = "learned"
+    # ViT: of the harmonics of "spherical", the largest; 16: down to 11 degrees of latitude
+    position_degree: Annotated[int, Range(1, 64)] = 16
     qkv_bias: bool = True  # ViT: bias in the query, key and value projection
     qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
     # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer
@@ -123,8 +133,8 @@ class Model:
     noise_dim: Annotated[int, Range(0, 4_096)] = 0
     # ViT: "time_of_day", "day_of_year", "lead_time": what shifts and scales the norms of its blocks
     conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = ()
-    # "dry_mass", or predicted variables, whose global mean no step changes: outputs are shifted so that it
-    # stays; docs/losses.md
+    # "dry_mass", "total_water", or predicted variables, whose global mean no step changes: outputs are
+    # shifted so that it stays; docs/losses.md
     conserve: tuple[str, ...] = ()
 
 
@@ -197,7 +207,8 @@ class Training:
     # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
     # scales stay; 1: all of it
     spectral_fraction: Fraction = 0.0
-    # what model.conserve names, kept by a term of the loss instead: the squared change of each global mean
+    # what model.conserve names, or "energy", kept by a term of the loss instead: the squared change of each
+    # global mean
     conserve: tuple[str, ...] = ()
     conserve_weight: AboveZero = 1.0  # times that term
     # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
@@ -209,6 +220,12 @@ class Training:
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = 0
     # what the loss of each step of the longest rollout counts; []: all the same
     rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = ()
+    # each sample is taken so many steps on from its date, one a training step, each from the model's own last
+    # forecast, kept on the host; 0: every step starts from an analysis
+    replay_steps: Annotated[int, Range(0, 1_000)] = 0
+    # states that all ranks keep for it, each taken up again after replay_capacity / global batch training
+    # steps; 0: one for each sample of the global batch
+    replay_capacity: Count = 0
     tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
     deterministic: bool = False  # refuse kernels that do not repeat to the bit
     # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never
@@ -219,6 +236,11 @@ class Training:
     # bad steps among 100 that are skipped; with one more the run goes back to its last good checkpoint and
     # takes other samples, and ends when that does not help
     max_skipped_steps: Count = 10
+
+    @property
+    def states_ahead(self) -> int:
+        """That a sample has after its window, a step of the model apart."""
+        return max(*self.rollout_steps, self.replay_steps, 1)
 
 
 @dataclass(frozen=True)
@@ -279,6 +301,19 @@ class Float8:
 
 
 @dataclass(frozen=True)
+class Lora:
+    # a ViT's weights stay as checkpoint.initial_load_path has them, and low-rank adapters beside the matrices
+    # of its blocks train (Hu et al. 2021); docs/adapters.md
+    enable: bool = False
+    rank: Annotated[int, Range(1, 1_024)] = 8  # r of the two matrices, (r, in) and (out, r), of an adapter
+    alpha: AboveZero = 16.0  # adapters are multiplied by alpha / rank
+    # what the adapted matrices rest in: float32, or 2 or 1 bytes a weight (torchao's int8, a scale a row)
+    base_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    # what trains beside the adapters; new input variables need "patch_embedding", new predicted ones "head"
+    also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = ()
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
     interval: Positive = 500  # steps between saves; the last step is always saved
@@ -301,7 +336,9 @@ class Validation:
     local_batch_size: Batch = 16  # initial dates, with all members, a rank takes through the model at once
     # of the ensemble that starts from each date, with training.loss "crps"; 0: training.members
     members: Annotated[int, Range(0, 1_000)] = 0
-    plots: bool = True  # loss curve, error against lead time, and maps into plots/
+    # loss curve, error against lead time, maps and spectra into plots/ after the last step and, where metrics
+    # go to TensorBoard, W&B or MLflow, into these at every validation
+    plots: bool = True
     # what maps and plots of evaluate.py show, "geopotential:500", "wind_vector"; empty: a customary choice
     plot_variables: tuple[str, ...] = ()
     # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
@@ -327,6 +364,8 @@ class Profiling:
     enable_profiling: bool = False  # write torch profiler traces (Chrome, Perfetto) into traces/
     profile_freq: Positive = 100  # steps between traces
     profile_steps: Positive = 3  # steps in a trace
+    with_stack: bool = False  # the lines of Python that called each operator, too; traced steps take longer
+    with_memory: bool = False  # each allocation in the traces, too: traces.inspect_trace adds them up by part
     enable_memory_snapshot: bool = False  # CUDA allocator snapshots beside the traces
 
 
@@ -368,6 +407,8 @@ class FaultTolerance:
     group_size: Ranks = 1  # replicas that the global batch is dealt out to when all are there
     min_replica_size: Ranks = 1  # replicas without which no step is taken
     lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
+    # steps after which ranks compare the weights that they should hold alike, as before every save; 0: never
+    fingerprint_steps: Count = 100
 
 
 @dataclass(frozen=True)
@@ -382,6 +423,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)
+    lora: Lora = field(default_factory=Lora)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)

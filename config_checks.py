@@ -8,26 +8,32 @@ from archives.dates import parse_period
 from archives.picks import parse_picks
 from archives.storage_options import parse_storage_options
 from archives.variables import expand_levels, named_by, nearest_name, split_name
-from config import Config, Data, Model, Training, Validation
+from config import Config, Data, Model, Parallelism, Training, Validation
 from errors import nearest, refuse
-from losses.quantities import QUANTITIES, corrected, terms_of
+from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
+from models.registry import CONTEXT, MODELS, Registered
 from parallelisms.layout_checks import check_layout
 from training.due import Rollouts
 
 
 def check(config: Config) -> None:
     """Combinations that cannot work. What depends on the data is checked where the data are opened."""
-    if config.model.name == "unet":
-        _check_unet(config)
+    known = MODELS[config.model.name]
+    _check_splits(config.parallelism, known)
+    if known.tokens:
+        _check_transformer(config.model)
     else:
-        _check_vit(config.model)
-    _check_conditions(config)
+        _check_grid_model(config, known)
+    _check_conditions(config, known)
     _check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
+    _check_replay(config)
     check_ramp(config.training)
     _check_optimizer(config)
     _check_schedule(config)
+    if config.lora.enable:
+        _check_lora(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
@@ -35,23 +41,36 @@ def check(config: Config) -> None:
     _check_forecast(config)
 
 
-def _check_unet(config: Config) -> None:
-    parallelism, mode = config.parallelism, config.activation_checkpoint.mode
-    for axis in ("context", "tensor", "pipeline"):
+def _check_splits(parallelism: Parallelism, known: Registered) -> None:
+    """Axes of the mesh that the model has no plan for."""
+    method = parallelism.context_parallel_method
+    for axis, split in {"context": method, "tensor": "tp", "pipeline": "pp"}.items():
         key = f"{axis}_parallel_degree"
-        if (degree := getattr(parallelism, key)) > 1:
+        if (degree := getattr(parallelism, key)) == 1 or split in known.splits:
+            continue
+        if "tiles" in known.splits:
             reason = (
-                "a U-Net is split by its grid; set this to 1 and parallelism.domain_parallel_tiles instead"
+                f"{known.label} is split by its grid; set this to 1 and parallelism.domain_parallel_tiles"
             )
-            refuse(f"parallelism.{key}", degree, reason)
+            refuse(f"parallelism.{key}", degree, f"{reason} instead")
+        methods = [split for split in known.splits if split in CONTEXT]
+        if axis == "context" and methods:
+            reason = f"{known.label} cannot be split so; valid: {', '.join(methods)}"
+            refuse("parallelism.context_parallel_method", method, reason)
+        refuse(f"parallelism.{key}", degree, f"{known.label} cannot be split so; set this to 1")
+
+
+def _check_grid_model(config: Config, known: Registered) -> None:
+    mode = config.activation_checkpoint.mode
     if mode in ("selective", "every_n_blocks"):
-        reason = 'for the blocks of a ViT; with model.name = "unet" valid: none, full, memory_budget'
-        refuse("activation_checkpoint.mode", mode, reason)
+        reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full, '
+        refuse("activation_checkpoint.mode", mode, f"{reason}memory_budget")
     if config.float8.enable:
-        refuse("float8.enable", True, "multiplies the matrices of a ViT, a U-Net has none; set it to false")
+        reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
+        refuse("float8.enable", True, reason)
 
 
-def _check_conditions(config: Config) -> None:
+def _check_conditions(config: Config, known: Registered) -> None:
     """What the norms of blocks are told."""
     conditions, key = list(config.model.conditions), "model.conditions"
     if not conditions:
@@ -59,8 +78,9 @@ def _check_conditions(config: Config) -> None:
     for name in conditions:
         if conditions.count(name) > 1:
             refuse(key, conditions, f"{name!r} is listed twice; name it once")
-    if config.model.name == "unet":
-        refuse(key, conditions, "are for the norms of a ViT; a U-Net takes data.forcings: set this to []")
+    if not known.conditioned:
+        reason = f"are for the norms of a ViT; {known.label} takes data.forcings: set this to []"
+        refuse(key, conditions, reason)
     if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
         reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"
         refuse(key, conditions, f'{reason}, or take "lead_time" out')
@@ -72,7 +92,7 @@ def _check_conditions(config: Config) -> None:
         refuse("activation_checkpoint.mode", "every_n_blocks", f"model.conditions = {conditions} {reason}")
 
 
-def _check_vit(model: Model) -> None:
+def _check_transformer(model: Model) -> None:
     if model.dim % model.num_heads:
         choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
         near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
@@ -155,12 +175,16 @@ def _check_loss(training: Training, variables: list[str]) -> None:
     if fraction and training.loss != "mse":
         reason = f'takes the place of squared errors, and training.loss = "{training.loss}"'
         refuse("training.spectral_fraction", fraction, f'{reason}; set that to "mse" or this to 0')
-    if not training.weight_by_pressure:
-        return
-    if training.loss == "relative_l2":
-        reason = 'training.loss = "relative_l2" has no weights; set this to false'
-        refuse("training.weight_by_pressure", True, reason)
-    if not any(split_name(name)[1] for name in variables):
+    weights = {
+        "variable_weights": list(training.variable_weights),
+        "weight_by_change": training.weight_by_change,
+        "weight_by_pressure": training.weight_by_pressure,
+    }
+    for key, value in weights.items():
+        if value and training.loss == "relative_l2":
+            reason = 'training.loss = "relative_l2" has no weights; leave this out'
+            refuse(f"training.{key}", value, reason)
+    if training.weight_by_pressure and not any(split_name(name)[1] for name in variables):
         refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
 
 
@@ -170,15 +194,26 @@ def _check_conserved(config: Config, variables: list[str]) -> None:
     if exact and paid:
         refuse("training.conserve", list(paid), "model.conserve keeps global means; set one of them to []")
     key, quantities = ("model.conserve", exact) if exact else ("training.conserve", paid)
-    first = [corrected(quantity) for quantity in quantities]
     for quantity in quantities:
         if quantity not in (*QUANTITIES, *variables):
             refuse(key, quantity, f"no such quantity; {nearest(quantity, [*QUANTITIES, *variables])}")
-        if lacking := [name for name in terms_of(quantity) if name not in variables]:
+        if not terms_of(quantity, variables):
+            reason = f"needs {NEEDS[quantity]} on two levels or more; add them, or take this out"
+            refuse(key, quantity, reason)
+        if exact and squares_of(quantity, variables):
+            reason = "no shift of one variable keeps it; training.conserve asks for it in the loss"
+            refuse(key, quantity, reason)
+    first = [corrected(quantity, variables) for quantity in quantities]
+    for quantity in quantities:
+        if lacking := [name for name in terms_of(quantity, variables) if name not in variables]:
             reason = f"is made of {lacking[0]}, which is not among data.variables; add it, or take this out"
             refuse(key, quantity, reason)
-        if first.count(corrected(quantity)) > 1:
-            refuse(key, quantity, f"another one is kept by shifting {corrected(quantity)}, too; take one out")
+        if first.count(corrected(quantity, variables)) > 1:
+            refuse(
+                key,
+                quantity,
+                f"another one is kept by shifting {corrected(quantity, variables)}, too; take one out",
+            )
     if quantities and config.model.predict != "change":
         reason = 'is said of the change over a step; set model.predict to "change"'
         refuse(key, list(quantities), reason)
@@ -220,6 +255,27 @@ def _check_rollouts(training: Training) -> None:
             reason = f"a rollout of {length} has no loss, of whose steps the last"
             reason = f"{reason} {rollouts.with_gradients(length)} count; raise the weight of one of these"
             refuse("training.rollout_weights", weights, reason)
+
+
+def _check_replay(config: Config) -> None:
+    """Steps from forecasts of earlier training steps, and what else says where a step starts."""
+    training, key = config.training, "training.replay_steps"
+    steps, rollout = training.replay_steps, list(training.rollout_steps)
+    if not steps:
+        if training.replay_capacity:
+            reason = "says where training.replay_steps keeps forecasts, and that is 0; set one of them"
+            refuse("training.replay_capacity", training.replay_capacity, reason)
+        return
+    if steps == 1:
+        refuse(key, 1, "the first step starts from an analysis; set it to 2 or more, or to 0 for no replay")
+    if rollout != [1]:
+        refuse("training.rollout_steps", rollout, f"{key} = {steps} takes one step at a time; set it to [1]")
+    if training.loss == "crps":
+        refuse(
+            key, steps, 'a state is kept of each sample, and training.loss = "crps" has members; set it to 0'
+        )
+    if config.fault_tolerance.enable:
+        refuse(key, steps, "replicas that leave take their forecasts with them; set it to 0")
 
 
 def _check_stages(training: Training, entries: str, from_step: str) -> None:
@@ -272,6 +328,26 @@ def _check_optimizer(config: Config) -> None:
                 f"tensor_parallel_degree = {tp} cuts model.{key} = {width} inside a block of {block} numbers"
             )
             refuse("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
+
+
+def _check_lora(config: Config) -> None:
+    """Adapters need matrices of a trained ViT to stand beside."""
+    lora, model = config.lora, config.model
+    if model.name != "vit":
+        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to false'
+        refuse("lora.enable", True, reason)
+    if not config.checkpoint.initial_load_path:
+        reason = "adapts a trained model; name its run in checkpoint.initial_load_path"
+        refuse("lora.enable", True, reason)
+    if config.float8.enable:
+        refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
+    if lora.rank >= model.dim:
+        refuse("lora.rank", lora.rank, f"is thin beside model.dim = {model.dim}; take less")
+    parts = {"modulation": model.conditions, "position": model.position in ("learned", "spherical")}
+    for name, there in parts.items():
+        if name in lora.also_train and not there:
+            reason = f"this model has no {name} that could train; take it out"
+            refuse("lora.also_train", list(lora.also_train), reason)
 
 
 def _check_schedule(config: Config) -> None:

@@ -4,6 +4,7 @@
     .venv/bin/python -m jobs.launch --nproc_per_node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
     .venv/bin/python forecast.py ... --export model.safetensors                weights
+    .venv/bin/python forecast.py ... --export FOLDER                           a checkpoint of weights alone
 
 Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
 input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
@@ -32,6 +33,7 @@ from tqdm import tqdm
 
 from archives.variables import expand_levels
 from checkpoints.trained_weights import Trained, find_trained, load_weights
+from checkpoints.weights_alone import check_target, write_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
@@ -40,6 +42,7 @@ from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.progress_bar import progress_bar
 from jobs.start_checks import check_folder, check_machine, check_model
+from models.lora import merge_lora
 from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from training.assembly import Assembly, Fields, assemble
@@ -286,19 +289,24 @@ def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
 
 
 def export(config: Config, target: Path) -> None:
-    """One step of the model as a program, or its weights, by the ending of the file's name."""
-    if target.suffix not in (".pt2", ".safetensors"):
-        raise ConfigError(f"--export {target}: end the name in .pt2 (a program) or .safetensors (weights)")
+    """One step of the model as a program, or its weights, by the ending of the file's name; adapters are
+    merged into the matrices beside which they were trained.
+    """
+    if target.suffix not in (".pt2", ".safetensors", ""):
+        endings = ".pt2 (a program), .safetensors (weights) or in nothing (a folder with a checkpoint)"
+        raise ConfigError(f"--export {target}: end the name in {endings}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
     check_folder("--export", target.parent)
+    check_target(target)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
-    plain = replace(config.model, attention_backend="sdpa")
+    asked, plain = config, replace(config.model, attention_backend="sdpa")
     config = replace(config, model=plain, compile=Compile(), float8=Float8())
     config = replace(config, training=replace(config.training, mixed_precision_param="float32"))
     selection = open_data(config)
     forecaster = load_forecaster(config, selection)
     model, grid, variables = forecaster.meta_model, selection.archive.grid, selection.variables
+    merge_lora(model)
     description = Description(
         variables,
         [selection.archive.shown_units(name) for name in variables],
@@ -310,7 +318,9 @@ def export(config: Config, target: Path) -> None:
         to_toml(config),
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".safetensors":
+    if not target.suffix:
+        write_weights(target, forecaster.trained, model, asked)
+    elif target.suffix == ".safetensors":
         write_safetensors(target, model, description)
     else:
         export_step(target, OneStep(model, forecaster.normalizer, forecaster.conditions).cpu(), description)

@@ -103,6 +103,9 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if fraction := config.training.spectral_fraction:
         reason = "gathers whole fields, of which closed forms know nothing; set it to 0, or use --dry_run"
         refuse("training.spectral_fraction", fraction, reason)
+    if config.lora.enable:
+        reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
+        refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(slowest=options.slowest)

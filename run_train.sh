@@ -2,12 +2,15 @@
 # Trains: sets the project up the first time, then starts train.py on every process of this node.
 #   ./run_train.sh                                                 the demo, no data needed
 #   ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
+#   ./run_train.sh --launch slurm ...                              writes what starts it on a cluster: docs/launch.md
 # NGPU: processes on this node (default: the GPUs there are, else 1).
 # NNODES, RDZV_ENDPOINT=host:port: several nodes, the same command on each. The endpoint's node serves the others: it
 #   must live, and be named by an address that they reach it at. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network,
 #   where the way to the endpoint is not it.
 # MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
+# ROSSBY_FABRIC: infiniband or efa, the network between nodes: launch/fabric.sh.
+# ROSSBY_HEARTBEAT: a folder in which each rank touches a file once a second, for a liveness probe.
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
 # It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
 #   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
@@ -15,6 +18,13 @@
 set -euo pipefail
 export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
+
+for word in "$@"; do
+    case "$word" in
+        --launch | --launch=*) PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -P -m launch "$@" ;;
+    esac
+done
+source "$project/launch/fabric.sh"
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}

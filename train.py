@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import gc
 import logging
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,11 +28,10 @@ from config import Config
 from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
 from jobs.host_memory import keep_freed_memory
-from jobs.log_setup import start_logging
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
 from jobs.replica_state import meet_replicas
 from jobs.start_checks import open_checked
-from jobs.watchdog import Watchdog
+from jobs.watchdog import Watchdog, watched
 from parallelisms.mesh import mesh_of, start_ranks
 from traces.profiler import Profiler, part_times, span
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
@@ -54,7 +52,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(folder, config.comm)
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
-    selection = open_checked(config)
+    selection = watchdog.selection = open_checked(config)
 
     # -- ranks -------------------------------------------------------------------------------------
     device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
@@ -71,12 +69,12 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
     samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
-    train_set = samples.dataset("train", range(1, 1 + max(training.rollout_steps)))
+    train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
     model, meta_model = assembly.model, assembly.meta_model
     objective = build_objective(config, assembly, samples.area)
-    run = build_run_state(config, model)
+    run = build_run_state(config, model, objective.replay)
     progress, bad_steps = run.progress, run.bad_steps
 
     # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
@@ -90,10 +88,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
     global_batch = global_batch_of(training, training.local_batch_size * dp, progress)
     update = build_update(config, model, run, saves, objective.loss_part, global_batch)
-    batches = build_batches(train_set, config, progress, (dp_rank, dp), global_batch, device)
+    batches = build_batches(train_set, config, run, (dp_rank, dp), global_batch, device)
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
-    held.begin()
+    held.begin(progress.step, asdict(degrees))
     metrics = Metrics(
         folder,
         resume_step=progress.step,
@@ -149,6 +147,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 go_back(saves if others.number == 1 else NoCheckpoints(), run)
                 metrics.go_back(progress.step)
                 continue
+            assembly.fingerprints.compare(step, due.save)
             if due.log:
                 with span("log"):
                     dist.all_reduce(taken.loss)
@@ -180,12 +179,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         metrics.close()
         leave(watchdog, agreement, held)
         end(EXIT_SAVED, unsaved)
-    scores = validator.scores(progress.step)
+    scores = validator.scores(progress.step, last=True)
     if best and scores:
         best.judge(progress.step, scores.record(progress.step), saves)
     metrics.close()
-    if scores and config.validation.plots:
-        validator.plot(folder, scores, samples)
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
     leave(watchdog, agreement, held)
@@ -212,8 +209,7 @@ def leave(watchdog: Watchdog, agreement: Agreement, held: RunFolder) -> None:
 def main() -> None:
     with one_line_errors():
         config = start(sys.argv[1:])
-        start_logging(is_first=os.environ.get("RANK", "0") == "0")
-        with Watchdog(config.dump_folder, config.comm) as watchdog:
+        with watched(config) as watchdog:
             train(config, watchdog)
 
 

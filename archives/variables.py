@@ -2,8 +2,8 @@
 
 Everything in the project speaks these names; the short names of GRIB and of the Climate Data Store are turned
 into them on reading, and back into labels ("z500") for tables and plots. Source of the names: WeatherBench2's
-data guide; of the short names: ECMWF's parameter database and the CDS NetCDF files of 2018-2024 and since
-2024.
+data guide; of the short names: ECMWF's parameter database, the CDS NetCDF files of 2018-2024 and since 2024,
+and NCEP's reanalyses as NOAA's PSL gives them (whose hgt is a height in m, and stays one).
 """
 
 import difflib
@@ -15,12 +15,12 @@ from errors import ConfigError
 # WeatherBench2 name -> units and short names, of which the first is the label: t2m, not GRIB's 2t.
 ON_LEVELS = {  # in WeatherBench2 and the CDS
     "geopotential": ("m2 s-2", "z"),
-    "temperature": ("K", "t"),
-    "u_component_of_wind": ("m s-1", "u"),
-    "v_component_of_wind": ("m s-1", "v"),
-    "specific_humidity": ("kg kg-1", "q"),
-    "vertical_velocity": ("Pa s-1", "w"),
-    "relative_humidity": ("%", "r"),
+    "temperature": ("K", "t air"),
+    "u_component_of_wind": ("m s-1", "u uwnd"),
+    "v_component_of_wind": ("m s-1", "v vwnd"),
+    "specific_humidity": ("kg kg-1", "q shum"),
+    "vertical_velocity": ("Pa s-1", "w omega"),
+    "relative_humidity": ("%", "r rhum"),
     "vorticity": ("s-1", "vo"),
     "divergence": ("s-1", "d"),
     "potential_vorticity": ("K m2 kg-1 s-1", "pv"),

@@ -1,9 +1,10 @@
 """What a choice of the recipe gains: skill on dates that were not seen, at equal FLOPs of training.
 
-    .venv/bin/python benchmarks/ablations.py [--task winds] [--seeds 3]
+    .venv/bin/python benchmarks/ablations.py [--task winds] [--choice Swin] [--seeds 3]
 
 Every choice of benchmarks/ablations.toml is a shipped configuration with options of train.py; its first step
 is taken to count its FLOPs, and it is trained for as many steps as the first choice of its task has FLOPs.
+`--choice` trains the first and those with this word in their name.
 Printed is RMSE over a baseline's at two leads (TASKS), the mean over variables: the mean over seeds, the
 lowest and the highest, and what that is over the first choice's mean. A difference within the spread says
 nothing.
@@ -28,12 +29,14 @@ TASKS = {"winds": Task("gfs_winds", WINDS, (6, 24), "damped_persistence")}
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", choices=[*TASKS])
+    parser.add_argument("--choice", default="")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     choices = tomllib.loads((ROOT / "benchmarks/ablations.toml").read_text())["choice"]
     rows = []
     for name in [options.task] if options.task else TASKS:
-        task, own = TASKS[name], [choice for choice in choices if choice["task"] == name]
+        task, all_own = TASKS[name], [choice for choice in choices if choice["task"] == name]
+        own = [all_own[0], *(choice for choice in all_own[1:] if options.choice in choice["choice"])]
         budgets = [train(task, [*choice["options"], "--training.steps=1"], 0)["tflop"] for choice in own]
         steps = [round(own[0]["steps"] * budgets[0] / each) for each in budgets]
         for seed in range(options.seeds):
@@ -58,7 +61,7 @@ def table(rows: list[dict]) -> str:
             first = firsts.setdefault(f"{task} {lead}", [mean])[0]
             cells += [f"{mean:.3f} ({min(scores):.3f} to {max(scores):.3f})", mean / first]
         lines.append([task, choice, own[0]["steps"], *cells])
-    return text_table("<11 <44 >6 >25 >7.3f >25 >7.3f", lines)
+    return text_table("<11 <50 >6 >25 >7.3f >25 >7.3f", lines)
 
 
 if __name__ == "__main__":

@@ -123,9 +123,9 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
 
     Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
     rollouts, of recomputation that repeats them, of pipelines combined, interleaved or with a loss that
-    talks, of global means that are kept, and of conditions beside tensor parallelism.
+    talks, of global means that are kept, of adapters, and of conditions beside tensor parallelism.
     """
-    if layout.conserve or (degrees.tp > 1 and "conditions" in dict(layout.model)):
+    if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
         return False
     if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
         return False

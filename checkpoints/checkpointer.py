@@ -54,6 +54,7 @@ from jobs.rank_tree import RankTree
 
 logger = logging.getLogger(__name__)
 RETRIES = (1, 2, 4, 8, 16)  # seconds before the last save is tried again
+WORTH_SAYING = 1.0  # seconds that training waits for a save
 T = TypeVar("T")
 State = dict[str, dict[str, Tensor]]  # part ("model", "optimizer", ...) -> name -> tensor
 Signature = dict[str, tuple[torch.Size, torch.dtype]]
@@ -120,6 +121,8 @@ class Checkpointer:
         self.copying: Copying | None = None
         self.saved_step, self.failed_step, self.last_error = -1, -1, ""
         self.last_seconds = 0.0  # how long the last save took until it was complete
+        self.size = 0  # bytes of a checkpoint
+        self.has_warned = False  # that saves are slow
         self._on_first(self._open_folder)
 
     def _open_folder(self) -> None:
@@ -142,10 +145,13 @@ class Checkpointer:
 
     def save(self, step: int, state: State) -> None:
         """Starts the checkpoint of `step`, after the one before it is complete or has failed."""
+        began = time.monotonic()
         self.wait()
+        self._say_if_slow(time.monotonic() - began)
         if step == self.saved_step:
             return
         tensors = flatten(state)
+        self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks
         self._plan_again_if_changed(tensors)
         sources = self._sources(tensors)
         future: Future = Future()
@@ -166,6 +172,18 @@ class Checkpointer:
             self.copying.on_host()
         arguments = (step, future, self.copying)
         threading.Thread(target=self._write, args=arguments, daemon=True).start()
+
+    def _say_if_slow(self, waited: float) -> None:
+        """Once: saves take longer than the time between them, so that training waits for the folder."""
+        if waited < WORTH_SAYING or self.has_warned or not self.ranks.is_first:
+            return
+        self.has_warned = True
+        megabytes = self.size / 1e6
+        rate = f"{megabytes:,.0f} MB in {self.last_seconds:.1f} s, {megabytes / self.last_seconds:,.1f} MB/s"
+        logger.warning(
+            f"training waited {waited:.1f} s for the checkpoint before this one: {rate} into {self.folder}. "
+            "Saves take longer than the steps between them: take a faster folder, or a longer interval"
+        )
 
     def before_update(self) -> None:
         """To be called before anything changes the weights: the copies of the save in flight come first."""
@@ -268,10 +286,16 @@ class Checkpointer:
             self.saved_step = step
             logger.info("saved %s", step_folder(self.folder, step))
             return
-        logger.warning(
-            f"the checkpoint of step {step} could not be written: {self.last_error}; training goes on; "
-            f"the last complete one: {newest_name(self.folder)}"
-        )
+        if self.ranks.is_first:
+            logger.warning(
+                f"the checkpoint of step {step} could not be written: {self.last_error} ({self._room()}); "
+                f"training goes on; the last complete one: {newest_name(self.folder)}"
+            )
+
+    def _room(self) -> str:
+        """What there is for a checkpoint, and what it takes, in words."""
+        free = shutil.disk_usage(self.folder).free
+        return f"{free / 1e6:,.0f} MB free in {self.folder}, a checkpoint takes {self.size / 1e6:,.0f} MB"
 
     def finish(self, step: int, run: Saved) -> str:
         """After the last step, whose save is tried again for half a minute where it failed. "" or one line
@@ -281,7 +305,8 @@ class Checkpointer:
         for pause in RETRIES:
             if self.failed_step != step:
                 break
-            logger.warning(f"the last checkpoint is tried again in {pause} s")
+            if self.ranks.is_first:
+                logger.warning(f"the last checkpoint is tried again in {pause} s")
             time.sleep(pause)
             self.save(step, run.tensors())
             self.wait()
@@ -290,8 +315,9 @@ class Checkpointer:
             return ""
         last = newest_name(self.folder)
         return (
-            f"{self.folder}: the last checkpoint, of step {step}, could not be written: {self.last_error}; "
-            f"the last complete one: {last}; mend that, then start again to go on from there"
+            f"{self.folder}: the last checkpoint, of step {step}, could not be written: {self.last_error} "
+            f"({self._room()}); the last complete one: {last}; mend that, then start again "
+            "to go on from there"
         )
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8"},
+    "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"},
     "pathlib": {"PosixPath"},  # in DCP's own checkpoints: where they were written
 }
 

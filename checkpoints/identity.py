@@ -22,25 +22,9 @@ from config import SECTIONS, Config
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from errors import ConfigError, without_secrets
+from models.registry import MODELS
 
-# Settings of a model that its weights do not work without; the others of [model] change speed or training.
-MODEL = {
-    "vit": (
-        "patch_size",
-        "dim",
-        "num_layers",
-        "num_heads",
-        "mlp_dim",
-        "position",
-        "qkv_bias",
-        "qk_norm",
-        "predict",
-        "noise_dim",
-        "conditions",
-        "conserve",
-    ),
-    "unet": ("width", "levels", "predict", "noise_dim", "conserve"),
-}
+LORA = ("rank", "alpha", "base_dtype")
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
 UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
 Values = dict[str, dict[str, Any]]  # section -> key -> value
@@ -86,6 +70,9 @@ class Identity:
 
     def check_model(self, config: Config, way_out: str) -> None:
         """The same of the model alone, which may have more layers and other channels: for fine-tuning."""
+        if self.values and self.values["lora"]["enable"]:
+            reason = "its weights work only with their adapters; take what forecast.py --export FOLDER makes"
+            raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [key for key in theirs if key.startswith("model.")]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
@@ -138,9 +125,12 @@ def meaning(values: Values) -> dict[str, Any]:
         return {}
     model, data = values["model"], values["data"]
     found = {"model.name": model["name"]}
-    found |= {f"model.{key}": model[key] for key in MODEL[model["name"]]}
+    found |= {f"model.{key}": model[key] for key in MODELS[model["name"]].settings}
     if "model.mlp_dim" in found:
         found["model.mlp_dim"] = model["mlp_dim"] or 4 * model["dim"]
+    lora = values["lora"]
+    found["lora.enable"] = lora["enable"]
+    found |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}
     found |= {f"data.{key}": data[key] for key in DATA}
     return found | {"data.variables": expand_levels(data["variables"], data["levels"])}
 

@@ -31,6 +31,7 @@ from config import Config, Data
 from datasets.window import channel_names
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
+from models.lora import ADAPTERS, quantize
 from models.noise import noise_names
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import copy_part
@@ -97,14 +98,20 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
     theirs = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
     by_channel = [name for name in theirs if name in CHANNELS]
     _check(folder, theirs, by_channel, parameters, ranks)
+    old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
+    missing = {name for name in parameters.keys() - theirs.keys() if not name.endswith("weight_scale")}
+    _check_frozen(folder, missing, by_channel, parameters, (old, channels), ranks)
+    quantised = [name for name in theirs if parameters[name].dtype == torch.int8]
     tensors = {name: torch.empty(theirs[name]) for name in by_channel}
-    tensors |= {n: plain_weight(parameters[n].detach()) for n in theirs if n not in by_channel}
+    others = theirs.keys() - tensors.keys() - set(quantised)
+    tensors |= {name: plain_weight(parameters[name].detach()) for name in others}
     with reading(folder):
         read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
-    old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
+        for name in quantised:
+            _read_quantised(folder, f"{part}.{name}", parameters[name], parameters[f"{name}_scale"])
     for name in by_channel:
         _copy_channels(name, parameters[name], tensors[name], old, channels)
-    _say(folder, part, parameters.keys() - theirs.keys(), old, channels)
+    _say(folder, part, {name for name in missing if not name.endswith(ADAPTERS)}, old, channels)
 
 
 def _check(
@@ -121,6 +128,41 @@ def _check(
             problem = f"{name} is {list(shape)} there and {list(parameters[name].shape)} in this model"
     if problem := ranks.first_of(problem):
         raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}; take the model of that run")
+
+
+def _check_frozen(
+    folder: Path,
+    missing: set[str],
+    by_channel: list[str],
+    parameters: Parameters,
+    channels: tuple[Channels, Channels],
+    ranks: RankTree,
+) -> None:
+    """ConfigError on all ranks where weights would stay as they were drawn: frozen, and not in the checkpoint
+    as a whole or in some channels of `channels`, those there and those here.
+    """
+    problem, (old, new) = "", channels
+    for name in sorted(name for name in missing if not parameters[name].requires_grad):
+        problem = f"has no {name}, which would stay as it was drawn; take the [model] of that run"
+    for name in by_channel:
+        there, here = (getattr(each, CHANNELS[name][1]) for each in (old, new))
+        fresh = [channel for channel in here if channel not in there]
+        if fresh and not parameters[name].requires_grad:
+            module = name.partition(".")[0]
+            problem = f'knows no {fresh[0]}, which {name} has to learn; add "{module}" to lora.also_train'
+    if problem := ranks.first_of(problem):
+        raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}")
+
+
+def _read_quantised(folder: Path, stored: str, weight: Tensor, scale: Tensor) -> None:
+    """A matrix that rests in int8: whole on every rank, one at a time, so that its numbers are the same on
+    every layout.
+    """
+    whole = torch.empty(weight.shape)
+    read_tensors(folder, {stored: whole})
+    with torch.no_grad():
+        for parameter, value in zip((weight, scale), quantize(whole), strict=True):
+            copy_part(parameter, value)
 
 
 def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> None:

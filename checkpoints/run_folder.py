@@ -1,11 +1,15 @@
 """A run's folder: held by one run at a time, and what stands in it of the run before."""
 
 import fcntl
+import json
 import logging
+import platform
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 
 from checkpoints.identity import check_resume, describe
@@ -13,9 +17,10 @@ from command_line import to_toml
 from config import Config
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
-from durable_files import write_durably
+from durable_files import append_whole, write_durably
 from errors import ConfigError
 from parallelisms.mesh import from_first_rank
+from training.journal import read_records
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds that the run before may still need to end
@@ -38,13 +43,30 @@ class RunFolder:
         """The statistics of the weights that the run resumes from."""
         return self.before and self.before.statistics
 
-    def begin(self) -> None:
-        """The run is going to be one: its configuration takes the place of the one before it."""
+    def begin(self, step: int, layout: dict[str, int]) -> None:
+        """The run is going to be one: its configuration takes the place of the one before it, and a line of
+        starts.jsonl says from which step it goes on, where and when.
+        """
         if dist.get_rank():
             return
         write_durably(self.path / "config.toml", to_toml(self.config))
+        append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
         if self.before and (changes := self.before.changes(self.config)):
             logger.info("changed since %s: %s", self.before.folder, ", ".join(changes))
+
+    def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
+        """`reached`: the last step that was logged before; what comes after `step` is done again."""
+        records = read_records(self.path / "metrics.jsonl")
+        return {
+            "step": step,
+            "reached": max((record["step"] for record in records), default=0),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ranks": dist.get_world_size(),
+            "layout": layout,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
 
     def about(self, statistics: Statistics, layout: dict[str, Any]) -> dict[str, Any]:
         """What the manifests of its checkpoints say."""

@@ -23,6 +23,7 @@ from training.bad_steps import BadSteps, TrainingDiverged
 from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
+from training.replay import Replay
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
@@ -61,6 +62,7 @@ class RunState:
     average: EMA | None
     progress: Progress
     bad_steps: BadSteps
+    replay: Replay | None = None
 
     def tensors(self) -> State:
         """Part -> name -> tensor: the live ones, not copies."""
@@ -74,7 +76,8 @@ class RunState:
             for part, tensors in parts.items()
         }
         train = {**self.progress.state(), **self.scaler.state()}
-        return state | {"train": train, "bad_steps": self.bad_steps.window}
+        replay = self.replay.state() if self.replay else {}
+        return state | {"train": train, "bad_steps": self.bad_steps.window, "replay": replay}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         """`<parameter>.<moment>` -> tensor. The groups hold nothing that the configuration and the step do
@@ -88,9 +91,7 @@ class RunState:
         }
 
     def allocate_optimizer(self, stored: dict[str, TensorStorageMetadata]) -> None:
-        """Makes the tensors that a checkpoint holds for each parameter, sharded like it, ready to be loaded
-        into.
-        """
+        """Makes the tensors that a checkpoint holds of each parameter, sharded like it, to be loaded into."""
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
         for key, entry in stored.items():
             part, _, rest = key.partition(".")
@@ -121,12 +122,14 @@ def restore(checkpointer: Checkpointer, step: int, run: RunState) -> None:
         del state["ema"]
         logger.info("%s has no averaged weights: averages start from its weights", folder)
     # What an older version did not save, and the scaler of a run that was not trained in fp16, starts anew.
-    for part in ("train", "bad_steps"):
+    for part in ("train", "bad_steps", "replay"):
         state[part] = {name: value for name, value in state[part].items() if f"{part}.{name}" in stored}
     checkpointer.load(step, state)
     run.progress.load(state["train"])
     if "scaler.factor" in state["train"]:
         run.scaler.load(state["train"])
+    if run.replay:
+        run.replay.load(state["replay"])
     if run.average and "ema" not in state:
         run.average.restart()
     logger.info("resumed from %s", folder)

@@ -82,7 +82,9 @@ def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
 
 def load_weights(trained: Trained, parameters: Parameters) -> None:
     """Fills the parameters, cut as they are on this rank. DataError: another model's."""
-    part = "ema" if trained.averaged else "model"
     tensors = {name: plain_weight(parameter.detach()) for name, parameter in parameters.items()}
-    load(trained.folder, {part: tensors}, RankTree())
+    stored = stored_tensors(trained.folder) if trained.averaged else {}
+    averaged = {name for name in tensors if f"ema.{name}" in stored}  # frozen ones have no average
+    parts = {"ema": averaged, "model": tensors.keys() - averaged}
+    load(trained.folder, {part: {name: tensors[name] for name in parts[part]} for part in parts}, RankTree())
     logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)

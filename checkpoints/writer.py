@@ -66,11 +66,16 @@ class Checksummed:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.crc32 = file, 0
+        self.failed: OSError | None = None  # of a disk that is full, say: torch raises another error over it
         self.tell, self.fileno, self.flush, self.close = file.tell, file.fileno, file.flush, file.close
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failed = error
+            raise
 
 
 class ChecksummedFiles(FileSystem):
@@ -83,7 +88,10 @@ class ChecksummedFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with Path(path).open(mode) as file:
             stream = Checksummed(cast(IO[bytes], file))
-            yield stream
+            try:
+                yield stream
+            except RuntimeError as error:
+                raise stream.failed or error from None
         # Under the name that it will have: DCP writes .metadata under another one first.
         self.files[Path(path).name.removesuffix(".tmp")] = (Path(path).stat().st_size, stream.crc32)
 
@@ -206,6 +214,8 @@ class Arena:
     def fill(self, tensors: dict[MetadataIndex, Tensor]) -> None:
         """Copies; from a GPU without waiting for it."""
         sources = [tensors[slot.index] for slot in self.slots]
+        if not sources:
+            return  # another replica writes it all
         # One call, so that the interpreter is free meanwhile.
         torch._foreach_copy_(self.copies, sources, non_blocking=True)  # type: ignore[reportPrivateImportUsage]
 

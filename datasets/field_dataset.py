@@ -50,9 +50,13 @@ class FieldDataset(Dataset):
 
     def first_dates(self, number: int) -> Self:
         """The same samples without their dates after the first `number`."""
-        shorter = copy(self)
-        shorter.samples = self.samples[:, :number]
-        return shorter
+        return self.with_dates(self.samples[:, :number])
+
+    def with_dates(self, samples: np.ndarray) -> Self:
+        """Others of the same archive, read in the same way: dates (n, K)."""
+        other = copy(self)
+        other.samples = samples
+        return other
 
     def seconds(self, dates: np.ndarray) -> Tensor:
         """(B,) since 1970, of the first of each row of `dates` (B, K)."""

@@ -4,9 +4,14 @@ import faulthandler
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from traces.collective_record import disagreement
+
+OWN_WAY = "ranks that call different collectives wait for ever: some code decided on one rank alone"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Beat:
     waits: bool = False  # inside a collective: another rank holds it up
     lost: bool = False  # a connection to another rank has broken
     silent: float = 0.0  # seconds since it was last heard of
+    calls: dict[str, list[Any]] = field(default_factory=dict)  # its last collectives, when it stands still
 
     @property
     def name(self) -> str:
@@ -74,6 +80,14 @@ def table(beats: Sequence[Beat]) -> str:
         who = ranges([beat.rank for beat in members])
         lines.append(f"  rank {who}: step {step}, {phase} for {seconds:.0f} s{at}{note}")
     return "\n".join(lines)
+
+
+def mismatch(beats: Sequence[Beat]) -> list[str]:
+    """Lines on ranks that all wait, but in different collectives; none where one of them is merely late."""
+    if not all(beat.waits and beat.calls for beat in beats):
+        return []
+    found = disagreement({beat.rank: beat.calls for beat in beats})
+    return [*(f"  {line}" for line in found), f"  {OWN_WAY}"] if found else []
 
 
 def ranges(numbers: Sequence[int]) -> str:

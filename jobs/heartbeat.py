@@ -63,6 +63,17 @@ class Activity:
         return f"{name}:{frame.f_lineno} {frame.f_code.co_name}", waits
 
 
+def leave_sign() -> None:
+    """Touches this rank's file in the folder that ROSSBY_HEARTBEAT names: launch/alive.sh looks at its time.
+
+    OSError: it cannot.
+    """
+    if folder := os.environ.get("ROSSBY_HEARTBEAT"):
+        sign = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
+        sign.parent.mkdir(parents=True, exist_ok=True)
+        sign.touch()
+
+
 def device_is_busy() -> bool:
     """Whether a GPU has not done yet what this process gave it. Then the host waits for it, wherever it is: a
     full queue holds up any kernel; and a device that is long busy waits for other ranks.

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from fcntl import ioctl
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from errors import BAD_INPUT, FAILED, ConfigError, RunFailed, one_line_errors
+from jobs.interfaces import address_towards, interface_of
 from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
 from jobs.watchdog import announce, open_store, read_beat, read_verdict
 from parallelisms.degrees import check_processes
@@ -45,7 +45,6 @@ SAVED_SECONDS = 60.0  # between the first and the last rank that leaves after a 
 REACH_SECONDS = 40.0  # that a host waits for somebody to listen at the endpoint
 ANSWER = timedelta(seconds=15)  # that who listens there has to answer
 MEET_SECONDS = 900.0  # that hosts which have found the endpoint wait for each other
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def say(text: str) -> None:
@@ -263,31 +262,6 @@ def reach(host: str, port: int) -> None:
                 fix = "start the node of that address too, or look at the network between"
                 raise RunFailed(f"RDZV_ENDPOINT = '{host}:{port}': {reason}; {fix}") from None
             time.sleep(0.2)
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """This host's IPv4 address on the way to another; None where only a loopback or nothing leads there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port or 1))
-        except OSError:
-            return None
-        address = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address."""
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address_of(name) == address), None)
-
-
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None where it has none, or is not there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        answer = ioctl(probe.fileno(), SIOCGIFADDR, interface.encode().ljust(256, b"\0"))
-        return socket.inet_ntoa(answer[20:24])
-    return None
 
 
 # -- the command

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[reportPrivateImportUsage]
 
 from errors import RunFailed
-from jobs.launch import address_of
+from jobs.interfaces import address_of
 from jobs.start_checks import check_devices
 from jobs.verdicts import FAIL, PASS, WARN, Row, attempt, joined
 from parallelisms.mesh import launchers_store

@@ -24,6 +24,8 @@ from jobs.host_memory import host_memory
 from jobs.start_checks import check_folder, check_memory, check_model, local_ranks
 from jobs.verdicts import FAIL, PASS, WARN, Row, attempt, judged
 from models.build import build_model
+from models.condition_numbers import num_channels
+from models.registry import MODELS
 from planning.clusters import load_cluster, machine_known_as
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.error_bands import band_line
@@ -82,8 +84,9 @@ def planned(
     config: Config, selection: Selection, cluster: Cluster | None, world: int
 ) -> tuple[Plan | None, list[Row]]:
     """The plan of a step, where there can be one, and its verdict."""
-    if config.model.name != "vit" or config.training.spectral_fraction:
-        what = f"model.name = {config.model.name}" if config.model.name != "vit" else "a spectral loss"
+    known = MODELS[config.model.name].planned
+    if not known or config.training.spectral_fraction:
+        what = "a spectral loss" if known else f"model.name = {config.model.name}"
         found = f"closed forms know nothing of {what}: neither memory nor time is planned"
         return None, [Row("plan", WARN, found, "plan.py --dry_run measures its memory")]
     if cluster is None:
@@ -112,7 +115,7 @@ def plan_row(made: Plan, cluster: Cluster) -> Row:
 def open_data(config: Config) -> tuple[Selection | None, list[Row]]:
     """On every host: one may not have mounted them."""
     leads = config.validation.lead_hours if config.validation.enable else ()
-    what = (config.data, config.model.patch_size, leads, max(config.training.rollout_steps))
+    what = (config.data, config.model.patch_size, leads, config.training.states_ahead)
     selection, refused = attempt("data", open_selection, *what, fix=READABLE)
     if refused:
         return None, refused
@@ -315,6 +318,7 @@ def save_bytes(config: Config, selection: Selection, made: Plan | None) -> int:
         grid = selection.archive.grid
         further = len(config.data.static_variables) + len(config.data.forcings) + config.model.noise_dim
         further += (config.data.history - 1) * len(selection.variables)
+        further += num_channels(config.model.conditions)
         model = build_model(config.model, len(selection.variables), further, grid.shape, grid.periodic)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     return round((FLOAT32 + MOMENTS + FLOAT32 * (config.training.ema_decay > 0)) * numbers)

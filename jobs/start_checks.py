@@ -28,12 +28,15 @@ from jobs.preemption import started_at
 from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
-from models.unet import UNet
-from parallelisms.degrees import check_processes, num_ranks, number_in_environment
+from models.condition_numbers import num_channels
+from models.registry import MODELS
+from models.weather_model import GridModel
+from parallelisms.degrees import check_processes, num_ranks, number_in_environment, resolve_degrees
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from sinks.opening import check_sinks
+from training.due import num_places
 
 
 def open_checked(config: Config) -> Selection:
@@ -41,7 +44,7 @@ def open_checked(config: Config) -> Selection:
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
-    longest = max(config.training.rollout_steps)
+    longest = config.training.states_ahead
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
     check_model(config, selection.archive.grid)
     check_memory(config, len(selection.variables), selection.archive.grid)
@@ -65,7 +68,7 @@ def check_machine(config: Config) -> None:
         refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
     check_schedule(config)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
-    if config.model.name == "vit":
+    if MODELS[config.model.name].tokens:
         check_backend(config.model.attention_backend, device_type, dtype)
     float8 = config.float8
     if float8.enable:
@@ -125,7 +128,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     gpus = range(torch.cuda.device_count() if config.comm.backend != "gloo" else 0)
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
-    if model.name == "vit":
+    if MODELS[model.name].tokens:
         key, numbers = (
             "dim",
             model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
@@ -138,6 +141,12 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
+    if config.training.replay_steps:
+        degrees = resolve_degrees(num_ranks(), config.parallelism)
+        places = num_places(config.training, batch * degrees.dp)
+        state = config.data.history * 4 * num_variables * math.prod(grid.shape)
+        held = places * state * degrees.world // (degrees.dp * hosts)
+        _check_bytes("training.replay_capacity", places, "so many states", held, host_memory())
 
 
 def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
@@ -153,21 +162,25 @@ def check_model(config: Config, grid: Grid) -> None:
         reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
         refuse("training.spectral_fraction", fraction, reason)
     check_globe(config, grid)
-    if config.model.name == "vit" and not config.float8.enable:
-        return
-    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
-    if isinstance(model, UNet):
+    told = num_channels(config.model.conditions)
+    model = build_model(config.model, 1, told, grid.shape, grid.periodic)
+    if isinstance(model, GridModel):
         tiles = config.parallelism.domain_parallel_tiles
         check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
-    else:
+    elif config.float8.enable:
         float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
 
 
 def check_globe(config: Config, grid: Grid) -> None:
-    """ConfigError: what is conserved is a mean over the globe, and the data end before."""
+    """ConfigError: what is conserved is a mean over the globe, or positions are; the data end before."""
     section = "model" if config.model.conserve else "training"
     ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
-    if (names := getattr(config, section).conserve) and not (grid.periodic and (ends == 90).all()):
+    if grid.periodic and (ends == 90).all():
+        return
+    if MODELS[config.model.name].tokens and config.model.position == "spherical":
+        reason = 'the grid of data.path is not global; set it to "learned" or "sincos"'
+        refuse("model.position", "spherical", reason)
+    if names := getattr(config, section).conserve:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
         refuse(f"{section}.conserve", list(names), f"{reason}; set it to []")
 
@@ -176,7 +189,7 @@ def check_tokens(config: Config, grid: Grid) -> None:
     """ConfigError: some rank would have none of a sample's tokens."""
     degree = config.parallelism.context_parallel_degree
     tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
-    if config.model.name == "vit" and degree > tokens:
+    if MODELS[config.model.name].tokens and degree > tokens:
         reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
         refuse("parallelism.context_parallel_degree", degree, reason)
 

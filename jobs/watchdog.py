@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +25,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from config import Comm
+from config import Comm, Config
+from datasets.selection import Selection
 from errors import RunFailed, UserError, is_lost_loader
-from jobs.hang_report import Beat, accusation, leave_traces, process_state, table, to_blame
-from jobs.heartbeat import activity
+from jobs.hang_report import Beat, accusation, leave_traces, mismatch, process_state, table, to_blame
+from jobs.heartbeat import activity, leave_sign
+from jobs.log_setup import start_logging
 from jobs.rank_tree import RankTree
+from traces.collective_record import last_calls
+from training.out_of_memory import memory_explained
 
 logger = logging.getLogger(__name__)
 FAILED = 1  # exit code
@@ -87,6 +92,15 @@ def launched() -> bool:
     return "ROSSBY_LAUNCHER" in os.environ
 
 
+@contextmanager
+def watched(config: Config) -> Iterator["Watchdog"]:
+    """What a rank runs in: its log, the watchdog, and words for memory that runs out."""
+    start_logging(is_first=os.environ.get("RANK", "0") == "0")
+    watchdog = Watchdog(config.dump_folder, config.comm)
+    with watchdog, memory_explained(config, lambda: watchdog.selection):
+        yield watchdog
+
+
 class Watchdog:
     """Watches this rank and the others from a thread of its own, as a context, or until `stop`."""
 
@@ -97,6 +111,7 @@ class Watchdog:
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.node, self.parent = int(os.environ.get("GROUP_RANK", 0)), os.getppid()
         self.trained = self.lost = False
+        self.selection: Selection | None = None  # of the run's data, once they are open
         self.heard: dict[int, tuple[str, float]] = {}  # rank -> its last beat, and when that was new
         self.contact = time.monotonic()
         self.store: Store | None = None
@@ -149,12 +164,20 @@ class Watchdog:
             limit = float("inf")  # nobody waits while the statistics of a large archive are computed
         me = (self.rank, self.node, socket.gethostname(), os.getpid())
         doing = (activity.step, name, activity.seconds)
-        return Beat(*me, *doing, limit=limit, where=where, waits=waits or self.lost, lost=self.lost)
+        beat = Beat(*me, *doing, limit=limit, where=where, waits=waits or self.lost, lost=self.lost)
+        stands = beat.waits and (
+            self.lost or beat.seconds > limit / 2
+        )  # a moment's work, for a rank that has time
+        return replace(beat, calls=last_calls()) if stands else beat
 
     # -- the threads
 
     def _watch(self) -> None:
         while not self.stopped.wait(BEAT_SECONDS):
+            try:
+                leave_sign()
+            except OSError as error:
+                print(f"rossby: ROSSBY_HEARTBEAT: {error}", file=sys.stderr, flush=True)
             if launched() and os.getppid() != self.parent:
                 self._leave("", traces=False)  # the launcher was killed: nobody would end this rank
             if self.world == 1:
@@ -215,7 +238,7 @@ class Watchdog:
             state = process_state(culprits[0].pid)
             reason = f"{state}, {reason.partition(':')[0]}" if state else reason
         lines = [f"rossby: {accusation(culprits, reason)}; all ranks end", table(beats)]
-        self._leave("\n".join([*lines, f"  stacks: {self.folder}"]))
+        self._leave("\n".join([*lines, *mismatch(beats), f"  stacks: {self.folder}"]))
 
     def _without_store(self) -> None:
         """The store does not answer: its host, that of rank 0, is off, or its launcher has ended."""

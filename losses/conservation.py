@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.build import WeatherModel
+from models.weather_model import WeatherModel
 from parallelisms.parallelize import Shards
 
 
@@ -77,6 +77,29 @@ class Hold(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class Squares:
+    """The part of a quantity that is made of squares: of a change d of x, factor x (x d + d^2 / 2)."""
+
+    row: int  # of the quantity
+    used: Sequence[int]  # n variables
+    mean: Sequence[float]  # (n,) and of the normalised state that a step starts from
+    std: Sequence[float]
+    change_std: Sequence[float]  # (n,) of 1 of the output
+    factors: Sequence[float]  # (n,) what half a square of x counts, in the quantity's units
+
+    def own_means(self, output: Tensor, start: Tensor, cells: Cells) -> Tensor:
+        """(B,) float64: this shard's part of the global mean of its change."""
+        changes, states = cells.by_variable(output), cells.by_variable(start)
+        total = torch.zeros(len(output), dtype=torch.float64, device=output.device)
+        columns = zip(self.used, self.mean, self.std, self.change_std, self.factors, strict=True)
+        for index, mean, std, change_std, factor in columns:
+            change = change_std * changes[:, index].float()
+            grown = (mean + std * states[:, index].float() + change / 2) * change * cells.area
+            total = total + factor * grown.flatten(1).sum(1, dtype=torch.float64)
+        return total
+
+
+@dataclass(frozen=True)
 class Kept:
     """What becomes of an output before its loss is taken, and what the loss has beside."""
 
@@ -85,6 +108,11 @@ class Kept:
     coefficients: Tensor | None = None  # (Q, n): outputs are free, and this is added to their loss:
     weight: float = 0.0  # x the sum of squares of the quantities' means, over
     num_samples: int = 1  # of a batch on this rank
+    squares: Squares | None = None  # what `cost` needs the state for that a step starts from
+
+    def split(self, expected: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What the loss is given, and what `cost` is: training/objective.py puts the state last."""
+        return (expected[:-1], expected[-1:]) if self.squares else (expected, ())
 
     def hold(self, output: Tensor) -> Tensor:
         """The output that errors are those of; a tensor of its own, where it is not alone in the loss."""
@@ -92,11 +120,17 @@ class Kept:
             output = Hold.apply(output, self.correction, self.cells)  # type: ignore[assignment]
         return output if self.coefficients is None else output.view_as(output)
 
-    def cost(self, output: Tensor) -> Tensor | float:
-        """This shard's part. Of a square: the whole times a part has its value, and half its gradient."""
+    def cost(self, output: Tensor, *start: Tensor) -> Tensor | float:
+        """This shard's part. Of a square: the whole times a part has its value, and half its gradient.
+
+        start: the state that a step starts from. It counts as given, also where it is a forecast.
+        """
         if self.cells is None or self.coefficients is None:
             return 0.0
         own = self.cells.own_means(output) @ self.coefficients.T  # (B, Q)
+        if self.squares:
+            column = torch.arange(own.shape[1], device=own.device) == self.squares.row
+            own = own + self.squares.own_means(output, start[0], self.cells)[:, None] * column
         part = (self.cells.summed(own) * own).sum() * (self.weight / self.num_samples)
         return (2 * part - part.detach()).float()
 

@@ -46,11 +46,6 @@ class SumOfCosts(torch.autograd.Function):
         return result, None, None, None
 
 
-def mean_loss(costs: Tensor) -> Tensor:
-    """This shard's part of the loss, from `sum_of_costs` with `mean_weights`."""
-    return costs.sum()
-
-
 def relative_l2_loss(squares: Tensor, batch_size: int, sum_over_shards: Callable[[Tensor], Tensor]) -> Tensor:
     """This shard's part of mean sqrt(S), where S sums over the shards of a sample; parts add up to the loss.
 

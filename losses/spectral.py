@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.build import WeatherModel
+from models.weather_model import WeatherModel
 from parallelisms.parallelize import Shards
 
 # Of amplitudes, in the coherence: without it the gradient of a wave without energy would be infinite.

@@ -1,13 +1,12 @@
-"""The model that a configuration describes: each maps what `from_fields` makes of fields."""
+"""The model that a configuration describes."""
+
+from importlib import import_module
 
 import torch
 
 from config import Model
-from models.conditioning import ConditionedTransformer
-from models.unet import UNet
-from models.vit import VisionTransformer
-
-WeatherModel = VisionTransformer | UNet
+from models.registry import MODELS
+from models.weather_model import WeatherModel
 
 
 def build_model(
@@ -16,11 +15,10 @@ def build_model(
     """On the meta device: no memory is taken before a rank knows which part of it is its own.
 
     The input is the state of `num_variables` and `num_further` channels (older states, conditions), on
-    `grid_shape` latitudes and longitudes. ValueError for a grid that is too small for it.
+    `grid_shape` latitudes and longitudes. ConfigError for a grid that does not go with the model.
     """
-    inputs = num_variables + num_further
+    known = MODELS[model.name]
+    module, _, name = (known.conditioned if model.conditions else known.built_by).rpartition(".")
+    builder = getattr(import_module(f"models.{module}"), name)
     with torch.device("meta"):
-        if model.name == "unet":
-            return UNet(inputs, num_variables, grid_shape, model.width, model.levels, periodic=periodic)
-        kind = ConditionedTransformer if model.conditions else VisionTransformer
-        return kind(inputs, num_variables, grid_shape, model, periodic)
+        return builder(num_variables + num_further, num_variables, grid_shape, model, periodic)

@@ -6,15 +6,25 @@ t tokens at hand, D width, N heads, E head size.
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.special import sph_harm_y_all
 from torch import Tensor, nn
+
+from config import Model
 
 
 def padded_shape(grid_shape: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
     """The smallest (H, W) that whole patches cover: 721 x 1440 in 16 x 16 patches is 736 x 1440."""
     height, width = (math.ceil(n / p) * p for n, p in zip(grid_shape, patch_size, strict=True))
     return height, width
+
+
+def tokens_of(grid_shape: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """(h, w): rows and columns of patches."""
+    height, width = padded_shape(grid_shape, patch_size)
+    return height // patch_size[0], width // patch_size[1]
 
 
 def pad_grid(x: Tensor, shape: tuple[int, int], periodic: bool, with_zeros: bool = False) -> Tensor:
@@ -96,6 +106,36 @@ class SinCosPosition(Position):
         return sincos_positions(self.token_shape, self.dim, self.periodic)
 
 
+class SphericalPosition(Position):
+    """A learned sum of real spherical harmonics of the patch's centre, of all degrees up to `degree`: smooth
+    on the sphere, at the poles too, and less of it to learn than a vector a token (as Russwurm et al. 2024,
+    arXiv:2310.06743, for places on Earth).
+
+    Rows of the basis have length 1: vectors start at the size of learned ones.
+    """
+
+    basis: Tensor
+
+    def __init__(
+        self, grid_shape: tuple[int, int], patch_size: tuple[int, int], dim: int, degree: int
+    ) -> None:
+        super().__init__()
+        self.grid_shape, self.patch_size, self.degree = grid_shape, patch_size, degree
+        tokens, number = math.prod(tokens_of(grid_shape, patch_size)), (degree + 1) ** 2
+        self.register_buffer("basis", torch.empty(tokens, number), persistent=False)
+        self.weight = nn.Parameter(torch.empty(number, dim))
+
+    @property
+    def embedding(self) -> Tensor:  # type: ignore[override]
+        """(T, D): of few waves, and as exact as the weights under autocast too."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return self.basis.to(self.weight.dtype) @ self.weight
+
+    def values(self) -> Tensor:
+        """What the basis has to hold."""
+        return harmonics(*patch_centres(self.grid_shape, self.patch_size), self.degree).float()
+
+
 class NoPosition(nn.Module):
     """tokens (B, t, D) as they are: attention knows where they lie."""
 
@@ -145,11 +185,39 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
-def build_position(name: str, token_shape: tuple[int, int], dim: int, periodic: bool) -> nn.Module:
+def build_position(model: Model, grid_shape: tuple[int, int], periodic: bool) -> nn.Module:
     """What is added to tokens."""
+    name, dim, token_shape = model.position, model.dim, tokens_of(grid_shape, model.patch_size)
     if name == "learned":
         return LearnedPosition(token_shape, dim)
+    if name == "spherical":
+        return SphericalPosition(grid_shape, model.patch_size, dim, model.position_degree)
     return SinCosPosition(token_shape, dim, periodic) if name == "sincos" else NoPosition()
+
+
+def patch_centres(grid_shape: tuple[int, int], patch_size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Angles from the pole of the first row (h,), and longitudes (w,), of patches of a whole globe. Its rows
+    are taken for bands of equal height: with rows at the poles that is up to half a row from where they are.
+    """
+    top = (padded_shape(grid_shape, patch_size)[0] - grid_shape[0]) // 2  # as pad_grid has it
+    h, w = tokens_of(grid_shape, patch_size)
+    rows = (np.arange(h) + 0.5) * patch_size[0] - top
+    columns = (np.arange(w) + 0.5) * patch_size[1] - 0.5  # the first stands at 0
+    colatitude = np.pi * (rows / grid_shape[0]).clip(0, 1)
+    return colatitude, 2 * np.pi * columns / grid_shape[1]
+
+
+def harmonics(colatitude: np.ndarray, longitude: np.ndarray, degree: int) -> Tensor:
+    """(h w, (degree + 1)^2) float64: real spherical harmonics of all degrees, rows of length 1."""
+    table = sph_harm_y_all(degree, degree, colatitude, 0.0).real  # (n, m, h); m < 0 come last
+    n, m = np.tril_indices(degree + 1)
+    legendre = np.where(m > 0, math.sqrt(2), 1.0) * table[n, m].T  # (h, pairs)
+    angles = np.outer(longitude, m)  # (w, pairs)
+    waves = np.concatenate([np.cos(angles), np.sin(angles[:, m > 0])], axis=1)
+    found = np.concatenate([legendre, legendre[:, m > 0]], axis=1)[:, None] * waves
+    return torch.from_numpy(found.reshape(len(colatitude) * len(longitude), -1)) * (
+        math.sqrt(4 * math.pi) / (degree + 1)
+    )
 
 
 def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:

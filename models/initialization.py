@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from models.embeddings import SinCosPosition
+from models.embeddings import SinCosPosition, SphericalPosition
+from models.lora import ADAPTERS, adapter_std, quantize
 
 CUT = 2.0  # standard deviations that no weight is beyond
 
@@ -33,17 +34,33 @@ def init_weights(
     threads.
     """
 
-    def start(wrapped: str, parameter: nn.Parameter) -> None:
-        name = name_of(wrapped)
+    own = {name_of(wrapped): parameter for wrapped, parameter in model.named_parameters()}
+
+    def start(name: str, parameter: nn.Parameter) -> None:
+        shape = own[name.removesuffix("_scale")].shape
+        if name.endswith(ADAPTERS):
+            std = adapter_std(name, shape[1])
+        else:
+            std = model.initial_std(name.removesuffix("_scale"))  # type: ignore[operator]
         with torch.no_grad():  # which holds for a thread
-            assign(parameter, initial_value(name, parameter.shape, model.initial_std(name), seed))  # type: ignore[operator]
+            value = initial_value(name.removesuffix("_scale"), shape, std, seed)
+            assign(parameter, resting(name, value, parameter.dtype))
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(start, *zip(*model.named_parameters(), strict=True)))
+        list(threads.map(start, *zip(*own.items(), strict=True)))
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, SinCosPosition):
                 assign(module.embedding, module.values())
+            if isinstance(module, SphericalPosition):
+                assign(module.basis, module.values())
+
+
+def resting(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a parameter holds of a float32 `value`: itself, or one of the two that int8 makes of a matrix."""
+    if name.endswith("_scale"):
+        return quantize(value)[1]
+    return quantize(value)[0] if dtype == torch.int8 else value
 
 
 def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:

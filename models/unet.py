@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config import Model
 from errors import ConfigError
 from models.embeddings import crop_grid, pad_grid, padded_shape
 from models.vit import NORM_EPS, LayerNorm
+from models.weather_model import GridModel
 
 
 class GridPadding(nn.Module):
@@ -106,7 +108,7 @@ class ConvBlock(nn.Module):
         return self.shortcut(x) + self.conv2(F.gelu(self.norm2(branch)))
 
 
-class UNet(nn.Module):
+class UNet(GridModel):
     """Padded fields (B, C, H', W'), or a tile of them, -> (B, V, H', W') or the same tile.
 
     `levels` times the grid is halved and the channels doubled, from `width` at full resolution; on the way up
@@ -138,6 +140,7 @@ class UNet(nn.Module):
         for level in reversed(range(levels)):  # 2 D channels from below, D over the skip connection
             blocks[f"decoder{level}"] = ConvBlock(3 * widths[level], widths[level], periodic)
         self.blocks = nn.ModuleDict(blocks)
+        self.kinds_of_blocks = len(blocks)  # each level has its shapes
         # 2 x 2 with stride 2: a coarse cell is its own four, alike from north and south, and no neighbour's.
         self.down = nn.ModuleDict(
             {str(level): GridConv2d(d, 2 * d, 2, 2, periodic) for level, d in enumerate(widths[:-1])}
@@ -157,10 +160,6 @@ class UNet(nn.Module):
     def describe(self) -> str:
         """What a sample is to this model, in a word or two."""
         return f"grid {self.padded_shape[0]} x {self.padded_shape[1]}"
-
-    def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole grid."""
-        return self.to_fields(self(self.from_fields(fields)))
 
     def forward(self, x: Tensor) -> Tensor:
         assert not (x.shape[2] % self.multiple or x.shape[3] % self.multiple), "pad with from_fields first"
@@ -207,6 +206,12 @@ class UNet(nn.Module):
             )
             yield from ((conv, 2**level) for _, conv in named_convolutions(block))
         yield self.head, 1
+
+
+def build_unet(
+    in_channels: int, out_channels: int, grid_shape: tuple[int, int], model: Model, periodic: bool
+) -> UNet:
+    return UNet(in_channels, out_channels, grid_shape, model.width, model.levels, periodic=periodic)
 
 
 def named_convolutions(module: nn.Module) -> Iterator[tuple[str, GridConv2d]]:

@@ -17,8 +17,10 @@ from models.embeddings import (
     pad_grid,
     padded_shape,
     patchify,
+    tokens_of,
     unpatchify,
 )
+from models.weather_model import TokenModel
 
 NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two models
 
@@ -107,7 +109,7 @@ class Block(nn.Module):
         return tokens + self.stochastic_depth(self.mlp(self.mlp_norm(tokens)))
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(TokenModel):
     """Patches of fields in, patches of fields out: (B, T, C P Q) -> (B, T, V P Q).
 
     `from_fields` makes patches of fields, for any grid: what patches do not divide is padded; `to_fields` is
@@ -130,9 +132,9 @@ class VisionTransformer(nn.Module):
         self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
         self.mlp_dim = model.mlp_dim or 4 * dim
         self.padded_shape = padded_shape(grid_shape, patch_size)
-        self.token_shape = (self.padded_shape[0] // patch_size[0], self.padded_shape[1] // patch_size[1])
+        self.token_shape = tokens_of(grid_shape, patch_size)
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
-        self.position = build_position(model.position, self.token_shape, dim, periodic)
+        self.position = build_position(model, grid_shape, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
         blocks = [self.block_type(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
@@ -165,10 +167,6 @@ class VisionTransformer(nn.Module):
     def describe(self) -> str:
         """What a sample is to this model, in a word or two."""
         return f"{self.num_tokens} tokens"
-
-    def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole model and the whole grid."""
-        return self.to_fields(self(self.from_fields(fields)))
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""

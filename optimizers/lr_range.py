@@ -71,18 +71,17 @@ class Trial:
         mesh = mesh_of(parallelism, device)
         dp, self.dp_rank = mesh.degrees.dp, mesh.dp_rank
         samples = Samples(selection, config.data, config.dump_folder, None, mesh.same_samples)
-        train_set = samples.dataset("train", range(1, 1 + max(config.training.rollout_steps)))
+        train_set = samples.dataset("train", range(1, 1 + config.training.states_ahead))
         assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
         self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)
-        run = build_run_state(config, self.model)
+        run = build_run_state(config, self.model, self.objective.replay)
         if config.checkpoint.initial_load_path:
             start_from(Path(config.checkpoint.initial_load_path), run, config)
         self.progress, smallest = run.progress, config.training.local_batch_size * dp
         self.global_batch = global_batch_of(config.training, smallest, self.progress)
         saves, loss_part = NoCheckpoints(), self.objective.loss_part
         self.update = build_update(config, self.model, run, saves, loss_part, self.global_batch)
-        parts = (self.dp_rank, dp)
-        self.batches = build_batches(train_set, config, self.progress, parts, self.global_batch, device)
+        self.batches = build_batches(train_set, config, run, (self.dp_rank, dp), self.global_batch, device)
         self.num_parts = dp
         self.model.train()
 

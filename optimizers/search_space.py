@@ -36,9 +36,14 @@ class Varied:
         low, high = self.low, self.high
         if isinstance(low, int) and not self.log:
             return str(low + int(number * (high - low + 1)))
-        value = low * (high / low) ** number if self.log else low + (high - low) * number
-        value = round(value) if isinstance(low, int) else float(f"{value:.3g}")
-        return repr(min(max(value, low), high))
+        return self.text(low * (high / low) ** number if self.log else low + (high - low) * number)
+
+    def text(self, value: Any) -> str:
+        """Of a text, itself."""
+        if self.texts:
+            return value
+        value = round(value) if isinstance(self.low, int) else float(f"{value:.3g}")
+        return repr(min(max(value, self.low), self.high))
 
 
 def value_of(key: str, text: str) -> Any:

@@ -5,6 +5,7 @@
 
 --vary    a key and its values, in all combinations; may be given again; low:high and low:high:log are ranges
 --trials  so many combinations, drawn from training.seed; needed for ranges; default 0: all there are
+--sampler random, or tpe: Optuna (an extra) proposes each by the scores of those before; default random
 --seeds   runs of each combination, from training.seed on; default 1
 --score   as metrics.jsonl calls it, the lower the better; default val/loss
 
@@ -14,6 +15,7 @@ codes: 0 done, 1 no run has a score, 2 bad input, 75 stopped, start it again.
 """
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -22,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -32,15 +35,16 @@ from checkpoints.run_folder import lock_folder
 from command_line import load_config, own_options, parse_command_line, split_options, start
 from config import SECTIONS, Config
 from config_checks import check_score
-from errors import RunFailed, end_when_interrupted, one_line_errors, refuse, tell
+from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
 from jobs.preemption import EXIT_SAVED, HEARD
 from jobs.start_checks import open_checked
-from optimizers.search_space import Varied, combinations, name_of, parse_varied, value_of
+from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
 from project_folder import PROJECT
 
-OPTIONS = own_options(vary=[], trials=0, seeds=1, score="val/loss")
+OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")
+OPTUNA = "optuna==5.0.0"  # as requirements-extras.txt has it
 MOST_SEEDS = 1000
 MANY = 20  # combinations, the best of which looks better on the dates that chose it than it is
 # What is scored: scores of runs that differ in these cannot be compared.
@@ -107,10 +111,24 @@ def check_base(base: Config, own: argparse.Namespace) -> None:
         refuse("NNODES", os.environ.get("NNODES", ""), "a sweep starts the ranks of its runs, on one host")
 
 
-def build_runs(rest: list[str], base: Config, varied: list[Varied], own: argparse.Namespace) -> list[Run]:
+def check_sampler(own: argparse.Namespace) -> None:
+    """ConfigError: there is no such sampler, or nothing for it to do, or its package is not installed."""
+    if own.sampler not in ("random", "tpe"):
+        refuse("--sampler", own.sampler, "random or tpe expected")
+    if own.sampler == "random":
+        return
+    if not (own.vary and 0 < own.trials <= MOST):
+        refuse("--sampler", "tpe", f"proposes values of --vary: say how many with --trials, at most {MOST}")
+    if importlib.util.find_spec("optuna") is None:
+        fix = f"{sys.executable} -m pip install {OPTUNA}"
+        refuse("--sampler", "tpe", f"needs optuna, which is not installed; {fix}")
+
+
+def build_runs(
+    rest: list[str], base: Config, chosen: list[dict[str, str]], own: argparse.Namespace
+) -> list[Run]:
     """Every combination once before any is repeated with another seed. Raises ConfigError."""
     folder, first = f"{base.job_folder}-sweep", base.training.seed
-    chosen = combinations(varied, own.trials, first)
     runs = []
     for seed in range(first, first + own.seeds):
         for texts in chosen:
@@ -139,6 +157,36 @@ def check_data(runs: list[Run]) -> None:
     for run in runs:
         if run.seed == runs[0].seed and not len(open_checked(run.config).validation):
             refuse("data.validation_period", [], "a sweep needs dates to score; name a first and a last one")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command line, looked at."""
+
+    own: argparse.Namespace
+    rest: list[str]  # keys of all runs
+    base: Config
+    varied: list[Varied]
+
+    @property
+    def folder(self) -> Path:
+        return Path(f"{self.base.job_folder}-sweep")
+
+    @property
+    def seed(self) -> int:
+        return self.base.training.seed
+
+    def runs(self, chosen: list[dict[str, str]]) -> list[Run]:
+        """Of these combinations. Raises ConfigError."""
+        return build_runs(self.rest, self.base, chosen, self.own)
+
+    def results(self) -> Results:
+        """All runs; where they are proposed one by one the first values stand for all. Raises ConfigError."""
+        if self.own.sampler == "random":
+            chosen = combinations(self.varied, self.own.trials, self.seed)
+        else:
+            chosen = [{each.key: each.draw(0.0) for each in self.varied}]
+        return Results(self.folder, self.own.score, self.runs(chosen))
 
 
 # -- the runs
@@ -198,7 +246,13 @@ def sweep(results: Results, runner: Runner) -> bool:
     waiting = [run for run in results.runs if run.state == WAITING]
     if found := len(results.runs) - len(waiting):
         print(f"{found} of {len(results.runs)} runs have ended before")
-    for number, run in enumerate(waiting, found + 1):
+    return take_all(waiting, results, runner)
+
+
+def take_all(waiting: list[Run], results: Results, runner: Runner) -> bool:
+    """Whether they have all ended."""
+    before = len(results.runs) - len(waiting)
+    for number, run in enumerate(waiting, before + 1):
         if runner.asked:
             return False
         print(f"\nrun {number} of {len(results.runs)}: {run.name}", flush=True)
@@ -209,6 +263,41 @@ def sweep(results: Results, runner: Runner) -> bool:
         if run is not waiting[-1]:
             print(results.table(), flush=True)
     return True
+
+
+def sweep_proposed(asked: Asked, runner: Runner) -> tuple[Results, bool]:
+    """Each combination when those before have ended, as Optuna proposes it; whether all have."""
+    from optimizers.proposals import Study  # an extra
+
+    own, results = asked.own, Results(asked.folder, asked.own.score, [])
+    same = {"vary": own.vary, "seeds": own.seeds, "score": own.score, "training.seed": asked.seed}
+    study = Study(asked.folder, asked.varied, asked.seed, same)
+    for proposal in study.proposals(own.trials):
+        print(f"\ntrial {proposal.number + 1} of {own.trials}: {proposal}", flush=True)
+        runs = runs_of(asked, proposal.texts)
+        results = results.joined_by(runs)
+        waiting = [run for run in results.runs if run.state == WAITING]
+        if proposal.scored:
+            for run in waiting:
+                run.state, run.reason = FAILED, "when it was tried"
+        elif not take_all(waiting, results, runner):
+            return results, False
+        else:
+            study.tell(proposal, results.mean_of(runs))
+    if not results.runs:
+        raise RunFailed("no combination that was proposed can be run; the lines above say why")
+    return results, True
+
+
+def runs_of(asked: Asked, texts: dict[str, str]) -> list[Run]:
+    """Of a combination; none, and a line, where it is refused."""
+    try:
+        runs = asked.runs([texts])
+        check_data(runs)
+        return runs
+    except UserError as error:
+        print(f"is refused: {error}", flush=True)
+        return []
 
 
 def take(run: Run, runner: Runner, score: str) -> None:
@@ -252,17 +341,22 @@ def caution(number: int) -> None:
         tell(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
 
 
-def parse(argv: list[str]) -> Results:
+def read_command(argv: list[str]) -> Asked:
     """Raises ConfigError."""
     own, rest = split_options(argv, OPTIONS)
     if rest and not rest[0].startswith("-"):
         rest = ["--job.config_file", *rest]
     base = start(rest, __doc__, checked=False)
     check_base(base, own)
+    check_sampler(own)
     varied = [parse_varied(text) for text in own.vary]
     check_varied(varied, parse_command_line(rest, SECTIONS), own.score)
-    runs = build_runs(rest, base, varied, own)
-    return Results(Path(f"{base.job_folder}-sweep"), own.score, runs)
+    return Asked(own, rest, base, varied)
+
+
+def parse(argv: list[str]) -> Results:
+    """Of the combinations that are known before any has run. Raises ConfigError."""
+    return read_command(argv).results()
 
 
 def prepare_environment() -> None:
@@ -276,10 +370,14 @@ def prepare_environment() -> None:
 def main(argv: list[str]) -> None:
     with one_line_errors():
         prepare_environment()
-        results = parse(argv)
+        asked = read_command(argv)
+        results, proposed = asked.results(), asked.own.sampler == "tpe"
         check_data(results.runs)
-        caution(len(results.combinations))
+        caution(asked.own.trials if proposed else len(results.combinations))
         with lock_folder(results.folder) as lock, closing(Runner(results.folder, lock)) as runner:
+            if proposed:
+                conclude(*sweep_proposed(asked, runner))
+                return
             results.read()
             conclude(results, sweep(results, runner))
 

@@ -143,6 +143,18 @@ class Results:
             found.setdefault(name, Combination(run.settings)).runs.append(run)
         return list(found.values())
 
+    def joined_by(self, runs: list[Run]) -> "Results":
+        """With what lies in the folders of these runs; one that is there already comes no second time."""
+        names = {run.name for run in self.runs}
+        joined = Results(self.folder, self.score, [*self.runs, *(r for r in runs if r.name not in names)])
+        joined.read()
+        return joined
+
+    def mean_of(self, runs: list[Run]) -> float | None:
+        """Of one combination; None: there is none, or a run of it has failed."""
+        found = [c for c in self.combinations if runs and c.settings == runs[0].settings]
+        return found[0].mean if found and not found[0].failed else None
+
     def sorted(self) -> list[Combination]:
         return sorted(self.combinations, key=lambda each: each.rank)
 

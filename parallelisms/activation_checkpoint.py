@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 )
 
 from config import ActivationCheckpoint
-from models.vit import StochasticDepth, VisionTransformer
+from models.vit import StochasticDepth
+from models.weather_model import TokenModel
 
 MATMULS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm"}
 # By name, not by object: packages and torch versions differ in which of these exist.
@@ -45,7 +46,7 @@ ATTENTIONS = {
 
 
 def apply_activation_checkpoint(
-    model: VisionTransformer, settings: ActivationCheckpoint, *, compiled: bool = False
+    model: TokenModel, settings: ActivationCheckpoint, *, compiled: bool = False
 ) -> None:
     """Changes what the blocks of `model` keep, in place; before compile and before FSDP.
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from models.unet import UNet
 from models.vit import StochasticDepth
 
 BACKEND: Any = "inductor"  # of all compilations; tests of many layouts take one that needs no C++
@@ -39,11 +38,10 @@ def apply_compile(
         functorch_config.donated_buffer = False
     unify_stochastic_depth(model)
     blocks = list(model.get_submodule("blocks").children())
-    if isinstance(model, UNet):
-        # A compilation a block for training and one for validation, whose last batch may be a smaller one; at
-        # its limit, 8, torch gives up. A ViT that came there would be a mistake, and shall say so.
-        limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
-        torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
+    # A compilation a kind of block for training and one for validation, whose last batch may be a smaller
+    # one; at its limit, 8, torch gives up. A ViT that came there would be a mistake, and shall say so.
+    limit = max(torch._dynamo.config.recompile_limit, 4 * getattr(model, "kinds_of_blocks", 1))
+    torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
     for block in blocks:
         mode = "reduce-overhead" if cuda_graphs else None
         block.compile(backend=backend or BACKEND, fullgraph=True, dynamic=False, mode=mode)
@@ -62,7 +60,7 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 def keep_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def unify_stochastic_depth(model: nn.Module) -> None:

@@ -4,7 +4,9 @@ import math
 
 from config import Config, Parallelism
 from errors import refuse
+from models.registry import MODELS
 from parallelisms.degrees import check_axis_order, check_heads, num_ranks, num_stages, resolve_degrees
+from training.due import num_places
 
 
 def check_layout(config: Config) -> None:
@@ -37,6 +39,10 @@ def _check_ranks(config: Config) -> None:
         if size % smallest:
             near = max(round(size / smallest), 1) * smallest
             refuse("training.batch_ramp", list(config.training.batch_ramp), f"{size} is {reason} {near}")
+    places = num_places(config.training, smallest)
+    if config.training.replay_steps and places % smallest:
+        near = max(round(places / smallest), 1) * smallest
+        refuse("training.replay_capacity", config.training.replay_capacity, f"{reason} {near}")
 
 
 def _check_replicas(config: Config) -> int:
@@ -58,8 +64,9 @@ def _check_tiles(parallelism: Parallelism, model: str) -> None:
     key, tiles = "parallelism.domain_parallel_tiles", parallelism.domain_parallel_tiles
     if math.prod(tiles) == 1:
         return
-    if model != "unet":
-        reason = f'only a U-Net is split by its grid; model.name = "{model}" by its tokens: set '
+    if "tiles" not in MODELS[model].splits:
+        tiled = " or ".join(known.label for known in MODELS.values() if "tiles" in known.splits)
+        reason = f'only {tiled} is split by its grid; model.name = "{model}" by its tokens: set '
         refuse(key, list(tiles), f"{reason}[1, 1] and parallelism.context_parallel_degree")
     shard, ranks = parallelism.data_parallel_shard_degree, num_ranks()
     others = parallelism.data_parallel_replicate_degree * max(shard, 1)

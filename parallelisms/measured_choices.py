@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from config import Float8
 from errors import ConfigError
 from models.attention import HOPPER, activate, attention, check_backend, use_backend
-from models.vit import VisionTransformer
+from models.weather_model import TokenModel
 from parallelisms.degrees import Degrees
 from parallelisms.float8 import can_run, convert, float8_layers, mark_recipe
 from parallelisms.mesh import from_first_rank
@@ -100,7 +100,7 @@ Heads = tuple[int, int, int, int]  # (B, N, T, E) of a rank
 
 
 def choose_attention(
-    model: VisionTransformer,
+    model: TokenModel,
     batch: int,
     degrees: Degrees,
     dtype: torch.dtype,
@@ -110,7 +110,8 @@ def choose_attention(
     """Sets the kernel of all blocks, the same on all ranks, and returns its name."""
     head_dim = int(model.get_submodule("blocks.0.attention").head_dim)  # type: ignore[arg-type]
     heads = max(model.dim // head_dim // (degrees.tp * degrees.cp), 1)
-    shape = (batch, heads, model.num_tokens, head_dim)
+    sequences, tokens = model.attention_shape
+    shape = (batch * sequences, heads, tokens, head_dim)
     key = {"shape": list(shape), "dtype": str(dtype), "device": device_name(device)}
     found = choices.get("attention", key, lambda: fastest_backend(shape, dtype, device))
     check_backend(found["backend"], device.type, dtype)
@@ -192,7 +193,7 @@ Matrix = tuple[int, int, int]  # rows, features in, features out, of a rank
 
 
 def choose_float8(
-    model: VisionTransformer,
+    model: TokenModel,
     batch: int,
     degrees: Degrees,
     float8: Float8,

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
-from models.build import WeatherModel
 from models.initialization import fill_with_nan, init_weights
-from models.unet import UNet
-from models.vit import VisionTransformer
+from models.lora import trained
+from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile, keep_gradients
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
@@ -92,8 +91,8 @@ class ParallelModel:
             torch.compiler.cudagraph_mark_step_begin()  # what the last pass returned is not needed any more
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimiser updates: all it has, but for ZeRO-1."""
-        return self.zero1.mine() if self.zero1 else self.parameters
+        """What this rank's optimiser updates: all it has that trains, but for ZeRO-1."""
+        return self.zero1.mine() if self.zero1 else trained(self.parameters)
 
     def zero_grad(self) -> None:
         """Of all parameters: the optimiser may have a part of them only."""
@@ -113,7 +112,7 @@ class ParallelModel:
         self._begin_pass()
         inputs = self.shards.cut_input(self.geometry.from_fields(fields))
         if self.pipeline:
-            assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, VisionTransformer)
+            assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, TokenModel)
             tokens = (len(inputs), self.shards.output_tokens, self.geometry.dim)
             output = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
         else:
@@ -193,15 +192,16 @@ def parallelize(
     result = ParallelModel(model, wrapped, shards, mesh, device, autocast, pipeline, gathers_float8)
     result.cuda_graphs = compile.cuda_graphs
     if parallelism.data_parallel == "zero1":
-        result.zero1 = Zero1(result.parameters, mesh.group("dp_replicate"))
+        result.zero1 = Zero1(trained(result.parameters), mesh.group("dp_replicate"))
     return result
 
 
 def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
-    """Who holds what of a sample. cp divides tokens or, with a U-Net, the grid itself."""
-    if isinstance(model, UNet):
+    """Who holds what of a sample. cp divides tokens or the grid itself."""
+    if isinstance(model, GridModel):
         shared = mesh.grid["cp"] if mesh.degrees.cp > 1 else None
         return build_tiles(shared, tiles, model.padded_shape, model.multiple)
+    assert isinstance(model, TokenModel)
     return TokenShards(mesh, model.num_tokens)
 
 
@@ -209,7 +209,7 @@ def split_samples(
     part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str, reduce_dtype: torch.dtype
 ) -> None:
     """From now on `part` computes this rank's shard of a sample, and asks the others for what it needs."""
-    if isinstance(model, UNet):
+    if isinstance(model, GridModel):
         assert isinstance(shards, GridTiles)
         if mesh.degrees.cp > 1:
             apply_domain_parallel(part, shards)
@@ -217,8 +217,8 @@ def split_samples(
     assert isinstance(shards, TokenShards)
     if mesh.degrees.cp > 1:
         apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
-    elif shards.padded > model.num_tokens:
-        trim_padding(part, model.num_tokens)
+    elif shards.padded > shards.num_tokens:
+        trim_padding(part, shards.num_tokens)
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:

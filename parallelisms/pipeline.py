@@ -15,8 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from config import Parallelism
-from models.build import WeatherModel
-from models.vit import VisionTransformer
+from models.weather_model import TokenModel, WeatherModel
 from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
 from traces.profiler import span
@@ -29,7 +28,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inpu
 class Stage(nn.Module):
     """Some blocks of a model under their own names; the first has the embedding too, the last the head."""
 
-    def __init__(self, model: VisionTransformer, first: int, last: int, autocast: torch.autocast) -> None:
+    def __init__(self, model: TokenModel, first: int, last: int, autocast: torch.autocast) -> None:
         super().__init__()
         self.autocast, self.initial_std = autocast, model.initial_std
         if first == 0:
@@ -64,9 +63,7 @@ class TimedStage(PipelineStage):
             return super().backward_weight_one_chunk(*args, **kwargs)
 
 
-def split_points(
-    model: VisionTransformer, num_stages: int, named: Sequence[int] = ()
-) -> list[tuple[int, int]]:
+def split_points(model: TokenModel, num_stages: int, named: Sequence[int] = ()) -> list[tuple[int, int]]:
     """First and one past the last block of each stage: as `named` (the first block of every stage but the
     first), or balanced by FLOPs, embedding and head counted. parallelisms/layout_checks.py has checked both.
     """
@@ -111,7 +108,7 @@ def cut_stages(
     pp, schedule = mesh.degrees.pp, parallelism.pipeline_parallel_schedule
     if pp == 1:
         return [model], [0]
-    assert isinstance(model, VisionTransformer)  # a U-Net's skip connections would pass over all stages
+    assert isinstance(model, TokenModel)  # a U-Net's skip connections would pass over all stages
     stages = num_stages(schedule, pp)
     spans = split_points(model, stages, parallelism.pipeline_parallel_splits)
     indices = stages_of_rank(schedule, mesh.rank("pp"), pp, stages)
@@ -172,10 +169,18 @@ class Pipeline:
             elif following is not None and index + 1 in self.indices:
                 x = torch.empty(tokens_shape, device=self.device)
                 dist.recv(x, group=group, group_src=owner)
+        return self.of_last_stage(x, output_shape)
+
+    def of_last_stage(self, output: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Its output, float32, on every rank of the pipeline."""
+        if self.has_last:
+            assert output is not None
+            shared = output.float().contiguous()
+        else:
+            shared = torch.empty(shape, device=self.device)
         last = self._owner(self.num_stages - 1)
-        x = x.contiguous() if self.has_last else torch.empty(output_shape, device=self.device)
-        dist.broadcast(x, group=group, group_src=last)
-        return x
+        dist.broadcast(shared, group=self.mesh.group("pp"), group_src=last)
+        return shared
 
     def _owner(self, stage: int) -> int | None:
         """The rank in the pipeline that holds a stage."""

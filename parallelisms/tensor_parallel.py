@@ -11,7 +11,15 @@ from types import MethodType
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -20,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from models.lora import AdaptedLinear, adapted_product
 from parallelisms.parameter_names import blocks_of
 
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
@@ -31,6 +40,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: b
     asynchronous: compile overlaps the blocks' gathers and scatters with the products beside them.
     Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
     """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     plan: dict[str, ParallelStyle] = {
         "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
         "modulation": PartsOfGradient(),
@@ -40,11 +50,13 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: b
     }
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
     for block in blocks_of(model):
-        parallelize_module(block, mesh, block_plan())
+        parallelize_module(block, mesh, adapted_plan(block))
         if asynchronous:
             for name, style in block_plan().items():
                 if isinstance(style, ColwiseParallel | RowwiseParallel):
                     add_bias_outside(block.get_submodule(name), by_columns=isinstance(style, ColwiseParallel))
+    for name in frozen:  # torch's SequenceParallel makes new parameters, which would train
+        model.get_parameter(name).requires_grad_(False)
     if asynchronous:
         enable_async_tensor_parallel(mesh.get_group().group_name)
 
@@ -100,6 +112,82 @@ def _plus_bias(placements: list[Placement], layer: nn.Linear, _inputs: object, o
     """The hook after tensor parallelism's own: `output` is this rank's part, a local tensor."""
     assert isinstance(layer.bias, DTensor)
     return output + layer.bias.to_local(grad_placements=placements).to(output.dtype)
+
+
+def adapted_plan(block: nn.Module) -> dict[str, ParallelStyle]:
+    """`block_plan`, with the styles of LoRA for the matrices that have adapters."""
+    plan = block_plan()
+    for name, style in plan.items():
+        if isinstance(block.get_submodule(name), AdaptedLinear):
+            columns = isinstance(style, ColwiseParallel)
+            rows = AdaptedRows(output_layouts=Shard(TOKENS))
+            plan[name] = AdaptedColumns(input_layouts=Shard(TOKENS)) if columns else rows
+    return plan
+
+
+class AdaptedColumns(ColwiseParallel):
+    """A matrix and its adapter's B by rows; A whole on every rank, whose tokens are all here by then.
+
+    Each rank uses A for its own rows of B: the gradient there is a summand.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters()):
+            place(module, key, parameter, device_mesh, Replicate() if key == "lora_a" else Shard(0))
+        module.forward = MethodType(_product_by_columns, module)
+
+
+class AdaptedRows(RowwiseParallel):
+    """A matrix and its adapter's A by columns; B whole on every rank, for B (A x) is a summand as W x is, and
+    both are reduced at once. The gradient of B is a summand too. The bias is added when all are.
+    """
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters()):
+            place(
+                module, key, parameter, device_mesh, Shard(1) if key in ("weight", "lora_a") else Replicate()
+            )
+        module.forward = MethodType(_product_by_rows, module)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        if module.bias is not None:
+            module.register_forward_hook(partial(_plus_bias, [Partial()]))
+        return module
+
+
+def place(module: nn.Module, key: str, parameter: nn.Parameter, mesh: DeviceMesh, where: Placement) -> None:
+    """Puts a DTensor in the place of a module's own parameter; what is frozen stays so."""
+    placed = nn.Parameter(distribute_tensor(parameter, mesh, [where]), requires_grad=parameter.requires_grad)
+    module.register_parameter(key, placed)
+
+
+def _product_by_columns(layer: AdaptedLinear, x: DTensor) -> DTensor:
+    """x whole -> this rank's columns of the output, with their bias."""
+    lora_a, lora_b = _own(layer.lora_a, [Partial()]), _own(layer.lora_b)
+    output = _local_product(layer, x.to_local(grad_placements=[Partial()]), lora_a, lora_b)
+    if layer.bias is not None:
+        output = output + _own(layer.bias).to(output.dtype)
+    return DTensor.from_local(output, x.device_mesh, [Shard(x.ndim - 1)], run_check=False)
+
+
+def _product_by_rows(layer: AdaptedLinear, x: DTensor) -> DTensor:
+    """This rank's columns of x -> its summand of the output."""
+    lora_a, lora_b = _own(layer.lora_a), _own(layer.lora_b, [Partial()])
+    output = _local_product(layer, x.to_local(), lora_a, lora_b)
+    return DTensor.from_local(output, x.device_mesh, [Partial()], run_check=False)
+
+
+def _local_product(layer: AdaptedLinear, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """Of what this rank has. DTensor's own products would reduce B (A x) by itself, beside W x."""
+    scale = None if layer.weight_scale is None else _own(layer.weight_scale)
+    return adapted_product(x, _own(layer.weight), scale, lora_a, lora_b, factor=layer.factor)
+
+
+def _own(parameter: Tensor, gradient: list[Placement] | None = None) -> Tensor:
+    """This rank's part; `gradient`: what that of the part is of the whole's, where it is no part as well."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=gradient)
 
 
 def block_plan() -> dict[str, ParallelStyle]:

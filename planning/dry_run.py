@@ -6,7 +6,7 @@ MemTracker's, collectives are the Recorder's.
 """
 
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.hooks import RemovableHandle
 
 from archives.grid import Grid
 from checkpoints.checkpointer import NoCheckpoints
@@ -38,6 +39,8 @@ from training.due import GlobalBatch
 from training.gradients import LossScaler
 from training.step import train_step
 from training.update import Update, UpdateInBackward
+
+NO_HOOK = RemovableHandle(OrderedDict())
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def mib(size: int) -> str:
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
     config = replace(config, compile=replace(config.compile, enable=False))
+    # What is replayed lies on the host, and is copied there when what a step keeps is gone.
+    config = replace(config, training=replace(config.training, replay_steps=0))
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -100,7 +105,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
     model = assembly.model
     objective = build_objective(config, assembly, np.ones(fields.grid.shape[0]))
     run = replace(build_run_state(config, model), scaler=LossScaler(False))  # which looks at values
-    tracker = MemTracker()
+    tracker = StepTracker()
     for part in model.parts:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
@@ -134,6 +139,18 @@ def _run(config: Config, fields: Fields) -> DryRun:
         batches.record.table(),
         batches.record.calls,
     )
+
+
+class StepTracker(MemTracker):
+    """torch's, which waits for every parameter's gradient: a frozen one (LoRA) cannot be asked."""
+
+    def _track_module_params_and_buffers(
+        self, module: nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (NO_HOOK, NO_HOOK))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
 def followed(tracker: MemTracker, passes: Callable[..., Tensor]) -> Callable[..., Tensor]:

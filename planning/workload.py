@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from config import Config, Model, Optimizer
 from errors import ConfigError
 from models.condition_numbers import num_channels, num_features
+from models.registry import MODELS
 from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
@@ -147,10 +148,11 @@ class Workload:
 
 
 def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_variables: int) -> Workload:
-    """The workload of `config` on `world` ranks. ConfigError for a U-Net, whose closed forms are not here."""
-    if config.model.name != "vit":
+    """The workload of `config` on `world` ranks. ConfigError where closed forms are not here."""
+    if not MODELS[config.model.name].planned:
+        known = ", ".join(name for name, model in MODELS.items() if model.planned)
         raise ConfigError(
-            f'model.name = "{config.model.name}": plan.py knows the vit; for others use --dry_run'
+            f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
     degrees = resolve_degrees(world, parallelism)
@@ -216,4 +218,5 @@ def architecture_of(
     options["learned_position"] = model.position == "learned"
     options["axial"] = model.position == "rotary"
     found = vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
-    return dataclasses.replace(found, features=num_features(model.conditions))
+    harmonics = (model.position_degree + 1) ** 2 if model.position == "spherical" else 0
+    return dataclasses.replace(found, features=num_features(model.conditions), harmonics=harmonics)

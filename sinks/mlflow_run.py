@@ -4,6 +4,7 @@ import logging
 import os
 import time
 import tomllib
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ class MlflowRun:
                 self.failed = True  # unless the next line returns: what waits is not tried then, too
                 self.client.log_batch(self.kept.id, metrics=metrics[start : start + MOST_METRICS])
                 self.failed = False
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        if self.kept.lacks(step):
+            self.telling.append(self.background.submit(self._send, step, dict(pictures), scorecard))
+
+    def _send(self, step: int, pictures: dict[str, Path], scorecard: str) -> None:
+        for path in pictures.values():
+            self.client.log_artifact(self.kept.id, str(path), f"validation/step-{step:08d}")
+        self.client.log_text(self.kept.id, scorecard, f"validation/step-{step:08d}/scorecard.txt")
 
     def go_back(self, step: int) -> None:
         self.kept.go_back()

@@ -6,7 +6,7 @@ docs/metrics.md lists the names; docs/grafana/ has a dashboard and rules for ale
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class OpenMetrics(Collector):
 
     def go_back(self, step: int) -> None:
         self.write({"step": step})
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """Prometheus has numbers alone."""
 
     def close(self) -> None:
         self.server.shutdown()

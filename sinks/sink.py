@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from errors import without_secrets
@@ -17,6 +18,10 @@ class Sink(Protocol):
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are going to be done again."""
+        ...
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """Of a validation: name -> PNG, and its table."""
         ...
 
     def close(self) -> None: ...
@@ -44,6 +49,10 @@ class Guarded:
     def go_back(self, step: int) -> None:
         if sink := self.sink:
             self._tried(lambda: sink.go_back(step))
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        if sink := self.sink:
+            self._tried(lambda: sink.show(step, pictures, scorecard))
 
     def close(self) -> None:
         if sink := self.sink:

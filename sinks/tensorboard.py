@@ -1,8 +1,12 @@
-"""Scalars for TensorBoard."""
+"""Scalars, and the pictures and tables of validations, for TensorBoard."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,17 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and not always wanted
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        try:
+            self._open()
+            for name, path in pictures.items():
+                self.writer.add_image(f"plots/{name}", np.asarray(Image.open(path)), step, dataformats="HWC")
+            as_it_stands = "\n".join(f"    {line}" for line in scorecard.splitlines())  # Markdown's code
+            self.writer.add_text("plots/scorecard", as_it_stands, step)
+        except OSError as error:
+            logger.warning("pictures of step %d are missing from %s: %s", step, self.folder, error)
+            self.writer = None
 
     def go_back(self, step: int) -> None:
         """The next file says that what stands in those before it after `step` does not count."""

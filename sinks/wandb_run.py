@@ -4,6 +4,8 @@ import logging
 import os
 import tomllib
 import uuid
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,13 @@ class WandbRun:
     def write(self, record: dict[str, Any]) -> None:
         if self.kept.lacks(record["step"]):
             self.run.log(scalars(record), step=record["step"])
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """With the values of the same step, which it has not closed yet."""
+        if self.kept.lacks(step):
+            images = {f"plots/{name}": wandb.Image(str(path)) for name, path in pictures.items()}
+            table = wandb.Html(f"<pre>{escape(scorecard)}</pre>")
+            self.run.log(images | {"plots/scorecard": table}, step=step)
 
     def go_back(self, step: int) -> None:
         self.kept.go_back()

@@ -23,6 +23,7 @@ from config import (
     Config,
     Data,
     Float8,
+    Lora,
     LrScheduler,
     Model,
     Optimizer,
@@ -42,11 +43,14 @@ from training.due import GlobalBatch
 from training.step import train_step
 
 GLOBAL_BATCH = 8
+ADAPTER_STD = "models.initialization.adapter_std"  # with B = 0, as adapters start, A would have no gradient
 # Some gradients are zero but for rounding (a bias of all keys moves no softmax); with a small eps Adam
 # would blow that rounding up to full steps.
 EPS = 1e-4
 DRY = ((), ("dry_mass",))
 VARIABLES = ("surface_pressure", "total_column_water_vapour", "2m_temperature")
+WINDS = ("u_component_of_wind", "v_component_of_wind")
+COLUMN = tuple(f"{name}:{level}" for name in ("temperature", *WINDS) for level in (500, 850))
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,12 @@ class Layout:
     rollout: int = 1  # steps of the model
     history: int = 1  # states that it sees
     members: int = 1  # of each sample, with noise
-    conserve: str = ""  # dry mass: "held" by each step, or "paid" for by the loss
+    lora: str = ""  # what the matrices beside which adapters train rest in
+    conserve: str = ""  # dry mass: "held" by each step, or "paid" for by the loss; or "energy", paid for
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return COLUMN if self.conserve == "energy" else VARIABLES
 
     @property
     def noise_dim(self) -> int:
@@ -87,6 +96,8 @@ class Layout:
         # Half precision rounds in another order: the size of its own rounding, which Adam follows by its
         # sign.
         dtype = self.reduce if self.reduce != "float32" else self.dtype
+        if self.lora and dtype != "float32" and scalar:
+            return 2e-2  # the norm of a few thin matrices' gradients: less evens out
         tensors = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1.5e-1}[dtype]
         return {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}[dtype] if scalar else tensors
 
@@ -131,18 +142,18 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
         "spectral_fraction": layout.spectral,
-        "conserve": DRY[layout.conserve == "paid"],
+        "conserve": ("energy",) if layout.conserve == "energy" else DRY[layout.conserve == "paid"],
         "rollout_steps": (layout.rollout,),
         "steps": 3,
         "batch_ramp": layout.ramp,
-        "variable_weights": (1.0, 2.0, 0.5),
+        "variable_weights": (1.0, 2.0, 0.5) * (len(layout.variables) // 3),
         "max_norm": 0.5,
     }
     optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
-        data=Data(static_variables=("one", "another"), history=layout.history, variables=VARIABLES),
+        data=Data(static_variables=("one", "another"), history=layout.history, variables=layout.variables),
         model=replace(
             Model(dim=32, noise_dim=layout.noise_dim, conserve=DRY[layout.conserve == "held"]), **model
         ),
@@ -152,30 +163,32 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         parallelism=Parallelism(**layout.parallelism),
         activation_checkpoint=ActivationCheckpoint(layout.activation_checkpoint, every_n_blocks=2),  # type: ignore[arg-type]
         compile=Compile(bool(layout.compile)),
+        lora=Lora(bool(layout.lora), rank=4, base_dtype=layout.lora or "float32"),  # type: ignore[arg-type]
         float8=Float8(layout.float8, emulate=True, enable_fsdp_float8_all_gather=layout.float8_all_gather),
     )
 
 
-def samples(grid: tuple[int, int], rollout: int = 1, history: int = 1) -> Tensor:
-    """16 windows and what follows them (16, h + R, 3, H, W), all but the newest states with holes."""
+def samples(grid: tuple[int, int], rollout: int = 1, history: int = 1, num: int = 3) -> Tensor:
+    """16 windows and what follows them (16, h + R, V, H, W), all but the newest states with holes."""
     generator = torch.Generator().manual_seed(1)
-    states, found = torch.randn(16, 3, *grid, generator=generator), []
+    states, found = torch.randn(16, num, *grid, generator=generator), []
     for step in range(1, rollout + 1):
-        targets = states.roll(2 * step, dims=-1) + 0.1 * torch.randn(16, 3, *grid, generator=generator)
-        holes = torch.rand(16, 3, *grid, generator=generator) < 0.1
+        targets = states.roll(2 * step, dims=-1) + 0.1 * torch.randn(16, num, *grid, generator=generator)
+        holes = torch.rand(16, num, *grid, generator=generator) < 0.1
         found.append(targets.masked_fill(holes, torch.nan))
-    older = torch.randn(16, history - 1, 3, *grid, generator=generator)
+    older = torch.randn(16, history - 1, num, *grid, generator=generator)
     older = older.masked_fill(torch.rand(older.shape, generator=generator) < 0.1, torch.nan)
     return torch.cat([states[:, None], older, torch.stack(found, dim=1)], dim=1)
 
 
-def fields_of(grid: tuple[int, int]) -> Fields:
-    """Three variables of mean 0 and deviation 1, and two constant fields."""
+def fields_of(grid: tuple[int, int], variables: tuple[str, ...] = VARIABLES) -> Fields:
+    """Variables of mean 0 and deviation 1, and two constant fields."""
     static = np.random.default_rng(2).normal(size=(2, *grid))
-    moments = (np.zeros(3), np.ones(3), np.ones(3), np.zeros((3, *grid), np.float32))
+    num = len(variables)
+    moments = (np.zeros(num), np.ones(num), np.ones(num), np.zeros((num, *grid), np.float32))
     nothing = np.zeros(0, "datetime64[s]")
     statistics = Statistics(*moments, empty_dates=nothing, dates=nothing, fingerprint="")
-    return Fields(VARIABLES, global_grid(grid), list(static), statistics)
+    return Fields(variables, global_grid(grid), list(static), statistics)
 
 
 class SmallRun:
@@ -189,9 +202,9 @@ class SmallRun:
         smallest = (layout.ramp or (GLOBAL_BATCH,))[0] // layout.accumulation
         local = smallest // degrees.dp
         config = replace(config, training=replace(config.training, local_batch_size=local))
-        fields = fields_of(layout.grid)
+        fields = fields_of(layout.grid, layout.variables)
         self.device = own_device()
-        with patch("parallelisms.compile.BACKEND", layout.compile):
+        with patch("parallelisms.compile.BACKEND", layout.compile), patch(ADAPTER_STD, lambda *_: 0.1):
             assembly = assemble(config, fields, self.mesh, self.device)
             self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
         self.model = assembly.model
@@ -200,7 +213,7 @@ class SmallRun:
         parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, self.global_batch)
         self.update = build_update(config, *parts)
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
-        self.data = samples(layout.grid, layout.rollout, layout.history)
+        self.data = samples(layout.grid, layout.rollout, layout.history, len(layout.variables))
         self.gradients: dict[str, np.ndarray] = {}  # of the last step, before it was clipped
         self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
         self._finish, self._watched = self.update.finish, ExitStack()
@@ -303,9 +316,13 @@ MODEL_KEYS = (
     "conserve",
     "members",
     "ramp",
+    "lora",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
+SPHERICAL = (("position", "spherical"), ("position_degree", 3))
 ROTARY = (("position", "rotary"),)
+SWIN = (("name", "swin"), ("window_size", (2, 4)))  # 4 x 8 tokens; of ODD, 3 x 3, windows are not of one size
+SWIN_ODD = (("name", "swin"), ("window_size", (2, 3)), *ROTARY)
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
 
@@ -331,6 +348,7 @@ TABLE: dict[str, Layout] = {
     "ac selective": Layout(1, activation_checkpoint="selective"),
     "ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks"),
     "compile": Layout(1, compile="inductor"),
+    "swin, compile": Layout(1, compile="inductor", model=SWIN),
     "ddp 2": Layout(2, replicate()),
     "ddp 2, accumulation 2": Layout(2, replicate(), accumulation=2),
     "zero-1 2": Layout(2, replicate(data_parallel="zero1")),
@@ -450,6 +468,23 @@ ROLLOUT = {
     "rollout 4, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=4),
 }
 TABLE |= ROLLOUT
+WINDOWED = {
+    "swin, ac full": Layout(1, activation_checkpoint="full", model=SWIN),
+    "swin, ac selective": Layout(1, activation_checkpoint="selective", model=SWIN),
+    "swin, ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks", model=SWIN),
+    "swin, ddp 2": Layout(2, replicate(), model=SWIN),
+    "swin, fsdp 2": Layout(2, model=SWIN),
+    "swin, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=SWIN),
+    "swin, fsdp 2, float8": Layout(2, float8=True, model=SWIN),
+    "swin, tp 2": Layout(2, tp(), model=SWIN),
+    "swin, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=SWIN_ODD),
+    "swin, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=SWIN_ODD),
+    "swin, pp 2, 1f1b": Layout(2, pp(), model=SWIN),
+    "swin, hsdp 2 x 2": Layout(4, replicate(), model=SWIN),
+    "swin, fsdp 2 x tp 2": Layout(4, tp(), model=SWIN),
+    "swin, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, model=SWIN),
+}
+TABLE |= WINDOWED
 HISTORY = {
     "history 2, accumulation 2": Layout(1, accumulation=2, history=2),
     "history 2, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), history=2),
@@ -480,6 +515,14 @@ TURNED = {
     "rotary, tp 2, bf16": Layout(2, tp(), dtype="bfloat16", model=ROTARY),
     "rotary, ulysses 2 x tp 2": Layout(4, cp(**tp()), model=ROTARY),
     "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
+}
+TURNED |= {
+    "spherical, accumulation 2": Layout(1, accumulation=2, model=SPHERICAL),
+    "spherical, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=SPHERICAL),
+    "spherical, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=SPHERICAL),
+    "spherical, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=SPHERICAL),
+    "spherical, pp 2, 1f1b": Layout(2, pp(), model=SPHERICAL),
+    "spherical, fsdp 2 x tp 2": Layout(4, tp(), model=SPHERICAL),
 }
 TABLE |= TURNED
 ENSEMBLES = {
@@ -533,8 +576,45 @@ CONSERVING = {
     "conserve, rollout 2, fsdp 2 x ulysses 2": Layout(4, cp(), rollout=2, conserve="held"),
     "conserve, rollout 2, fsdp 2 x ulysses 2, paid": Layout(4, cp(), rollout=2, conserve="paid"),
     "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve="held"),
+    "energy, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve="energy"),
+    "energy, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve="energy"),
+    "energy, u-net, tiles 2 x 1": Layout(2, {"domain_parallel_tiles": (2, 1)}, unet=True, conserve="energy"),
+    "energy, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve="energy"),
+    "energy, crps, rollout 2, fsdp 2 x ring 2": Layout(
+        4, cp("ring"), rollout=2, members=3, conserve="energy"
+    ),
 }
 TABLE |= CONSERVING
+ADAPTED = {
+    "lora, accumulation 2": Layout(1, accumulation=2, lora="float32"),
+    "lora, ac full": Layout(1, activation_checkpoint="full", lora="int8"),
+    "lora, ac selective": Layout(1, activation_checkpoint="selective", lora="int8"),
+    "lora, ddp 2": Layout(2, replicate(), lora="int8"),
+    "lora, zero-1 2": Layout(2, replicate(data_parallel="zero1"), lora="float32"),
+    "lora, fsdp 2": Layout(2, lora="float32"),
+    "lora, fsdp 2, int8": Layout(2, lora="int8"),
+    "lora, fsdp 2, bf16": Layout(2, dtype="bfloat16", lora="bfloat16"),
+    "lora, fsdp 2, int8, bf16": Layout(2, dtype="bfloat16", lora="int8"),
+    "lora, fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}, lora="bfloat16"),
+    "lora, fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}, lora="int8"),
+    "lora, tp 2": Layout(2, tp(), lora="float32"),
+    "lora, tp 2, odd tokens, int8": Layout(2, tp(), grid=ODD, lora="int8"),
+    "lora, tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER, lora="bfloat16"),
+    "lora, ulysses 2": Layout(2, cp(), lora="float32"),
+    "lora, ring 2, int8": Layout(2, cp("ring"), lora="int8"),
+    "lora, pp 2, 1f1b": Layout(2, pp(), lora="int8"),
+    "lora, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), lora="float32"),
+    "lora, pp 2, interleaved": Layout(2, pp("Interleaved1F1B"), lora="float32"),
+    "lora, pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble"), lora="float32"),
+    "lora, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), lora="float32"),
+    "lora, fsdp 2 x tp 2": Layout(4, tp(), lora="float32"),
+    "lora, fsdp 2 x tp 2, bf16": Layout(4, tp(), dtype="bfloat16", lora="bfloat16"),
+    "lora, fsdp 2 x tp 2, int8": Layout(4, tp(), lora="int8"),
+    "lora, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, lora="int8"),
+    "lora, crps, fsdp 2 x tp 2": Layout(4, tp(), members=3, lora="bfloat16"),
+    "lora, conditions, tp 2": Layout(2, tp(), model=TOLD, lora="float32"),
+}
+TABLE |= ADAPTED
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 COMPILED = [
     "accumulation 4",
@@ -595,7 +675,7 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONDITIONED, *CONSERVING]
+COMPILED += [*ROLLOUT, *WINDOWED, *HISTORY, *TURNED, *ENSEMBLES, *CONDITIONED, *CONSERVING, *ADAPTED]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "accumulation 4",
@@ -640,7 +720,7 @@ FAST = [
     "rollout 4, pp 2, 1f1b",
     "rollout 4, fsdp 2 x tp 2",
     "history 2, rollout 2, u-net, tiles 2 x 1",
-    "history 3, rollout 4, fsdp 2 x tp 2",
+    "spherical, fsdp 2 x tp 2",
     "rotary, qk norm, tp 2, odd tokens",
     "rotary, ring 2, odd tokens",
     "rotary, pp 2, 1f1b",
@@ -656,7 +736,25 @@ FAST = [
     "crps, history 2, rollout 2, tp 2",
     "conditions, tp 2, odd grid",
     "conditions, crps, rollout 2, fsdp 2 x tp 2",
+    "swin, ac selective",
+    "swin, fsdp 2",
+    "swin, tp 2",
+    "swin, tp 2, odd tokens",
+    "swin, ulysses 2, odd tokens",
+    "swin, pp 2, 1f1b",
+    "swin, hsdp 2 x 2",
+    "swin, fsdp 2 x tp 2",
+    "swin, fsdp 2 x tp 2, compile",
     "conserve, pp 2, 1f1b",
     "conserve, u-net, tiles 2 x 1",
     "conserve, rollout 2, fsdp 2 x ulysses 2, paid",
+    "energy, tp 2, odd grid",
+    "lora, fsdp 2",
+    "lora, fsdp 2, int8, bf16",
+    "lora, tp 2, odd tokens, int8",
+    "lora, pp 2, zbv zero-bubble",
+    "lora, fsdp 2 x tp 2",
+    "lora, fsdp 2 x tp 2, bf16",
+    "lora, fsdp 2 x tp 2, int8",
+    "lora, fsdp 2 x tp 2, int8, compile",
 ]

@@ -157,6 +157,16 @@ def west_first(path: Path, ds: xr.Dataset) -> str:
     return str(path / "west.nc")
 
 
+def ncep(path: Path, ds: xr.Dataset) -> str:
+    """NCEP's reanalyses at NOAA's PSL: dates since 1800, levels of 1000 hPa first, names of their own."""
+    ds = ds.rename(SHORT | {"temperature": "air", "latitude": "lat", "longitude": "lon"})
+    ds = ds.isel(level=slice(None, None, -1))
+    ds = ds.assign_coords(level=ds.level.astype("f4").assign_attrs(units="millibar"))
+    encoding = {"time": {"units": "hours since 1800-01-01 00:00:0.0", "dtype": "f8"}}
+    ds.to_netcdf(path / "ncep.nc", engine="h5netcdf", encoding=encoding)
+    return str(path / "ncep.nc")
+
+
 def westwards_with_cyclic_column(path: Path, ds: xr.Dataset) -> str:
     again = ds.isel(longitude=[0]).assign_coords(longitude=[360.0])
     ds = xr.concat([ds, again], "longitude", data_vars="minimal").isel(longitude=slice(None, None, -1))
@@ -252,6 +262,7 @@ EXACT = [
     file_a_variable,
     file_a_year,
     west_first,
+    ncep,
     westwards_with_cyclic_column,
     shuffled_and_repeated,
 ]

@@ -2,13 +2,14 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.started_jobs import ROOT
 
 START_SECONDS, JOB_SECONDS = 30, 400
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
@@ -17,7 +18,6 @@ ClusterName=rossby
 SlurmctldHost={host}
 SlurmUser=root
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 AuthType=auth/none
 AuthInfo=cred_expire=5
 CredType=cred/none
@@ -26,17 +26,34 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 GresTypes=gpu
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=5,bf_interval=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 MailProg=/bin/true
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} Gres=gpu:2 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:2 State=UNKNOWN
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:2 State=UNKNOWN
+PartitionName=spot Nodes=ALL Default=YES PriorityTier=1 GraceTime=120 MaxTime=INFINITE State=UP
+PartitionName=ondemand Nodes=ALL PriorityTier=1 PreemptMode=OFF MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
+NODES = ("node1", "node2")
+
+
+def written(folder: Path, *words: str) -> Path:
+    """The script that the launcher writes into a folder, for jobs of it."""
+    command = [str(ROOT / "run_train.sh"), "--launch", "slurm", "--script", "job.sbatch", *words]
+    environment = os.environ | {"ROSSBY_PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "job.sbatch"
 
 
 def until(there: Callable[[], object], seconds: float, what: Callable[[], str] = lambda: "") -> None:
@@ -47,47 +64,44 @@ def until(there: Callable[[], object], seconds: float, what: Callable[[], str] =
 
 
 class Slurm:
-    """The real one: controller and node on this machine, with two graphics cards that are none."""
+    """The real one: controller and two nodes on this machine, each with two graphics cards that are none."""
 
     def __init__(self, folder: Path) -> None:
         """AssertionError, OSError: it cannot be started here."""
-        assert os.getuid() == 0 and all(shutil.which(name) for name in PROGRAMS), "slurm-wlm is not installed"
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
         ports = [each.getsockname()[1] for each in sockets]
         for each in sockets:
             each.close()
-        for name in ("state", "spool"):
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         host = socket.gethostname().partition(".")[0]
-        settings = {"host": host, "ports": ports, "folder": folder, "cpus": os.cpu_count()}
+        settings = {"host": host, "ports": ports, "folder": folder}
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.processes: list[subprocess.Popen] = []
+        self.job = self.urgent = ""
+        daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
         try:
-            for daemon in ("slurmctld", "slurmd"):
+            for daemon in daemons:
                 self.processes.append(
-                    subprocess.Popen([daemon, "-D"], env=self.environment, stderr=subprocess.DEVNULL)
+                    subprocess.Popen(daemon, env=self.environment, stderr=subprocess.DEVNULL)
                 )
-            until(lambda: self.ask("sinfo", "--noheader", "--format=%T") == "idle", START_SECONDS)
+            idle = lambda: self.ask("sinfo", "-h", "-N", "-p", "spot", "-o", "%T").split()  # noqa: E731
+            until(lambda: idle() == ["idle", "idle"], START_SECONDS)
         except AssertionError:
             self.stop()
             raise
-        self.cpus = min(os.cpu_count() or 1, 2)
 
     def ask(self, *command: str) -> str:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         return done.stdout.strip()
 
-    def submit(self, folder: Path, script: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    def submit(self, folder: Path, script: Path, environment: dict[str, str]) -> None:
         """From a folder."""
-        options = ["--nodes=1", f"--cpus-per-task={self.cpus}", "--gpus-per-node=2", "--time=30"]
+        environment = self.environment | environment
         done = subprocess.run(
-            ["sbatch", *options, str(script), *arguments],
-            cwd=folder,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
+            ["sbatch", str(script)], cwd=folder, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         self.job = done.stdout.split()[-1]
@@ -97,11 +111,15 @@ class Slurm:
         words = self.ask("scontrol", "show", "job", self.job).split()
         return next((word.partition("=")[2] for word in words if word.startswith(f"{field}=")), "")
 
-    def reach_limit(self) -> None:
-        """Its time is nearly over, until it is queued again."""
-        self.ask("scontrol", "update", f"JobId={self.job}", "TimeLimit=2")
-        until(lambda: self.told("Restarts") == "1", JOB_SECONDS)
-        self.ask("scontrol", "update", f"JobId={self.job}", "TimeLimit=30")
+    def preempt(self) -> None:
+        """A job that comes first takes all nodes, until `let_go`. Returns when ours waits for them."""
+        options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+        said = self.ask("sbatch", *options, "--wrap", "exec sleep 1000")
+        self.urgent = said.split()[-1]
+        until(lambda: self.told("Restarts") == "1" and self.told("JobState") == "PENDING", JOB_SECONDS)
+
+    def let_go(self) -> None:
+        self.ask("scancel", self.urgent)
 
     def end(self) -> int:
         """The exit code of the job's script, once it has ended for good."""
@@ -109,8 +127,8 @@ class Slurm:
         return int(self.told("ExitCode").partition(":")[0])
 
     def stop(self) -> None:
-        if hasattr(self, "job"):
-            self.ask("scancel", "--signal=KILL", "--full", self.job)
+        for job in filter(None, (self.job, self.urgent)):
+            self.ask("scancel", "--signal=KILL", "--full", job)
         for process in reversed(self.processes):
             process.terminate()
             process.wait(20)
@@ -118,8 +136,6 @@ class Slurm:
 
 class StandIn:
     """Its commands as tests/slurm_stand_in.py has them."""
-
-    cpus = 64  # as docs/slurm.sbatch asks
 
     def __init__(self, folder: Path) -> None:
         self.folder, programs = folder / "job", folder / "bin"
@@ -133,14 +149,18 @@ class StandIn:
         path = f"{programs}:{os.environ['PATH']}"
         self.environment = os.environ | {"PATH": path, "SLURM_STAND_IN": str(self.folder)}
 
-    def submit(self, folder: Path, script: Path, arguments: list[str], environment: dict[str, str]) -> None:
-        command = [str(self.folder.parent / "bin/sbatch"), str(script), *arguments]
+    def submit(self, folder: Path, script: Path, environment: dict[str, str]) -> None:
+        command = [str(self.folder.parent / "bin/sbatch"), str(script)]
         subprocess.run(command, cwd=folder, env=self.environment | environment, check=True)
 
-    def reach_limit(self) -> None:
+    def preempt(self) -> None:
+        """At the limit of its time."""
         (self.folder / "limit").touch()
         until((self.folder / "ends").exists, JOB_SECONDS)
         assert (self.folder / "ends").read_text() == "75\n"
+
+    def let_go(self) -> None:
+        """Nobody else wants its node."""
 
     def task(self) -> dict[str, str]:
         """What srun's task was given."""

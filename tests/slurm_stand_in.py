@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import dropwhile
 from pathlib import Path
 
 NUMBER = "4711"
@@ -21,28 +22,26 @@ def sbatch(folder: Path, arguments: list[str]) -> None:
     """Runs a copy of the script in the background, in the caller's folder."""
     script = Path(arguments[0]).absolute()
     shutil.copy(script, folder / "slurm_script")
-    (folder / "command").write_text(" ".join([str(script), *arguments[1:]]))
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     job = {
         "SLURM_JOB_ID": NUMBER,
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_GPUS_ON_NODE": "2",
         "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
-        "SLURM_SUBMIT_DIR": os.getcwd(),
     }
+    os.chdir(asked["chdir"])
     log = open(asked["output"].replace("%j", NUMBER), "a")  # noqa: SIM115  (it outlives this process)
-    command = [sys.executable, __file__, "daemon", asked["signal"], *arguments[1:]]
+    command = [sys.executable, __file__, "daemon", asked["signal"]]
     environment = os.environ | job
     subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     print(f"Submitted batch job {NUMBER}")
 
 
 def daemon(folder: Path, arguments: list[str]) -> None:
-    """The job until it has ended and is not queued again. USR1@300 goes to its steps, not to its script."""
+    """The job until it has ended and is not queued again. USR1@ goes to its steps, not to its script."""
     number = signal.Signals[f"SIG{arguments[0].partition('@')[0]}"]
     while True:
-        script = subprocess.Popen(["bash", str(folder / "slurm_script"), *arguments[1:]])
+        script = subprocess.Popen(["bash", str(folder / "slurm_script")])
         while script.poll() is None and not (folder / "limit").exists():
             time.sleep(0.05)
         if script.poll() is None:
@@ -59,7 +58,7 @@ def daemon(folder: Path, arguments: list[str]) -> None:
 
 def srun(folder: Path, arguments: list[str]) -> None:
     """One task. Since 22.05 it has the processors of SRUN_CPUS_PER_TASK, not of SLURM_CPUS_PER_TASK."""
-    words = [word for word in arguments if not word.startswith("--kill-on-bad-exit")]
+    words = list(dropwhile(lambda word: word.startswith("--"), arguments))
     cpus = os.environ.get("SRUN_CPUS_PER_TASK", "1")
     known = {name: os.environ[name] for name in ("RDZV_ENDPOINT", "NNODES", "NGPU", "ROSSBY_PYTHON")}
     (folder / "task.json").write_text(json.dumps(known | {"cpus": cpus, "command": words[0]}))
@@ -70,8 +69,8 @@ def srun(folder: Path, arguments: list[str]) -> None:
 
 
 def scontrol(folder: Path, arguments: list[str]) -> None:
-    if arguments[:2] == ["show", "job"]:
-        print(f"JobId={arguments[2]} JobName=rossby\n   Command={(folder / 'command').read_text()}\n")
+    if arguments[:2] == ["show", "node"]:
+        print(f"NodeName={arguments[2]} Arch=x86_64\n   NodeAddr={arguments[2]} NodeHostName=other\n")
     elif arguments[:2] == ["show", "hostnames"]:
         print(arguments[2])
     else:

@@ -263,13 +263,13 @@ def test_host_memory_does_not_grow_with_saves(build):
     run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
     run.step()
     sizes = []
-    for save in range(200):
+    for save in range(80):
         run.run.progress.step += 1
         run.save(checkpointer)
-        if save in (20, 199):
+        if save in (20, 79):
             checkpointer.wait()
             sizes.append(memory_kib() + memory_kib(checkpointer.writer.process.pid))
-    assert sizes[1] - sizes[0] < 10_000  # KiB; 180 saves are 360 MB, and other tests leave gaps to fill
+    assert sizes[1] - sizes[0] < 10_000  # KiB; 59 saves are 118 MB, and other tests leave gaps to fill
 
 
 def test_the_global_batch_goes_on():
@@ -292,7 +292,7 @@ def test_norms_biases_and_positions_do_not_decay():
     assert len(still["params"]) == 4 and still["weight_decay"] == 0.0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow), MODES[-1]])
 def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build, tmp_path, mode, monkeypatch):
     folder, pauses = tmp_path / "checkpoints", []
     run, checkpointer = Run(), build(mode, folder=folder)

@@ -11,10 +11,11 @@ from torch import Tensor
 import forecast
 from archives.grid import global_grid
 from command_line import load_config
-from config import Model
+from config import Config, Model
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from errors import ConfigError
+from jobs.start_checks import check_model
 from models.build import build_model
 from models.condition_numbers import num_channels
 from models.conditioning import ConditionedTransformer, features_of
@@ -148,6 +149,10 @@ def test_the_planner_counts_it():
     model = dataclasses.replace(SMALL, conditions=NAMES)
     counted = sum(parameter.numel() for parameter in built(conditions=NAMES).parameters())
     assert architecture_of(model, GRID.shape, 3, 3).parameters == counted
+
+
+def test_a_model_that_is_told_more_passes_the_checks_of_a_start():
+    check_model(Config(model=dataclasses.replace(SMALL, conditions=NAMES)), GRID)
 
 
 @pytest.mark.slow

@@ -151,6 +151,17 @@ COMMAND_LINES = [
     ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
+    ("--training.replay_steps 1", "training.replay_steps = 1: the first step starts from an analysis"),
+    ("--training.replay_capacity 8", "training.replay_capacity = 8: says where training.replay_steps keeps"),
+    ("--training.replay_steps 2 --training.rollout_steps [2]", "training.rollout_steps = [2]: training.r"),
+    (
+        "--training.replay_steps 2 --training.replay_capacity 40",
+        "replay_capacity = 40: not a multiple of local_batch_size x data-parallel ranks = 16; try 32",
+    ),
+    (
+        "--training.replay_steps 2 --training.loss crps --training.members 2 --model.noise_dim 2",
+        "training.replay_steps = 2: a state is kept of each sample",
+    ),
     ("--training.batch_ramp [16,32]", "training.batch_ramp = [16, 32]: its last entry has to be"),
     (
         "--training.batch_ramp [32,16] --training.global_batch_size 16",
@@ -201,6 +212,14 @@ COMMAND_LINES = [
         'weight_by_pressure = True: training.loss = "relative_l2" has no weights',
     ),
     (
+        "--training.weight_by_change --training.loss relative_l2",
+        'weight_by_change = True: training.loss = "relative_l2" has no weights',
+    ),
+    (
+        "--training.variable_weights [1,2,1] --training.loss relative_l2",
+        'variable_weights = [1.0, 2.0, 1.0]: training.loss = "relative_l2" has no weights',
+    ),
+    (
         "--training.weight_by_pressure --data.variables '[\"2m_temperature\"]'",
         "weight_by_pressure = True: no variable has a level",
     ),
@@ -211,6 +230,19 @@ COMMAND_LINES = [
     (
         "--model.conserve '[\"dry_air\"]'",
         "model.conserve = 'dry_air': no such quantity; did you mean dry_mass",
+    ),
+    (
+        "--training.conserve '[\"energy\"]'",
+        "training.conserve = 'energy': needs temperature, u_ and v_component_of_wind on two levels or more",
+    ),
+    (
+        '--model.conserve \'["energy"]\' --data.variables \'["temperature","u_component_of_wind",'
+        '"v_component_of_wind"]\' --data.levels [500,850]',
+        "model.conserve = 'energy': no shift of one variable keeps it; training.conserve asks for it",
+    ),
+    (
+        "--model.conserve '[\"total_water\"]'",
+        "model.conserve = 'total_water': needs specific_humidity on two levels or more",
     ),
     (
         "--training.conserve '[\"dry_mass\"]'",
@@ -247,6 +279,9 @@ COMMAND_LINES = [
         "tensor_parallel_degree = 2: a U-Net is split by its grid; set this to 1 and parallelism.domain",
     ),
     ("--model.name unet --parallelism.context_parallel_degree 2", "context_parallel_degree = 2: a U-Net is"),
+    ("--model.name swin --model.window_size [4,3]", "window_size = [4, 3]: 4 columns of tokens go round"),
+    ("--model.name swin --model.conditions '[\"time_of_day\"]'", "are for the norms of a ViT; a Swin takes"),
+    ("--model.name vitt", "model.name = 'vitt': did you mean vit?"),
     ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
@@ -396,6 +431,7 @@ def test_bad_file(text: str, expected: str, folder: Path, capsys: pytest.Capture
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
+CONTEXT = "--parallelism.context_parallel_degree"
 RANKS = [
     ({"NGPU": "0"}, "", "NGPU = '0': an environment variable that must be a whole number, at least 1"),
     ({"NGPU": "two"}, "", "NGPU = 'two': an environment variable"),
@@ -418,6 +454,11 @@ RANKS = [
         {"NGPU": "4"},
         "--model.name unet --model.levels 2 --parallelism.domain_parallel_tiles [4,1]",
         "[4, 1]: 4 rank(s) each take a tile of the 8 x 8 grid, in whole units of 4 x 4 cells; valid: [2, 2]",
+    ),
+    (
+        {"NGPU": "2"},
+        f"--model.name swin {CONTEXT} 2 --parallelism.context_parallel_method ring",
+        "context_parallel_method = 'ring': a Swin cannot be split so; valid: ulysses",
     ),
     (
         {"NGPU": "2"},

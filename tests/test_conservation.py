@@ -16,7 +16,7 @@ from errors import ConfigError, DataError
 from jobs.start_checks import check_globe
 from models.build import build_model
 from models.initialization import init_weights
-from tests.parity import Layout, SmallRun
+from tests.parity import GLOBAL_BATCH, Layout, SmallRun
 from training.conservation import build_conservation, refuse_missing
 from verification.export import Description, OneStep, export_step
 from verification.rollout import model_forecast, rollout
@@ -61,6 +61,48 @@ def test_dry_mass_of_fields_with_known_integrals():
     excess = 30.0 + 500.0 / 3 - 9.80665 * (2.0 + np.pi / 4)  # Pa
     np.testing.assert_allclose(held[2], pressure - excess, atol=500 * 1e-4)
     np.testing.assert_allclose(held[:2], torch.stack([vapour, latitude.sin()]), atol=1e-6)
+
+
+def test_total_water_of_a_column_with_a_known_integral():
+    """Of q = a p + b between 500 and 1000 hPa the rule is exact; over the globe sin^2 has the mean 1/3."""
+    levels, grid = [1000, 500, 850], Grid(np.linspace(90, -90, 181), np.arange(8) * 45.0)
+    names, changes = ["2m_temperature", *(f"specific_humidity:{p}" for p in levels)], np.array([2.0, 4, 1, 3])
+    a, b, pressure = 2e-7, -5e-3, 100.0 * np.array(levels)  # Pa-1, 1, Pa
+    sine = np.sin(np.deg2rad(grid.latitude))[:, None] * np.ones(8)
+    humidity = (a * pressure + b)[:, None, None] * sine**2 + 1e-4 * sine
+    fields = np.concatenate([sine[None], humidity])
+    nothing, zero = np.zeros(0, "datetime64[s]"), np.zeros((4, *grid.shape), np.float32)
+    known = Statistics(
+        0 * changes, changes, changes, zero, empty_dates=nothing, dates=nothing, fingerprint=""
+    )
+    conservation = build_conservation(["total_water"], names, known, area_weights(grid.latitude))
+    assert conservation is not None
+    output = torch.from_numpy(fields / changes[:, None, None])
+    held = conservation(output[None])[0].double().numpy() * changes[:, None, None]
+    water = (a * (1e5**2 - 5e4**2) / 2 + b * (1e5 - 5e4)) / 9.80665 / 3  # kg m-2
+    mass = (1e5 - 8.5e4) / 2 / 9.80665  # of the lowest layer, which is shifted
+    np.testing.assert_allclose(held[1], humidity[0] - water / mass, atol=2e-4 * abs(water / mass))
+    np.testing.assert_allclose(held[[0, 2, 3]], fields[[0, 2, 3]], atol=1e-6)
+
+
+@pytest.mark.parametrize("unet", [False, True])
+def test_energy_is_that_of_physical_fields(one_rank, unet):
+    """Against the difference of the integral of c_p T + (u2 + v2) / 2 between two states, in float64."""
+    run = SmallRun(Layout(grid=(11, 10), conserve="energy", unet=unet))
+    objective, grid = run.objective, global_grid((11, 10))
+    generator = torch.Generator().manual_seed(5)
+    start, changes = (torch.randn(4, 6, 11, 10, generator=generator) for _ in range(2))
+    from_fields = objective.geometry.from_fields
+    cost = objective.kept.cost(from_fields(changes), from_fields(start))
+
+    def energy(fields: Tensor) -> np.ndarray:
+        """(B,) J m-2: temperature, u, v at 500 and 850 hPa, each with half of the layer between them."""
+        means = global_means(torch.cat([fields[:, :2], fields[:, 2:].double() ** 2 / 2], dim=1), grid)
+        return means @ (np.array([1004.709, 1004.709, 1, 1, 1, 1]) * 17_500 / 9.80665)
+
+    gained = (energy(start.double() + changes) - energy(start.double())) / (1004.709 * 17_500 / 9.80665)
+    assert float(cost) == pytest.approx((gained**2).sum() / GLOBAL_BATCH, rel=1e-5)
+    assert np.abs(gained).min() > 1e-3
 
 
 def test_two_quantities_that_share_a_variable():
@@ -151,6 +193,8 @@ def test_a_part_of_the_globe_is_refused():
     ):
         with pytest.raises(ConfigError, match=r"model.conserve = \['dry_mass'\]: the grid .* not global"):
             check_globe(config, grid)
+        with pytest.raises(ConfigError, match="model.position = 'spherical': the grid .* not global"):
+            check_globe(Config(model=Model(position="spherical")), grid)
 
 
 class Counted:

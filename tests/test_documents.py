@@ -1,5 +1,6 @@
 """Every command that a document shows: its options exist, and it runs, or says what it needs to be run."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -15,9 +16,12 @@ import evaluate
 import forecast
 import plan
 from command_line import load_config, split_options
+from config import SECTIONS
 from datasets.selection import open_selection
 from errors import DataError
+from jobs.begin import parse as begin_options
 from jobs.launch import parse
+from launch.__main__ import parse as launch_options
 from tests.started_jobs import ROOT
 from tests.test_house import tracked_files
 
@@ -30,6 +34,8 @@ PAGES = [
 PYTHON = ".venv/bin/python"
 STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "python ")
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
+DEMO = "train_configs/demo.toml"
+BEGUN = ("era5_try.toml", "era5_baseline.toml")  # what jobs.begin writes in docs/era5_from_scratch.md
 NOT_OURS = ("ruff", "pyright", "torchft_lighthouse")  # whose options are theirs
 
 
@@ -55,7 +61,9 @@ def commands() -> list[Command]:
 def commands_of(page: Path) -> list[Command]:
     """Those of fenced blocks, a continued line as one, and those in single backquotes."""
     text, found = page.read_text(), []
-    for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language:
+            continue  # Python, TOML: a sketch of what a user writes
         lines = re.sub(r" *\\\n *", " ", block).splitlines()
         for number, line in enumerate(lines):
             text_of, _, comment = line.removeprefix("$ ").partition(" #")
@@ -79,10 +87,11 @@ def is_cheap(command: Command) -> bool:
 
 def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
-    program, *rest = words
-    if program == "sbatch":
-        assert (ROOT / rest[0]).is_file()
-        check_verb("run_train.sh", rest[1:])
+    program, *rest = (DEMO if word in BEGUN else word for word in words)
+    if "--launch" in rest and "--help" not in rest:
+        load_config(launch_options(rest)[2], checked=False)
+    elif program == "sbatch":
+        assert len(rest) == 1 and rest[0].endswith(".sbatch"), "a script that --launch has written"
     elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
         check_verb(program.removeprefix("./"), rest)
     elif program in (PYTHON, "python") and rest[0] == "-m":
@@ -97,6 +106,8 @@ def check_module(name: str, arguments: list[str]) -> None:
     if name == "jobs.launch":
         launched = parse(arguments)
         check_verb(launched.script, launched.arguments)
+    elif name == "jobs.begin":
+        begin_options(arguments)
     elif name == "pip":
         assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
     else:
@@ -105,7 +116,7 @@ def check_module(name: str, arguments: list[str]) -> None:
 
 def check_verb(script: str, arguments: list[str]) -> None:
     assert (ROOT / script).is_file(), script
-    words = ["train_configs/demo.toml" if word == "F" else word for word in arguments]
+    words = [DEMO if word == "F" else word for word in arguments]
     if script.startswith("benchmarks/") or script == "run_tests.sh":
         check_named(script, words)
     elif "--help" not in words:
@@ -205,6 +216,22 @@ def test_a_configuration_says_where_its_data_come_from(path: Path) -> None:
     with pytest.raises(DataError) as error:
         open_selection(load_config(argv).data, config.model.patch_size, ())
     assert f"cannot read '{gone}'" in str(error.value) and "github.com/" in str(error.value)
+
+
+def test_keys_beside_those_of_other_trainers_are_ours() -> None:
+    """docs/coming_from.md, the middle column: `section.key`, and keys that follow one, of its section."""
+    known = {section: {key.name for key in dataclasses.fields(cls)} for section, cls in SECTIONS.items()}
+    found = 0
+    for line in (ROOT / "docs/coming_from.md").read_text().splitlines():
+        ours = line.split(" | ")[1] if line.startswith("| `") else ""
+        section = ""
+        for name in re.findall(r"`([a-z_.0-9]+)(?: = [^`]*)?`", ours):
+            if name.endswith(".py") or (not section and "." not in name):
+                continue  # a program, the value of a list
+            section, key = name.split(".") if "." in name else (section, name)
+            assert key in known[section] or key == "toa_incident_solar_radiation", line
+            found += 1
+    assert found > 80
 
 
 def test_every_page_is_looked_at() -> None:

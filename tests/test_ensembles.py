@@ -26,7 +26,7 @@ from tests.parity import Layout, SmallRun, config_of
 from tests.started_jobs import write_config
 from tests.test_rollout_training import peak_bytes
 from train import train
-from verification.ensembles import ensemble_errors, spread_skill
+from verification.validation_scores import ensemble_errors, spread_skill
 
 ROOT = Path(__file__).parent.parent
 NAME = "10m_u_component_of_wind"
@@ -47,7 +47,7 @@ def options_of(folder: Path) -> list[str]:
     return ["--job.config_file", str(config), "--job.dump_folder", str(run), *RUN, *VALIDATION, *ENSEMBLE]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def options(request, tmp_path_factory) -> list[str]:
     """Of a run of six steps, the last three of which are rollouts, by a model that sees one state, or two;
     its folder holds two checkpoints.
@@ -272,7 +272,10 @@ def test_the_best_checkpoint_may_be_that_of_the_best_crps():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the profiler
-@pytest.mark.parametrize(("rollout", "history"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(
+    ("rollout", "history"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (3, 1), pytest.param(1, 3, marks=pytest.mark.slow), (2, 3)],
+)
 def test_memory_of_an_ensemble(monkeypatch, rollout, history) -> None:
     """The dry run within 7 % of what the allocator counts, the planner within 5 %."""
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -316,7 +316,7 @@ def test_channels_have_names() -> None:
 MEAN, STD, CHANGE = (1.0, -2.0, 0.5), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0)
 
 
-def fields_with_moments(grid: tuple[int, int]) -> Fields:
+def fields_with_moments(grid: tuple[int, int], *variables: tuple[str, ...]) -> Fields:
     mean, std, change = (np.array(numbers) for numbers in (MEAN, STD, CHANGE))
     plain = PLAIN_FIELDS(grid)
     return replace(plain, statistics=replace(plain.statistics, mean=mean, std=std, change_std=change))

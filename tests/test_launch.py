@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from errors import ConfigError
-from jobs.launch import Meeting, interface_of, job_code, listen
+from jobs.interfaces import interface_of
+from jobs.launch import Meeting, job_code, listen
 from parallelisms.degrees import check_processes
 from tests.started_jobs import ROOT, last_step, losses, write_config
 

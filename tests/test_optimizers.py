@@ -106,6 +106,7 @@ def final_loss(seed: int, state_dtype: str, steps: int = 150) -> float:
     return float(np.mean(losses[-20:]))
 
 
+@pytest.mark.slow
 def test_runs_end_within_the_spread_of_seeds() -> None:
     plain = [final_loss(seed, "float32") for seed in range(3)]
     for state_dtype in COMPACT:

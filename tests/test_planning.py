@@ -41,7 +41,10 @@ def configuration(**options: str):
     return load_config([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
 
 
-@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}])
+POSITIONS = [{"model.position": "spherical"}, {"model.position": "spherical", "model.position_degree": "5"}]
+
+
+@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}, *POSITIONS])
 def test_shapes_are_those_of_the_model(options):
     config = configuration(**{"model.position": "learned", **options})
     model = build_model(config.model, 7, 2, GRID, True)
@@ -78,25 +81,26 @@ def test_flops_of_fused_attention_are_those_that_torch_states():
     assert hardware_flops(fused) == without + fused.model.layers * stated
 
 
+SLOW = pytest.mark.slow  # what differs least from another row
 LAYOUTS = [
     (1, {}),
     (1, {"activation_checkpoint.mode": "selective"}),
-    (1, {"activation_checkpoint.mode": "full", "training.local_batch_size": "16"}),
+    pytest.param(1, {"activation_checkpoint.mode": "full", "training.local_batch_size": "16"}, marks=SLOW),
     (1, {"training.mixed_precision_param": "bfloat16"}),
     (1, {"optimizer.in_backward": "true", "training.max_norm": "0"}),
     (8, {}),
-    (8, {"optimizer.in_backward": "true", "training.max_norm": "0"}),
-    (8, {"training.global_batch_size": "64"}),
+    pytest.param(8, {"optimizer.in_backward": "true", "training.max_norm": "0"}, marks=SLOW),
+    pytest.param(8, {"training.global_batch_size": "64"}, marks=SLOW),
     (8, {"parallelism.fsdp_reshard_after_forward": "never", "training.mixed_precision_param": "bfloat16"}),
-    (8, {"model.dim": "512", "training.local_batch_size": "1"}),
+    pytest.param(8, {"model.dim": "512", "training.local_batch_size": "1"}, marks=SLOW),
     (4, {"parallelism.context_parallel_degree": "4"}),
     (2, {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}),
-    (1, {"training.rollout_steps": "[4]"}),
-    (8, {"training.rollout_steps": "[1, 3]", "activation_checkpoint.mode": "full"}),
+    pytest.param(1, {"training.rollout_steps": "[4]"}, marks=SLOW),
+    pytest.param(8, {"training.rollout_steps": "[1, 3]", "activation_checkpoint.mode": "full"}, marks=SLOW),
     (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
     (1, {"model.position": "rotary"}),
-    (2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}),
+    pytest.param(2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}, marks=SLOW),
     (
         2,
         {

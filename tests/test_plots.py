@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from archives.grid import global_grid
+from archives.grid import Grid, global_grid
 from verification import plots
 from verification.plots import plot_run
 from verification.validation_scores import Scores
@@ -48,6 +48,25 @@ def test_truth_and_forecast_share_their_colours(tmp_path: Path, drawn: dict[str,
     run(tmp_path, ["leaf_wetness"])
     shown = [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]]
     assert shown == [(0, 3), (0, 3)]
+    plt.close("all")
+
+
+def test_spectra_are_drawn_where_rows_go_round_the_globe(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """Of cos(2 longitude): all energy lies in wavenumber 2, a quarter of it in that of half of it."""
+    table, names = torch.ones(1, 1), ["geopotential:500"]
+    wave = np.cos(2 * np.deg2rad(GRID.longitude))[None] * np.ones((6, 1))
+    scores = Scores(names, [6], [47], ["m2 s-2"], {"model": table}, 0.5)
+    example = (np.datetime64("2020-01-01T00", "s"), {names[0]: (wave, wave / 2)})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    files = plot_run(tmp_path, scores, example, GRID, None)
+    truth, forecast = drawn["spectra.png"].axes[0].lines
+    energy = np.asarray(truth.get_ydata())
+    assert np.asarray(truth.get_xdata())[energy.argmax()] == 2
+    assert np.asarray(forecast.get_ydata()).max() == pytest.approx(energy.max() / 4)
+    assert list(files) == ["loss", "rmse", "maps", "spectra"]
+    region = Grid(GRID.latitude, GRID.longitude[:6])
+    part = {names[0]: (wave[:, :6], wave[:, :6])}
+    assert "spectra" not in plot_run(tmp_path, scores, (example[0], part), region, None)
     plt.close("all")
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from command_line import load_config
 from config import Metrics as Settings
@@ -25,6 +27,7 @@ from errors import ConfigError
 from sinks.kept_run import KeptRun
 from sinks.opening import EXTRAS, check_sinks, open_sinks
 from sinks.sink import Guarded
+from sinks.tensorboard import TensorBoard
 from tests.started_jobs import ROOT, losses, records, write_config
 from train import train
 
@@ -64,6 +67,8 @@ def test_a_sink_that_fails_costs_one_warning(caplog):
 
         def go_back(self, step: int) -> None: ...
 
+        def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None: ...
+
         def close(self) -> None: ...
 
     sink = Guarded("Somebody's", Broken)
@@ -73,6 +78,20 @@ def test_a_sink_that_fails_costs_one_warning(caplog):
     assert [record.message for record in caplog.records] == [
         "Somebody's: https://***@host is not there (ConnectionError); the run goes on without it"
     ]
+
+
+def test_tensorboard_shows_validations(tmp_path):
+    picture = tmp_path / "maps.png"
+    Image.new("RGB", (4, 3), "red").save(picture)
+    sink = TensorBoard(tmp_path / "tensorboard", 0)
+    sink.show(20, {"maps": picture}, "RMSE  lead\na     6 h")
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("plots/maps")
+    assert (image.step, image.width, image.height) == (20, 4, 3)
+    (text,) = events.Tensors("plots/scorecard/text_summary")
+    assert text.tensor_proto.string_val == [b"    RMSE  lead\n    a     6 h"]
 
 
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
@@ -104,6 +123,8 @@ def resumed(tmp_path_factory) -> Path:
     run, config = folder / "run", write_config(folder)
     options = ["--job.config_file", str(config), "--job.dump_folder", str(run), "--checkpoint.interval", "4"]
     sinks = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
+    options += ["--validation.enable", "--validation.lead_hours", "[6]"]
+    options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     train(load_config([*options, *sinks, "--training.steps", "6"]))
     shutil.rmtree(run / "checkpoints/step-00000006")
     train(load_config([*options, *sinks, "--training.steps", "8"]))
@@ -121,6 +142,9 @@ def test_mlflow_has_the_losses_of_the_run_once(resumed):
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(each.step, each.value) for each in history] == sorted(losses(resumed).items())
     assert run.info.status == "FINISHED" and run.data.params["model.dim"] == "16"
+    shown = [each.path for each in client.list_artifacts(run.info.run_id, "validation/step-00000008")]
+    pictures = {"loss.png", "rmse.png", "maps.png", "spectra.png"}
+    assert {Path(path).name for path in shown} == {*pictures, "scorecard.txt"}
 
 
 def wandb_rows(file: Path) -> list[dict[str, float]]:
@@ -131,7 +155,7 @@ def wandb_rows(file: Path) -> list[dict[str, float]]:
     for record in shown.split("\n# record ")[1:]:
         if record.partition("\n")[0].endswith(": history"):
             items = re.findall(r'nested_key: "(.*)"\n\s*value_json: "(.*)"', record)
-            found.append({name: float(value) for name, value in items})
+            found.append({name: float(value) for name, value in items if name in ("_step", "train/loss")})
     return found
 
 
@@ -141,6 +165,8 @@ def test_wandb_has_the_losses_of_the_run_once(resumed):
     assert len(files) == 2 and len({file.name for file in files}) == 1  # both of one run
     rows = [row for file in files for row in wandb_rows(file)]
     assert [(row["_step"], row["train/loss"]) for row in rows] == sorted(losses(resumed).items())
+    media = resumed.glob("wandb/offline-run-*/files/media/**/*.png")
+    assert {path.name.partition("_")[0] for path in media} == {"loss", "rmse", "maps", "spectra"}
 
 
 # -- Prometheus

@@ -80,7 +80,9 @@ def test_a_rollout_keeps_states_and_no_activations():
     assert memory(five).peak - memory(four).peak == pytest.approx(4 * 4 * 2 * VALUES)
 
 
-@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+@pytest.mark.parametrize(
+    "reshard", ["default", *(pytest.param(each, marks=pytest.mark.slow) for each in ("always", "never"))]
+)
 def test_a_rollout_gathers_each_time_and_reduces_once(monkeypatch, reshard):
     """What FSDP2 sends in 2 steps forward, 3 forward and back, counted on a fake process group."""
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -1,6 +1,7 @@
 """The sweep over any keys: what it runs, what it reads back, what a kill leaves, what it refuses."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -18,7 +19,16 @@ from command_line import load_config, to_toml
 from errors import ConfigError
 from jobs.preemption import EXIT_SAVED
 from optimizers.search_space import combinations, name_of, parse_varied, split_values
-from optimizers.sweep import Runner, caution, last_line, main, parse
+from optimizers.sweep import (
+    OPTUNA,
+    Runner,
+    caution,
+    last_line,
+    main,
+    parse,
+    read_command,
+    sweep_proposed,
+)
 from optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
 from tests.started_jobs import ROOT, last_step, records, write_config
 
@@ -152,6 +162,8 @@ def test_a_configuration_is_the_same_from_any_folder(tiny: list[str], tmp_path: 
         (["--vary", "optimizer.lr=1,2", "--data.validation_period=[]"], "a sweep needs dates to score"),
         (["--vary", "optimizer.lr=1,2", "--seeds=0"], "--seeds = 0: at least 1"),
         ([], "nothing is varied"),
+        (["--vary", "optimizer.lr=1,2", "--trials=2", "--sampler=cma"], "random or tpe expected"),
+        (["--vary", "optimizer.lr=1:2", "--sampler=tpe"], "say how many with --trials"),
     ],
 )
 def test_what_is_refused_runs_nothing(words: list[str], said: str, tiny: list[str], tmp_path, capsys) -> None:
@@ -160,6 +172,68 @@ def test_what_is_refused_runs_nothing(words: list[str], said: str, tiny: list[st
     lines = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and len(lines) == 1 and said in lines[0]
     assert not (tmp_path / "run-sweep").exists()
+
+
+def test_optuna_that_is_not_there_is_one_line(tiny: list[str], monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        main([*tiny, "--vary", "optimizer.lr=1:2", "--trials=2", "--sampler=tpe"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and "needs optuna, which is not installed" in line
+    assert OPTUNA in line and OPTUNA in (ROOT / "requirements-extras.txt").read_text()
+
+
+class Parabola:
+    """A runner whose runs score (log10(lr) + 2)^2 + depth - 2, and fail beyond 0.5; it stops after some."""
+
+    def __init__(self, stops_after: int = 1000) -> None:
+        self.asked, self.left, self.taken = 0, stops_after, []
+
+    def run(self, run: Run) -> tuple[int, str]:
+        rate, depth = run.config.optimizer.lr, run.config.model.num_layers
+        if not self.left:
+            self.asked = signal.SIGTERM
+            return EXIT_SAVED, "saved"
+        self.left -= 1
+        self.taken.append((rate, depth))
+        if rate > 0.5:
+            return 1, "diverged"
+        record = {"step": STEPS, "val/loss": (math.log10(rate) + 2) ** 2 + depth - 2}
+        run.config.dump_folder.mkdir(parents=True)
+        (run.config.dump_folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0, ""
+
+
+def test_optuna_proposes_what_scores_were_good_for(tiny: list[str], tmp_path: Path, monkeypatch) -> None:
+    """Stopped in its sixth trial, a sweep proposes what the undisturbed one does; later trials lie near the
+    best value, 1e-2 with two layers, which no trial is told.
+    """
+    pytest.importorskip("optuna", reason="requirements-extras.txt")
+    monkeypatch.setattr("optimizers.sweep.check_data", lambda runs: None)
+    monkeypatch.setattr("optimizers.sweep_results.Results.write", lambda results: None)
+    ranges = ["--vary", "optimizer.lr=1e-5:1:log", "--vary", "model.num_layers=2:5", "--sampler=tpe"]
+
+    def swept(name: str, trials: int, runner: Parabola) -> tuple[Results, bool]:
+        (tmp_path / f"{name}-sweep").mkdir(exist_ok=True)
+        asked = read_command([*tiny, *ranges, f"--trials={trials}", f"--job.dump_folder={tmp_path / name}"])
+        return sweep_proposed(asked, runner)  # type: ignore[arg-type]
+
+    tiny = [word for word in tiny if "job.dump_folder" not in word]
+    whole, first, rest = Parabola(), Parabola(5), Parabola()
+    results, complete = swept("whole", 25, whole)
+    assert complete and not swept("parts", 25, first)[1]
+    again, complete = swept("parts", 25, rest)
+    assert complete and first.taken + rest.taken == whole.taken
+    assert [run.name for run in again.runs] == [run.name for run in results.runs]
+    assert {run.state for run in again.runs} == {DONE, FAILED} == {run.state for run in results.runs}
+    best = results.best()
+    assert best and best.settings["model.num_layers"] == 2 and 3e-3 < best.settings["optimizer.lr"] < 3e-2
+    good = [depth + abs(math.log10(rate) + 2) < 3.5 for rate, depth in whole.taken]
+    assert sum(good[-12:]) > 1.2 * sum(good[:12])
+    assert swept("parts", 27, more := Parabola())[1] and 1 <= len(more.taken) <= 2
+    with pytest.raises(ConfigError, match="was begun with"):
+        ranges[3] = "model.num_layers=2:6"
+        swept("parts", 27, Parabola())
 
 
 def test_errors_in_physical_units_compare_losses(tiny: list[str]) -> None:

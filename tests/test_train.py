@@ -124,7 +124,8 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
     there = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "traces", "plots"} <= there
     assert list((tmp_path / "run/traces").glob("*.json.gz"))
-    assert {p.name for p in (tmp_path / "run/plots").iterdir()} == {"loss.png", "rmse.png", "maps.png"}
+    plots = {path.stem for path in (tmp_path / "run/plots").iterdir()}
+    assert plots == {"loss", "rmse", "maps", "spectra"}
     assert complete_steps(tmp_path / "run/checkpoints") == [150]
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0])[: len(CONTRACT)] == CONTRACT

@@ -76,7 +76,7 @@ one_process = cache(train)
 
 
 # tests/test_parity.py has these numbers of every layout; here it is what train.py makes of them.
-RARE = ("all-gather 2", "ring 2", "ulysses 2", "hsdp 2 x 2", "tp 2, averages", "fsdp 2, in backward")
+RARE = ("all-gather 2", "ring 2", "ulysses 2", "pp 2", "hsdp 2 x 2", "tp 2, averages", "fsdp 2, in backward")
 
 
 @pytest.mark.parametrize(

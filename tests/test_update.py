@@ -55,7 +55,12 @@ def train(
     return {"losses": losses, "norms": norms, "moments": moments, "weights": weights, "bad": bad}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+RARE = ("hsdp",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in RARE else []) for name in LAYOUTS]
+)
 def test_it_is_the_same_run(ranks, one_rank, name: str) -> None:
     """The same kernels on the same numbers, a parameter at a time: the same bits."""
     layout = LAYOUTS[name]

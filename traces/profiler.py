@@ -1,4 +1,8 @@
-"""Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint."""
+"""Torch profiler traces on a schedule, with named ranges: data, forward, backward, optimizer, checkpoint.
+
+Under Nsight Systems, which like torch's profiler listens to CUPTI, the ranges are NVTX's and the same
+schedule starts and stops its recording.
+"""
 
 import os
 import time
@@ -18,6 +22,7 @@ from jobs.heartbeat import activity
 # Each recording is written and forgotten: that is what torch warns of.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # the profiler's own start is slow: its first step is thrown away
+NSIGHT = "NSYS_PROFILING_SESSION_ID"  # in the environment of what nsys has started
 MOST_MARKS = 1000  # parts that are timed before those that are over are added up
 
 
@@ -80,8 +85,43 @@ def span(name: str) -> Iterator[None]:
     """A part of a step: by this name in traces, in metrics.jsonl (seconds/<name>), and in what the watchdog
     says of a rank that hangs.
     """
-    with record_function(name), activity.phase(name), part_times.part(name):
+    with record_function(name), nvtx_range(name), activity.phase(name), part_times.part(name):
         yield
+
+
+def nvtx_range(name: str) -> AbstractContextManager:
+    """What Nsight Systems shows a part as."""
+    return torch.cuda.nvtx.range(name) if under_nsight() else nullcontext()
+
+
+def under_nsight() -> bool:
+    return NSIGHT in os.environ and torch.cuda.is_available()
+
+
+class NsightRecording:
+    """Of the last `profile_steps` of every `profile_freq` steps, where nsys was told
+    --capture-range=cudaProfilerApi; each step is a range.
+    """
+
+    def __init__(self, settings: Profiling, step: int) -> None:
+        self.freq = settings.profile_freq if settings.enable_profiling else 0
+        self.first = self.freq - min(settings.profile_steps, self.freq)  # steps of a period before it
+        self.number, self.on = step, False
+        self._begin_step()
+
+    def step(self) -> None:
+        """A step has ended."""
+        torch.cuda.nvtx.range_pop()
+        self.number += 1
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        on = self.freq > 0 and self.number % self.freq >= self.first
+        if on != self.on:
+            torch.cuda.synchronize()  # what was launched before belongs to the steps before
+            (torch.cuda.profiler.start if on else torch.cuda.profiler.stop)()
+        self.on = on
+        torch.cuda.nvtx.range_push(f"step {self.number + 1}")
 
 
 class Profiler:
@@ -91,14 +131,16 @@ class Profiler:
         self.folder, self.rank, self.step_number = folder, rank, step
         self.memory = settings.enable_memory_snapshot and torch.cuda.is_available()
         self.profile: AbstractContextManager = nullcontext()
-        if settings.enable_profiling:
+        self.recording = NsightRecording(settings, step) if under_nsight() else None
+        if settings.enable_profiling and not self.recording:
             folder.mkdir(parents=True, exist_ok=True)
-            self.profile = self._build(settings.profile_freq, settings.profile_steps)
+            self.profile = self._build(settings)
             if self.memory:
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
 
-    def _build(self, freq: int, num_steps: int) -> profile:
-        num_steps = min(num_steps, max(freq - WARMUP_STEPS, 1))
+    def _build(self, settings: Profiling) -> profile:
+        freq = settings.profile_freq
+        num_steps = min(settings.profile_steps, max(freq - WARMUP_STEPS, 1))
         # Read at the first recording: without it kineto says on stderr when one begins and when it ends.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -109,6 +151,8 @@ class Profiler:
             ),
             on_trace_ready=self.write,
             record_shapes=True,
+            with_stack=settings.with_stack,
+            profile_memory=settings.with_memory,
         )
 
     def __enter__(self) -> "Profiler":
@@ -123,6 +167,8 @@ class Profiler:
     def step(self) -> None:
         """Tell the profiler that a step has ended."""
         self.step_number += 1
+        if self.recording:
+            self.recording.step()
         if isinstance(self.profile, profile):
             self.profile.step()
 

@@ -1,5 +1,6 @@
 """From a configuration to what computes: one assembly for training, forecasts, dry runs and tests."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from datasets.statistics import Statistics
 from losses.penalties import penalty_of
 from losses.weights import pressure_weights, variable_weights
 from models.attention import preferred_backend, use_backend
-from models.build import WeatherModel, build_model
-from models.vit import VisionTransformer
+from models.build import build_model
+from models.lora import apply_lora, share_that_trains, trained
+from models.weather_model import TokenModel, WeatherModel
 from optimizers.build import build_optimizer
 from optimizers.lr_schedules import learning_rate
 from optimizers.noise_scale import build_noise_scale
@@ -34,11 +36,15 @@ from parallelisms.parallelize import LossPart, ParallelModel, parallelize
 from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
 from training.conservation import build_conservation, build_kept, refuse_missing
-from training.due import GlobalBatch, Rollouts
+from training.due import GlobalBatch, Rollouts, num_places
 from training.ema import EMA
+from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
 from training.objective import Objective
+from training.replay import Replay
 from training.update import Update, UpdateInBackward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Assembly:
     model: ParallelModel
     normalizer: Normalizer
     conditions: Conditions
+    fingerprints: Fingerprints
 
 
 def assemble(
@@ -101,12 +108,16 @@ def assemble(
     num_variables, shape = len(fields.variables), fields.grid.shape
     further = (config.data.history - 1) * num_variables + conditions.num_channels
     meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
+    if config.lora.enable:
+        apply_lora(meta_model, config.lora)
+        if for_training:
+            logger.info("LoRA: %s", share_that_trains(meta_model))
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
-    if isinstance(meta_model, VisionTransformer):
+    if isinstance(meta_model, TokenModel):
         backend = config.model.attention_backend
         use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
-    if run_folder and isinstance(meta_model, VisionTransformer):
+    if run_folder and isinstance(meta_model, TokenModel):
         measured = (dtype, device, Choices(run_folder, fixed=not for_training))
         states = training.local_batch_size * training.members  # that the model takes at once
         if config.model.attention_backend == "auto":
@@ -128,7 +139,8 @@ def assemble(
         float8=config.float8,
         memory=memory,
     )
-    return Assembly(meta_model, num_parameters, model, normalizer, conditions)
+    fingerprints = Fingerprints(model, config.fault_tolerance.fingerprint_steps)
+    return Assembly(meta_model, num_parameters, model, normalizer, conditions, fingerprints)
 
 
 def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Objective:
@@ -154,6 +166,7 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         training.seed,
         kept,
     )
+    objective.replay = build_replay(config, assembly, len(area))
     if config.compile.enable:
         objective.compile()
     if model.pipeline:
@@ -162,6 +175,18 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
         schedule = parallelism.pipeline_parallel_schedule
         model.pipeline.schedule(schedule, micro_batches)
     return objective
+
+
+def build_replay(config: Config, assembly: Assembly, rows: int) -> Replay | None:
+    """Places for forecasts that training steps start from, where the run has some; rows: latitudes."""
+    training, model = config.training, assembly.model
+    if not training.replay_steps:
+        return None
+    channels = config.data.history * len(assembly.normalizer.mean)
+    columns = assembly.meta_model.grid_shape[1]
+    smallest = training.local_batch_size * model.mesh.degrees.dp
+    window = (training.local_batch_size, channels, rows, columns)
+    return Replay(num_places(training, smallest), smallest, window, config.data.step_hours * 3600, model)
 
 
 def predicted(config: Config) -> list[str]:
@@ -176,15 +201,15 @@ def weights_of(config: Config, num_variables: int) -> Tensor:
     return weights
 
 
-def build_run_state(config: Config, model: ParallelModel) -> RunState:
+def build_run_state(config: Config, model: ParallelModel, replay: Replay | None = None) -> RunState:
     """Optimiser, loss scaler and averages of a model whose weights are there; no step has been taken."""
     decay = config.training.ema_decay
     products = torch.float32 if config.training.mixed_precision_param == "float32" else torch.bfloat16
     optimizer = build_optimizer(model.own_parameters(), config.optimizer, sums_of(model), products)
-    average = EMA(model.parameters, decay) if decay else None
+    average = EMA(trained(model.parameters), decay) if decay else None
     scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
     bad_steps = BadSteps(config.training.spike_threshold, config.training.max_skipped_steps, model.device)
-    return RunState(model.parameters, optimizer, scaler, average, Progress(), bad_steps)
+    return RunState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay)
 
 
 def sums_of(model: ParallelModel) -> SharedSums:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.run_state import Progress
+from checkpoints.run_state import Progress, RunState
 from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
-from training.due import ONE_STEP, GlobalBatch, Rollouts
+from training.due import ONE_STEP, GlobalBatch, Rollouts, num_places
+from training.replay import Replay, ReplaySampler, one_step_samples
 
 logger = logging.getLogger(__name__)
 # Fields (B, h + R, V, H, W) float32, NaN where missing: windows (datasets/window.py), then what follows in R
@@ -24,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 def build_batches(
     samples: FieldDataset,
     config: Config,
-    progress: Progress,
+    run: RunState,
     parts: tuple[int, int],
     global_batch: GlobalBatch,
     device: torch.device,
@@ -32,9 +33,15 @@ def build_batches(
     """parts: which part of each global batch this rank takes, and of how many."""
     training, data = config.training, config.data
     first = global_batch.micro_batches(1)
-    order = TrainSampler(len(samples), training.seed, training.local_batch_size, first, *parts)
+    sampler = (len(samples), training.seed, training.local_batch_size, first, *parts)
+    order = TrainSampler(*sampler)
+    if run.replay:
+        samples = one_step_samples(samples, training.replay_steps, data.history)
+        order = ReplaySampler(num_places(training, global_batch.smallest), training.replay_steps, *sampler)
     loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
-    return Batches(loader, progress, device, global_batch, Rollouts.of(training), data.history)
+    rollouts = Rollouts.of(training)
+    start = (rollouts, data.history, run.replay)
+    return Batches(loader, run.progress, device, global_batch, *start, frozen=config.lora.enable)
 
 
 class Batches:
@@ -51,9 +58,12 @@ class Batches:
         global_batch: GlobalBatch,
         rollouts: Rollouts = ONE_STEP,
         history: int = 1,
+        replay: Replay | None = None,
+        frozen: bool = False,
     ) -> None:
         self.loader, self.progress, self.device, self.rollouts = loader, progress, device, rollouts
         self.global_batch, self.history, self.iterator = global_batch, history, iter(())
+        self.replay, self.frozen = replay, frozen
         # Samples and rollbacks that the iterator goes on from, steps of the model, and micro-batches.
         self.at: tuple[int, int, int, int] | None = None
         self.length = self.samples = 0  # steps of the model in the last step, and its samples of all ranks
@@ -81,9 +91,13 @@ class Batches:
             where = (progress.samples, progress.rollbacks)
             batches = self.loader.iterate(*where, num_dates=self.history + length, accumulation=number)
             self.iterator = on_device(batches, self.device)
-        self.at, self.seconds, self.bytes, self.passes = None, 0.0, 0, self.rollouts.passes(length)
-        for _ in range(number):
-            yield self._next()
+        self.at, self.seconds, self.bytes = None, 0.0, 0
+        self.passes = self.rollouts.passes(length, self.frozen)
+        for micro in range(number):
+            fields, times = self._next()
+            if self.replay:
+                fields = self.replay.start(progress.samples, micro, fields, times)
+            yield fields, times
         self.at = progress.samples + samples, progress.rollbacks, length, number
 
     def _next(self) -> Batch:

@@ -124,9 +124,16 @@ class Rollouts:
         weights = [0.0] * begin + weights[begin:]
         return [weight / (sum(weights) or 1.0) for weight in weights]
 
-    def passes(self, length: int) -> int:
-        """Forward passes that a rollout is worth: a backward pass counts two; what is repeated, nothing."""
-        return length + 2 * self.with_gradients(length)
+    def passes(self, length: int, frozen: bool = False) -> int:
+        """Forward passes that a rollout is worth: a backward pass counts two, or one where matrices are
+        frozen and have no gradients; what is repeated, nothing.
+        """
+        return length + (1 if frozen else 2) * self.with_gradients(length)
 
 
 ONE_STEP = Rollouts(((1, 1),))
+
+
+def num_places(training: Training, smallest: int) -> int:
+    """Of forecasts that all ranks keep (training/replay.py); `smallest`: samples that they take at once."""
+    return training.replay_capacity or max(training.global_batch_size, smallest)

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from datasets.data_wait import Reading, advice
 from optimizers.noise_scale import NoiseScale, shown
 from sinks.opening import open_sinks
 from traces.profiler import part_times
+from traces.slow_ranks import SlowRanks
 from training.batches import Batches
 from training.journal import Journal
 from training.update import Update, UpdateInBackward
@@ -74,6 +76,7 @@ class Metrics:
         if self.is_first and sys.stderr.isatty():
             self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
         self.last_line, self.epoch, self.has_advised = 0.0, 0.0, False
+        self.slow_ranks = SlowRanks()
         self.start_interval()
 
     def start_interval(self) -> None:
@@ -123,6 +126,7 @@ class Metrics:
             "critical_batch_size": self._critical_batch(update.noise),
             "skipped_steps": update.run.bad_steps.skipped,  # since this start
         }
+        self.slow_ranks.look(self.num_steps, seconds, record["data_seconds"])
         record |= self._reading(seconds * self.num_steps)
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
@@ -164,6 +168,11 @@ class Metrics:
             self.journal.write({k: _finite(v) for k, v in record.items()})
         for sink in self.sinks:
             sink.write(record)
+
+    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """Of a validation, into the sinks: name -> PNG, and its table. The first rank has what to show."""
+        for sink in self.sinks:
+            sink.show(step, pictures, scorecard)
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are going to be done again."""

@@ -17,14 +17,15 @@ from datasets.window import split_sample
 from jobs.heartbeat import activity
 from losses.conservation import FREE, Kept
 from losses.penalties import Penalty, by_member
-from losses.pointwise import fused_sum_of_costs, mean_loss, relative_l2_loss, sum_of_costs
+from losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
 from losses.spectral import SpectralPart, amse
 from losses.weights import change_weights, mean_weights, relative_l2_weights
-from models.build import WeatherModel
 from models.noise import keys_of_members
+from models.weather_model import WeatherModel
 from parallelisms.compile import compiled
 from parallelisms.parallelize import Shards
 from training.due import ONE_STEP, Rollouts
+from training.replay import Replay
 
 
 class Objective:
@@ -33,6 +34,8 @@ class Objective:
 
     Errors are those of the model's output, costs in units of normalised states.
     """
+
+    replay: Replay | None = None  # where steps start from forecasts of earlier ones
 
     def __init__(
         self,
@@ -87,7 +90,8 @@ class Objective:
 
     def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> list[Tensor]:
         """What this rank has of a batch (B, h + 1, V, H, W): the model's input, its expected output, weights,
-        and for a spectral loss the truth times the root of what it weighs; of all members, with their noise.
+        for a spectral loss the truth times the root of what it weighs, and the state where a quantity that is
+        paid for needs it; of all members, with their noise.
         """
         window, truth = split_sample(fields, self.normalizer.history)
         window = self.of_members(self.normalizer.normalize_window(window))
@@ -98,14 +102,15 @@ class Objective:
         state = self.normalizer.newest(window)
         target, mask = self.normalizer.normalize(truth)
         weights = self.weights(target, mask)
-        weighted = [weights.sqrt() * target] if self.spectral_fraction else []
+        further = [weights.sqrt() * target] if self.spectral_fraction else []
         weights.mul_(self.normalizer.output_scale.pow(self.penalty.power) / self.members)
         target, weights, times = map(self.of_members, (target, weights, times))
+        further += [state] if self.kept.squares else []
         from_fields: Any = self.geometry.from_fields
         return [
             self.shards.cut_input(from_fields(self.conditions.append(window, times, *noise))),
             self.shards.cut_output(from_fields(self.normalizer.expected_output(state, target))),
-            *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *weighted)),
+            *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *further)),
         ]
 
     def loss_part(self, output: Tensor, target: Tensor, weights: Tensor, *truth: Tensor) -> Tensor:
@@ -115,9 +120,9 @@ class Objective:
         if self.relative:
             return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
         if not truth:
-            return mean_loss(costs)
+            return costs.sum()
         part = SpectralPart.apply(output, target, weights, *truth, self.shards, self.geometry)
-        return torch.lerp(mean_loss(costs), part, self.spectral_fraction)
+        return torch.lerp(costs.sum(), part, self.spectral_fraction)
 
     def of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """The loss of whole physical fields, of one date: (M, V, H, W), and a truth (1, V, H, W)."""
@@ -130,8 +135,7 @@ class Objective:
         parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
         costs = sum_of_costs(*parts, penalty=self.penalty)
         if not self.spectral_fraction:
-            return torch.mean(costs.sqrt()) if self.relative else mean_loss(costs)
+            return torch.mean(costs.sqrt()) if self.relative else costs.sum()
         roots = weights.sqrt_()
-        return torch.lerp(
-            mean_loss(costs), amse(roots * (output - target), roots * target), self.spectral_fraction
-        )
+        spectral = amse(roots * (output - target), roots * target)
+        return torch.lerp(costs.sum(), spectral, self.spectral_fraction)

@@ -23,6 +23,7 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.batches import Batch
 from training.objective import Objective
+from training.replay import watched
 from verification.rollout import rollout
 
 
@@ -44,7 +45,13 @@ def forward_backward(
     num_steps, keys = truths.shape[1], objective.keys(step, times)
     if num_steps == 1:
         inputs, *expected = objective.cut(fields, times, *told(objective, keys, times, 0))
-        return model.forward_backward(inputs, expected, kept_part(objective, loss_part), scale, exchange)
+        outputs: list[Tensor] = []
+        part = kept_part(objective, loss_part)
+        part = watched(part, outputs) if objective.replay else part
+        loss = model.forward_backward(inputs, expected, part, scale, exchange)
+        if objective.replay:
+            objective.replay.keep(objective.normalizer, model, start, times, outputs)
+        return loss
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
         windows = forecast(objective, model, start, times, num_steps, seed, keys)
@@ -66,7 +73,8 @@ def kept_part(objective: Objective, loss_part: LossPart) -> LossPart:
     """Of outputs that are held to what the model conserves, or pay for it."""
 
     def part(output: Tensor, *expected: Tensor) -> Tensor:
-        return loss_part(objective.kept.hold(output), *expected) + objective.kept.cost(output)
+        expected, start = objective.kept.split(expected)
+        return loss_part(objective.kept.hold(output), *expected) + objective.kept.cost(output, *start)
 
     return part
 
@@ -144,10 +152,10 @@ class StepBack:
 
         def part(output: Tensor, *expected: Tensor) -> Tensor:
             later = None if self.later is None else expected[-1]
+            expected, start = self.kept.split(expected if later is None else expected[:-1])
             held = self.kept.hold(output)
             held.register_hook(partial(self._joined, later))
-            loss = loss_part(held, *(expected if later is None else expected[:-1]))
-            return share * (loss + self.kept.cost(output))
+            return share * (loss_part(held, *expected) + self.kept.cost(output, *start))
 
         return self.model.forward_backward(self.inputs, self.expected, part, scale, exchange)
 

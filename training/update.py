@@ -96,9 +96,8 @@ class UpdateInBackward:
         self.rate, self.plain_loss_part = rate, loss_part
         self.step, self.lr, self.bad = 0, 0.0, torch.zeros(())
         self.norms: list[Tensor] = []
-        groups = run.optimizer.param_groups
-        self.group_of = {parameter: group for group in groups for parameter in group["params"]}
-        for parameter in model.parameters.values():
+        self.group_of = {p: group for group in run.optimizer.param_groups for p in group["params"]}
+        for parameter in self.group_of:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def begin(self, step: int) -> None:

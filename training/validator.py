@@ -3,7 +3,6 @@
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from training.objective import Objective
 from training.samples import Samples
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
-from verification.validation import Validation
+from verification.validation import Example, Validation
 from verification.validation_scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,11 @@ class Validator:
         metrics: Metrics,
     ) -> None:
         self.model, self.objective, self.run = assembly.model, objective, run
-        self.saves, self.metrics = saves, metrics
+        self.saves, self.metrics, self.samples, self.folder = saves, metrics, samples, config.dump_folder
         settings, data, area = config.validation, config.data, objective.area
+        sinks = config.metrics
+        self.plots = settings.plots
+        self.shows = sinks.enable_tensorboard or sinks.enable_wandb or sinks.enable_mlflow
         members, step_seconds = settings.members or config.training.members, data.step_hours * 3600
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, step_seconds)
         self.forecast = model_forecast(*parts, members, config.training.seed)
@@ -86,8 +88,10 @@ class Validator:
     def _averaged(self) -> AbstractContextManager:
         return self.run.average.in_place() if self.run.average else nullcontext()
 
-    def scores(self, step: int) -> Scores | None:
-        """After `step`, into metrics.jsonl too; None where nothing is validated."""
+    def scores(self, step: int, last: bool = False) -> Scores | None:
+        """After `step`, into metrics.jsonl too; None where nothing is validated. Plots after the last step,
+        and where somebody looks at them meanwhile.
+        """
         if self.validation is None:
             return None
         self.model.train(False)
@@ -101,21 +105,26 @@ class Validator:
                 scores = self.validation.run(forecast, self.baselines, loss)
             if self.run.average:
                 scores.rmse["raw weights"] = self.validation.run(forecast, {}, loss).rmse["model"]
+            example = self._example(last)
         self.model.train()
         seconds = time.monotonic() - started
         logger.info(f"validated {max(scores.num_dates)} dates in {seconds:.1f} s")
         self.metrics.write(scores.record(step) | {"validation_seconds": seconds})
+        if example and dist.get_rank() == 0:
+            self._plot(step, scores, example)
         return scores
 
-    def plot(self, folder: Path, scores: Scores, samples: Samples) -> None:
-        """Loss curve, errors against lead time, and maps of the last date, into plots/."""
-        if self.validation is None:
-            return
-        with giving_memory_back(self.model.device), self._averaged():
-            example = self.validation.last_date(self.forecast)  # on all ranks: the model may take all of them
-        if dist.get_rank() == 0:
-            from verification.plots import plot_run  # here, because it takes half a second of every start
+    def _example(self, last: bool) -> Example | None:
+        """The forecast that is drawn, where one is: on all ranks, since the model may take all of them."""
+        if self.validation is None or not self.plots or not (last or self.shows):
+            return None
+        with self._averaged():
+            return self.validation.last_date(self.forecast)
 
-            selection = samples.selection
-            chosen = named_by(self.plotted, scores.variables)
-            plot_run(folder, scores, example, selection.archive.grid, selection.land(), chosen)
+    def _plot(self, step: int, scores: Scores, example: Example) -> None:
+        """Loss curve, errors against lead time, maps and spectra of the last date, into plots/ and sinks."""
+        from verification.plots import plot_run  # here, because it takes half a second of every start
+
+        selection, chosen = self.samples.selection, named_by(self.plotted, scores.variables)
+        parts = (selection.archive.grid, selection.land(), chosen)
+        self.metrics.show(step, plot_run(self.folder, scores, example, *parts), scores.table())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
-from models.build import WeatherModel
+from models.weather_model import WeatherModel
 
 
 @dataclass(frozen=True)

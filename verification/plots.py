@@ -9,13 +9,16 @@ matplotlib.use("Agg")  # a cluster has no screen
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from archives.grid import Grid
 from archives.variables import short_label
 from training.journal import read_records
+from verification.details import circumference, zonal_energy_spectrum
 from verification.maps import Land, draw_map, error_colours, field_colours
+from verification.validation import Example
 from verification.validation_scores import Scores, dates_of_leads
 
 STYLES = {
@@ -55,20 +58,24 @@ def save(figure: Figure, target: Path) -> None:
 def plot_run(
     folder: Path,
     scores: Scores,
-    example: tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]],
+    example: Example,
     grid: Grid,
     land: np.ndarray | None,
     chosen: Sequence[str] = (),
-) -> None:
-    """The three plots, in `folder`/plots; `example` is what is mapped: see `plot_maps`. chosen: which of its
-    variables, the first ones where none is named.
+) -> dict[str, Path]:
+    """Name -> file of each plot, in `folder`/plots; `example` is what is mapped: see `plot_maps`. chosen:
+    which of its variables, the first ones where none is named.
     """
-    plot_loss(folder / "metrics.jsonl", folder / "plots/loss.png")
-    plot_rmse(scores, folder / "plots/rmse.png")
     date, fields = example
-    names = chosen or list(fields)[:MAX_MAPS]
-    mapped = {name: fields[name] for name in names}
-    plot_maps(date, mapped, scores, grid, land, folder / "plots/maps.png")
+    mapped = {name: fields[name] for name in chosen or list(fields)[:MAX_MAPS]}
+    names = ("loss", "rmse", "maps", *(["spectra"] if grid.periodic else []))
+    files = {name: folder / f"plots/{name}.png" for name in names}
+    plot_loss(folder / "metrics.jsonl", files["loss"])
+    plot_rmse(scores, files["rmse"])
+    plot_maps(date, mapped, scores, grid, land, files["maps"])
+    if grid.periodic:
+        plot_zonal_energy(date, mapped, scores, grid, files["spectra"])
+    return files
 
 
 def plot_loss(metrics_file: Path, target: Path) -> None:
@@ -98,6 +105,35 @@ def plot_rmse(scores: Scores, target: Path) -> None:
         axes.set_ylabel(f"RMSE ({scores.units[v]})" if scores.units[v] else "RMSE")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    save(figure, target)
+
+
+def plot_zonal_energy(
+    date: np.datetime64,
+    fields: dict[str, tuple[np.ndarray, np.ndarray]],
+    scores: Scores,
+    grid: Grid,
+    target: Path,
+) -> None:
+    """Of truth and forecast of one date, mean over the rows between 30 and 60 degrees of both hemispheres
+    that lack no value; fields as in `plot_maps`.
+    """
+    hours, length = scores.lead_hours[0], torch.from_numpy(circumference(grid.latitude))
+    units = dict(zip(scores.variables, scores.units, strict=True))
+    north = np.abs(grid.latitude)
+    rows = (north >= 30) & (north <= 60) if ((north >= 30) & (north <= 60)).any() else north < 90
+    title = f"Zonal energy of a {hours} h forecast from {str(date)[:16]} UTC"
+    figure, panels = build_panels(len(fields), title)
+    for axes, (variable, pair) in zip(panels, fields.items(), strict=True):
+        for field, label, look in zip(pair, ("truth", "forecast"), ("k-", "C3-"), strict=True):
+            energy = zonal_energy_spectrum(torch.from_numpy(np.asarray(field)), length).numpy()[rows]
+            whole = energy[np.isfinite(energy).all(axis=1)]
+            if len(whole):
+                axes.plot(np.arange(1, whole.shape[1]), whole.mean(axis=0)[1:], look, label=label)
+        axes.set(title=variable.replace("_", " "), xlabel="zonal wavenumber", xscale="log", yscale="log")
+        axes.set_ylabel(f"m ({units[variable]})2" if units[variable] else "energy", fontsize=8)
+        axes.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
     save(figure, target)
 

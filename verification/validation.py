@@ -14,12 +14,13 @@ from torch import Tensor
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader, in_one_line
 from datasets.window import split_sample
-from verification.ensembles import ENSEMBLE, ensemble_errors
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
-from verification.validation_scores import Scores
+from verification.validation_scores import ENSEMBLE, Scores, ensemble_errors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+# An initial date, and variable -> (truth, forecast), each (H, W).
+Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
 def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
@@ -99,7 +100,7 @@ class Validation:
         return self._scores(errors, losses, present)
 
     @torch.no_grad()
-    def last_date(self, forecast: Forecast) -> tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    def last_date(self, forecast: Forecast) -> Example:
         """The last initial date that has a truth at the first lead, and variable -> (truth, forecast) (H, W)
         there; of an ensemble its mean.
         """

@@ -1,14 +1,19 @@
-"""What a validation found: for metrics.jsonl, and as a table.
+"""What a validation found: for metrics.jsonl, and as a table; of an ensemble, what its members are worth
+beside its mean: CRPS, and whether they differ as much as it errs.
 
-Shapes: L leads, V variables.
+Shapes: B dates, M members, L leads, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from verification.ensembles import spread_skill
+from verification.scores import fair_crps
+
+ENSEMBLE = ("crps", "variance")
 
 
 @dataclass
@@ -37,11 +42,12 @@ class Scores:
     def record(self, step: int) -> dict[str, float]:
         """The validation object of metrics.jsonl: the first lead under plain names, others with @<hours>h."""
         record: dict[str, float] = {"step": step, "val/loss": self.loss}
+        suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
+        record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
         keys = {name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.rmse}
         tables = {keys[name]: table for name, table in self.rmse.items()} | self.ensemble_scores
         for key, table in tables.items():
-            for hours, row in zip(self.lead_hours, table.tolist(), strict=True):
-                suffix = "" if hours == self.lead_hours[0] else f"@{hours}h"
+            for suffix, row in zip(suffixes, table.tolist(), strict=True):
                 record |= {
                     f"val/{key}/{v}{suffix}": value for v, value in zip(self.variables, row, strict=True)
                 }
@@ -72,3 +78,37 @@ def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
         return f"{first} initial dates"
     between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
     return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
+
+
+# -- of an ensemble
+
+
+def ensemble_errors(name: str, members: Tensor, truth: Tensor, area: Tensor) -> Tensor:
+    """(B, V) float64: the area-weighted mean, over the cells that have a truth, of the fair CRPS or of the
+    unbiased variance of members (B, M, V, H, W) beside a truth (B, V, H, W).
+
+    NaN where a field has no cell with a truth, and where a member is not finite though the truth is.
+    """
+    rows = area.double()[:, None]
+    fields = [
+        _mean(name, members[date, :, variable], truth[date, variable], rows)
+        for date, variable in np.ndindex(*truth.shape[:2])
+    ]
+    return torch.stack(fields).view(truth.shape[:2])
+
+
+def _mean(name: str, members: Tensor, truth: Tensor, rows: Tensor) -> Tensor:
+    """(M, H, W), (H, W) and weights (H, 1) -> (). One field at a time, as errors of the mean are."""
+    valid = torch.isfinite(truth)
+    of_cells = fair_crps(members, truth) if name == "crps" else members.double().var(dim=0, correction=1)
+    weights = valid * rows
+    return (weights * torch.where(valid, of_cells, 0.0)).sum() / weights.sum()
+
+
+def spread_skill(variance: Tensor, rmse: Tensor, num_members: int) -> Tensor:
+    """Spread over skill: 1 where the truth might be one of the members, less where they are too sure.
+
+    variance: the mean over dates and cells of the members' unbiased variance; rmse: of their mean. That of M
+    members errs by sqrt((M + 1) / M) more than that of infinitely many (Fortin et al. 2014).
+    """
+    return ((num_members + 1) / num_members * variance).sqrt() / rmse

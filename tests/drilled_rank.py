@@ -1,0 +1,71 @@
+"""A rank of train.py that meets with a misfortune on its way: what is drilled is what is said of it.
+
+python -m jobs.launch --nproc_per_node 2 tests/drilled_rank.py <misfortune> --job.config_file ...
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import train
+from traces import slow_ranks
+
+STEP = 7  # in which it happens; memory runs out in the first, which takes what later ones have already
+MEMORY = 64 * 2**20  # bytes more than before the first step
+STRUCK = 1  # the rank that it happens to
+
+
+def flip_a_bit(model: Any) -> None:
+    """What memory without error correction does."""
+    weight = model.parameters["blocks.1.mlp.up.weight"].detach()
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    local.view(torch.int32)[0, 0] ^= 1
+
+
+def run_out_of_memory(model: Any) -> None:
+    """No more address space than there is in use, and a little."""
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def call_another_collective(model: Any) -> None:
+    """What code does that decides on one rank alone."""
+    dist.all_reduce(torch.ones(5))
+
+
+def be_slow(model: Any) -> None:
+    time.sleep(0.4)
+
+
+MISFORTUNES: dict[str, Callable[[Any], None]] = {
+    "flip_a_bit": flip_a_bit,
+    "run_out_of_memory": run_out_of_memory,
+    "call_another_collective": call_another_collective,
+    "be_slow": be_slow,
+}
+
+
+def main() -> None:
+    strike = MISFORTUNES[sys.argv.pop(1)]
+    plain = train.train_step
+
+    def train_step(step: int, batches: Any, objective: Any, model: Any, *rest: Any) -> Any:
+        now = step == (1 if strike is run_out_of_memory else STEP) or strike is be_slow
+        if int(os.environ["RANK"]) == STRUCK and now:
+            strike(model)
+        return plain(step, batches, objective, model, *rest)
+
+    train.train_step = train_step
+    slow_ranks.EVERY = 2  # logged steps
+    train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""docs/adding_a_data_source.md: its file is made and described as it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_file_of_the_page_is_described_as_it_shows(tmp_path: Path) -> None:
+    text = (ROOT / "docs/adding_a_data_source.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    shown = re.search(r"datasets\.describe winds\.nc.*?\n(.*?)```", text, re.DOTALL)
+    assert shown
+    command = [sys.executable, "-m", "datasets.describe", str(tmp_path / "winds.nc")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    missing = [line for line in shown[1].splitlines() if line not in done.stdout.splitlines()]
+    assert not missing, done.stdout

@@ -1,0 +1,174 @@
+"""Misfortunes of a run, provoked: what is said of each, and that nothing else is."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from jobs.hang_report import Beat, mismatch
+from tests.parity import Layout, SmallRun, replicate, tp
+from tests.started_jobs import ROOT, write_config
+from tests.test_preflight import small  # noqa: F401  (a fixture)
+from traces.collective_record import disagreement
+from traces.slow_ranks import Pace, waiting
+from training.fingerprints import Fingerprints, ReplicasDiverged, combined, fingerprint, most_different
+
+LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]
+USUAL = re.compile(r"rank +\d: \w+ \d$|[\d:]+  (2 ranks|train: |[\d.]+ M parameters, |step +\d+/|saved )")
+QUICK = ["--comm.train_timeout_seconds", "5"]
+
+
+def drill(folder: Path, misfortune: str, *options: str, faults: Path | None = None) -> tuple[int, list[str]]:
+    """Exit code of two ranks that meet with it, and what they say beyond the lines of a run that is well."""
+    program = ["tests/drilled_rank.py", misfortune] if misfortune else ["train.py"]
+    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", *program]
+    command += ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
+    paths = os.pathsep.join(map(str, [ROOT, *([faults] if faults else [])]))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ended = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
+    )
+    lines = [line for line in ended.stderr.splitlines() if line and not USUAL.match(line)]
+    return ended.returncode, lines
+
+
+def test_replicas_that_diverge(tmp_path):
+    """Compared every 3 steps, and before the save of step 8, which is not made."""
+    options = [
+        "--parallelism.data_parallel_replicate_degree",
+        "2",
+        "--fault_tolerance.fingerprint_steps",
+        "3",
+    ]
+    options += ["--checkpoint.interval", "4", "--checkpoint.async_mode", "disabled"]
+    code, said = drill(tmp_path, "flip_a_bit", *options)
+    assert code == 1 and len(said) == 1, said
+    assert said[0].startswith("rossby: step 8: replicas have diverged: rank 1 ("), said
+    assert "holds other bits than rank 0 in blocks.1.mlp.up.weight" in said[0]
+    assert "all were alike after step 6" in said[0]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000004"]
+
+
+def test_memory_that_runs_out(tmp_path):
+    code, said = drill(tmp_path, "run_out_of_memory", *LARGE, "--training.steps", "9")
+    assert code == 1 and len(said) == 1, said
+    assert said[0].startswith("rossby: rank 1 (") and "in step 1, train: out of memory" in said[0]
+    assert "the planner expects a peak of 0.22 GiB a rank" in said[0] and "activations 0.19 GiB" in said[0]
+    changes = ("training.mixed_precision_param", "training.local_batch_size = 128", "activation_checkpoint")
+    assert all(change in said[0] for change in changes), said
+
+
+def test_ranks_that_call_different_collectives(tmp_path):
+    code, said = drill(tmp_path, "call_another_collective", *QUICK)
+    assert code == 1 and len(said) == 6, said
+    assert "in step 7" in said[0] and "no progress for" in said[0]
+    assert all(line.startswith(f"  rank {rank}: step 7") for rank, line in enumerate(said[1:3]))
+    assert "among all ranks is not the same: rank 0: all_gather of Float" in said[3]
+    assert "rank 1: all_reduce of Float [5]" in said[3] and "some code decided on one rank alone" in said[4]
+
+
+def test_a_slow_rank(tmp_path):
+    code, said = drill(tmp_path, "be_slow", "--training.steps", "13", "--metrics.log_freq", "3")
+    assert code == 0 and len(said) == 1, said
+    assert " rank 1 (" in said[0] and "is slow: of 0." in said[0] and "its own work takes 0." in said[0]
+
+
+@pytest.mark.slow
+def test_a_slow_disk(tmp_path):
+    """Every file takes 0.3 s to reach it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nplain = os.fsync\nos.fsync = lambda file: time.sleep(0.3) or plain(file)\n"
+    )
+    options = ["--training.steps", "12", "--checkpoint.interval", "3"]
+    code, said = drill(tmp_path, "", *options, faults=tmp_path)
+    assert code == 0 and len(said) == 1, said
+    assert "training waited " in said[0] and " MB/s into " in said[0] and "a longer interval" in said[0]
+
+
+@pytest.mark.slow  # the last save is tried again for half a minute
+def test_a_full_disk(tmp_path, small):  # noqa: F811
+    """1 MB, as a store that is mounted and has no more room shows itself."""
+    folder = tmp_path / "run/checkpoints"
+    folder.parent.mkdir()
+    folder.symlink_to(small)
+    code, said = drill(tmp_path, "", "--training.steps", "9", "--model.dim", "64")
+    assert code == 1 and "could not be written" in said[-1] and "No space left on device" in said[-1]
+    assert "1 MB free in " in said[-1] and "a checkpoint takes 1 MB" in said[-1], said
+    assert not any("RuntimeError" in line for line in said), said
+
+
+# -- what the diagnoses are made of
+
+
+def test_a_fingerprint_knows_every_bit():
+    numbers = torch.randn(7, 5)
+    for changed in range(numbers.numel()):
+        other = numbers.clone()
+        other.view(-1).view(torch.int32)[changed] ^= 1 << (changed % 32)
+        assert fingerprint(other) != fingerprint(numbers)
+    assert fingerprint(numbers[1:]) == fingerprint(numbers[1:].clone())  # wherever it lies in memory
+    halves = numbers.bfloat16()
+    assert fingerprint(halves) == fingerprint(halves.clone()) != fingerprint(numbers)
+    a, b = torch.randn(3), torch.randn(3)
+    assert combined([a, b]) != combined([b, a])
+
+
+def test_who_stands_alone():
+    same = {"fsdp 0": {"a": 1, "b": 2}}
+    other = {"fsdp 0": {"a": 1, "b": 3}}
+    assert most_different([same, same, other, same]) == ([2], [0, 1, 3], ["b"])
+    shard = {"fsdp 1": {"a": 9, "b": 9}}
+    assert most_different([same, shard, same, {"fsdp 1": {"a": 8, "b": 9}}]) == ([3], [1], ["a"])
+
+
+def check_parts(layout: Layout) -> list[str]:
+    """The parts that a rank holds; its replicas hold them alike, until a bit of one is another."""
+    fingerprints = Fingerprints(SmallRun(layout).model, interval=100)
+    fingerprints.compare(100, saves=False)
+    if dist.get_rank() == 1:
+        first = next(iter(next(iter(fingerprints.parts.values())).values())).detach()
+        local = first.to_local() if isinstance(first, DTensor) else first
+        local.view(-1).view(torch.int32)[0] ^= 1
+    with pytest.raises(ReplicasDiverged, match=r"replicas have diverged: rank"):
+        fingerprints.compare(200, saves=False)
+    return sorted(fingerprints.parts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (replicate(4), [["stage 0"]] * 4),
+        (replicate(2), [["stage 0, fsdp 0"], ["stage 0, fsdp 1"]] * 2),
+        (replicate(2) | tp(2), [["stage 0", "stage 0, tp 0"], ["stage 0", "stage 0, tp 1"]] * 2),
+    ],
+    ids=["replicas", "HSDP", "replicas x tp"],
+)
+def test_ranks_compare_what_they_hold_alike(ranks, layout, parts):
+    assert ranks(4).run(check_parts, Layout(4, layout)) == parts
+
+
+def test_calls_that_differ_are_told_apart():
+    told = {0: {"1": [4, "all_reduce of Float [5]", "mesh_tp"]}, 1: {"1": [3, "x", "mesh_tp"]}}
+    assert disagreement(told) == ["rank 0 called all_reduce of Float [5] (call 4 among tp), rank 1 did not"]
+    assert disagreement({0: told[0], 1: told[0]}) == []
+    waiting_ranks = [Beat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
+    assert "rank 1 did not" in mismatch(waiting_ranks)[0]
+    assert mismatch([waiting_ranks[0], Beat(1, calls=dict(told[1]))]) == []  # it computes: merely late
+
+
+def test_own_work_is_what_is_not_waiting():
+    """Two ranks, calls 1 s apart; rank 1 comes 0.4 s late to each of three: rank 0 waits 1.2 of 2.4 s."""
+    calls = np.array([[[1, 0], [2, 1000], [3, 2000]], [[1, 400], [2, 1400], [3, 2400]]])
+    waited, span = waiting(calls)
+    assert waited.tolist() == [1200, 0] and span == 2400
+    pace = Pace(1.0, np.array([0.5, 1.0]), np.array([0.0, 0.7]))
+    assert pace.slow() == 1 and "own work takes 1.000 s (0.700 s of it waiting for data)" in str(pace)
+    assert Pace(1.0, np.array([0.9, 1.0]), np.zeros(2)).slow() is None
+    assert Pace(0.01, np.array([0.005, 0.01]), np.zeros(2)).slow() is None

@@ -1,0 +1,358 @@
+"""Adapters: what they compute and train, what a run with them starts from, and merged, plain weights."""
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import xarray as xr
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import forecast
+from archives.grid import global_grid
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import read_tensors, stored_tensors
+from checkpoints.initial_weights import Channels, load_initial_weights
+from command_line import load_config, to_toml
+from config import Checkpoint, Lora, Model
+from errors import ConfigError, DataError
+from models.build import WeatherModel, build_model
+from models.initialization import init_weights
+from models.lora import AdaptedLinear, apply_lora, awake, count, merge_lora, quantize, trained
+from planning.dry_run import dry_run
+from tests.parity import TABLE, Layout, SmallRun, config_of, difference, full, reference_of
+from tests.started_jobs import write_config
+from train import train
+
+DTYPES = ("float32", "bfloat16", "int8")
+
+
+def adapted(base_dtype: str = "float32", **lora) -> WeatherModel:
+    """A small model with adapters that are not zero, on the CPU."""
+    model = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+    apply_lora(model, Lora(True, rank=4, alpha=6.0, base_dtype=base_dtype, **lora))  # type: ignore[arg-type]
+    model.to_empty(device="cpu")
+    init_weights(model, seed=1)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.normal_(std=0.05)
+    return model
+
+
+def plain_twin(model: nn.Module) -> WeatherModel:
+    """The model without adapters, its matrices W + (alpha / rank) B A written out."""
+    twin = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True).to_empty(device="cpu")
+    stored = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        value = stored[name].detach().float()
+        if f"{name}_scale" in stored:
+            value = value * stored[f"{name}_scale"].detach()
+        adapter = name.replace("weight", "lora_a")
+        if adapter != name and adapter in stored:
+            value = value + 6.0 / 4 * stored[name.replace("weight", "lora_b")] @ stored[adapter]
+        parameter.data.copy_(value)
+    return twin
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_it_computes_what_the_merged_matrices_compute(base_dtype: str) -> None:
+    model, fields = adapted(base_dtype), torch.randn(2, 5, 8, 16)
+    expected = plain_twin(model).predict(fields)
+    torch.testing.assert_close(model.predict(fields), expected, atol=1e-5, rtol=1e-5)
+    merge_lora(model)
+    assert not any(isinstance(module, AdaptedLinear) for module in model.modules())
+    torch.testing.assert_close(model.predict(fields), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_gradients_are_those_of_the_written_out_product(base_dtype: str) -> None:
+    """By autograd of W x + factor B (A x), with W made float32 once."""
+    layer = adapted(base_dtype).get_submodule("blocks.0.mlp.up")
+    assert isinstance(layer, AdaptedLinear) and layer.bias is not None
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    weight = awake(layer.weight, layer.weight_scale, torch.float32)
+    written = F.linear(x, weight, layer.bias) + 1.5 * x @ layer.lora_a.T @ layer.lora_b.T
+    direction = torch.randn_like(written)
+    wanted = [x, layer.lora_a, layer.lora_b]
+    expected = torch.autograd.grad(written, wanted, direction)
+    for got, right in zip(torch.autograd.grad(layer(x), wanted, direction), expected, strict=True):
+        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
+def test_no_copy_of_a_resting_matrix_waits_for_backward(base_dtype: str) -> None:
+    layer, kept = adapted(base_dtype).get_submodule("blocks.0.mlp.up"), []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(1, 3, 32))
+    shape = layer.weight.shape
+    assert all(t.dtype == layer.weight.dtype for t in kept if t.shape == shape)
+
+
+def test_int8_is_torchaos() -> None:
+    """The product with torchao's own int8 weights, whose scales are not rounded to bfloat16."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    plain = nn.Linear(64, 48, bias=False)
+    codes, scale = quantize(plain.weight.detach())
+    x, ours = torch.randn(5, 64), awake(codes, scale, torch.float32)
+    assert codes.dtype == torch.int8 and torch.equal(scale, scale.bfloat16().float())
+    assert (ours - plain.weight).abs().max() < plain.weight.abs().max() / 127
+    quantize_(plain, Int8WeightOnlyConfig())
+    theirs = plain(x)
+    assert (F.linear(x, ours) - theirs).norm() < 0.01 * theirs.norm()
+
+
+def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
+    model = adapted()
+    names = trained(dict(model.named_parameters()))
+    assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
+    more = trained(dict(adapted(also_train=("head", "norms")).named_parameters()))
+    assert "head.weight" in more and "blocks.1.mlp_norm.bias" in more and "patch_embedding.weight" not in more
+    fresh = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+    base = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+    apply_lora(fresh, Lora(True))
+    fields = torch.randn(1, 5, 8, 16)
+    for each in (fresh, base):
+        init_weights(each.to_empty(device="cpu"), seed=1)
+    torch.testing.assert_close(fresh.predict(fields), base.predict(fields))
+
+
+@pytest.mark.parametrize(("name", "rank"), [("gfs_winds_lora", 0), ("vit1b", 16)])
+def test_at_most_two_percent_train(name: str, rank: int) -> None:
+    file = Path(__file__).parent.parent / f"train_configs/{name}.toml"
+    config = load_config(["--job.config_file", str(file)], checked=False)
+    model = build_model(config.model, 2, 6, (32, 64), True)
+    apply_lora(model, replace(config.lora, rank=rank) if rank else config.lora)
+    some, every = count(model)
+    assert 0 < some <= 0.02 * every
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "lora.enable = True: adapts a trained model; name its run in checkpoint.initial_load_path"),
+        (
+            ["--model.name", "unet"],
+            'adapts the matrices of a ViT, and model.name = "unet" has none',
+        ),
+        (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
+        (["--lora.rank", "192"], "lora.rank = 192: is thin beside model.dim = 192"),
+        (
+            ["--lora.also_train", '["modulation"]'],
+            "this model has no modulation that could train",
+        ),
+        (["--lora.base_dtype", "int4"], "lora.base_dtype"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) -> None:
+    start = [] if not options else ["--checkpoint.initial_load_path", "elsewhere"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--model.dim", "192", "--lora.enable", *start, *options])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+SETTINGS = {
+    "in_backward": {"in_backward": True, "max_norm": 0.0},
+    "Muon": {"name": "Muon"},
+    "LAMB": {"name": "LAMB"},
+    "moments in int8": {"state_dtype": "int8"},
+    "averages": {"ema_decay": 0.9},
+}
+
+
+def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
+    """What trains, after three steps."""
+    small = SmallRun(layout, **settings)
+    for step in range(3):
+        small.step(step)
+    own = trained(small.model.parameters)
+    averages = small.run.average.averages if small.run.average else {}
+    assert averages.keys() == (own.keys() if averages else set())
+    return {name: full(p) for name, p in own.items()} | {f"ema.{n}": full(t) for n, t in averages.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ways_to_update_under_fsdp_and_tensor_parallelism(ranks, name: str) -> None:
+    """Equal to one process, with a base in int8."""
+    layout = replace(TABLE["lora, fsdp 2 x tp 2, int8"], model=(("dim", 128),))
+    expected = ranks(1).run(weights_after, reference_of(layout), SETTINGS[name])[0]
+    got = ranks(4).run(weights_after, layout, SETTINGS[name])[0]
+    # An 8-bit code at the border of two goes either way.
+    assert difference(got, expected)[0] < (1e-2 if "int8" in name else 1e-4)
+
+
+def save(folder: Path, layout: Layout, seed: int) -> None:
+    """A checkpoint of the weights that a run starts with."""
+    small, text = SmallRun(layout, seed), to_toml(config_of(layout, seed))
+    saves = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), text, {})
+    saves.save(4, {"model": {name: p.detach() for name, p in small.model.parameters.items()}})
+    saves.close()
+
+
+def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
+    small = SmallRun(layout, seed=5)
+    channels = Channels.of(asdict(config_of(layout, 5)))
+    load_initial_weights(folder, small.model.parameters, channels)
+    return {name: full(parameter) for name, parameter in small.model.parameters.items()}
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(
+    ranks, tmp_path: Path, base_dtype: str
+) -> None:
+    layout = replace(TABLE["lora, fsdp 2 x tp 2"], lora=base_dtype)
+    ranks(1).run(save, tmp_path / "base", Layout(), 0)
+    expected = ranks(1).run(start, tmp_path / "base", reference_of(layout))[0]
+    for got in ranks(4).run(start, tmp_path / "base", layout):
+        assert got.keys() == expected.keys()
+        assert all(np.array_equal(got[name], expected[name]) for name in expected)
+    base, name = tensors(tmp_path / "base"), "blocks.1.mlp.up.weight"
+    right = quantize(base[f"model.{name}"])[0] if base_dtype == "int8" else base[f"model.{name}"]
+    np.testing.assert_array_equal(expected[name], right.to(getattr(torch, base_dtype)).float().numpy())
+    ranks(4).run(save, tmp_path / "dealt", layout, 0)
+    ranks(1).run(save, tmp_path / "whole", reference_of(layout), 0)
+    dealt, whole = tensors(tmp_path / "dealt"), tensors(tmp_path / "whole")
+    assert dealt.keys() == whole.keys() and all(torch.equal(dealt[each], whole[each]) for each in whole)
+
+
+def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
+    options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
+    options += ["--checkpoint.initial_load_path", "elsewhere", "--lora.base_dtype"]
+    found = {kind: dry_run(load_config([*options, kind]), 2, global_grid((32, 64)), 7) for kind in DTYPES}
+    adapters = 4 * 4 * 2 * 16 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
+    assert all(each.gradients == adapters for each in found.values())
+    assert all(2 * adapters <= each.optimizer < 2.1 * adapters for each in found.values())
+    saved = 4 * 12 * 192**2 // 2  # weights of the blocks' matrices of a rank
+    assert found["float32"].parameters - found["bfloat16"].parameters == 2 * saved
+    scales = 4 * 4 * 9 * 192 // 2
+    assert found["float32"].parameters - found["int8"].parameters == 3 * saved - scales
+
+
+# -- runs
+
+
+BASE = ["--training.steps", "4", "--training.ema_decay", "0.9"]
+LORA = ["--lora.enable", "--lora.rank", "2", "--training.ema_decay", "0.9"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """Options of a short run that has ended, in the folder of its configuration."""
+    folder = tmp_path_factory.mktemp("base")
+    options = ["--job.config_file", str(write_config(folder))]
+    train(load_config([*options, "--job.dump_folder", str(folder / "base"), *BASE]))
+    return options
+
+
+def adapted_options(base: list[str], folder: Path, *options: str) -> list[str]:
+    """Of a run of 4 steps from the base."""
+    start = str(Path(base[1]).parent / "base")
+    chosen = [*base, "--job.dump_folder", str(folder), "--checkpoint.initial_load_path", start, *LORA]
+    return [*chosen, "--training.steps", "4", *options]
+
+
+def adapt(base: list[str], folder: Path, *options: str) -> list[str]:
+    """The same, and the run has taken them."""
+    chosen = adapted_options(base, folder, *options)
+    train(load_config(chosen))
+    return chosen
+
+
+def refused(options: list[str], message: str) -> None:
+    """A run that starts its ranks and ends in one line."""
+    with pytest.raises(ConfigError, match=message):
+        train(load_config(options))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def tensors(run: Path, step: int = 4) -> dict[str, Tensor]:
+    folder = run / f"checkpoints/step-{step:08d}"
+    stored = stored_tensors(folder)
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    read_tensors(folder, found)
+    return found
+
+
+def forecast_of(options: list[str], target: Path) -> np.ndarray:
+    period = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "3"]
+    assert forecast.forecast(load_config([*options, *period, "--forecast.path", str(target)])) == 0
+    with xr.open_zarr(target) as store:
+        return store["10m_u_component_of_wind"].values
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path, base_dtype: str) -> None:
+    options = adapt(base, tmp_path / "run", "--lora.base_dtype", base_dtype)
+    theirs, ours = tensors(Path(base[1]).parent / "base"), tensors(tmp_path / "run")
+    name = "blocks.1.mlp.up.weight"
+    start = theirs[f"ema.{name}"]  # what a run is used with, and so what is adapted
+    right = quantize(start)[0] if base_dtype == "int8" else start.to(getattr(torch, base_dtype))
+    assert torch.equal(ours[f"model.{name}"], right)
+    assert torch.equal(ours["model.head.weight"], theirs["ema.head.weight"])
+    assert ours["model.blocks.0.attention.qkv.lora_b"].abs().max() > 0
+    kept = {each.split(".")[-2] for each in ours if each.startswith("optimizer.")}
+    assert kept == {"lora_a", "lora_b"} == {each.split(".")[-1] for each in ours if each.startswith("ema.")}
+    train(load_config([*options, "--training.steps", "7"]))
+    whole = adapt(base, tmp_path / "whole", "--lora.base_dtype", base_dtype, "--training.steps", "7")
+    assert whole
+    stopped, through = tensors(tmp_path / "run", 7), tensors(tmp_path / "whole", 7)
+    assert stopped.keys() == through.keys()
+    for each in stopped:
+        torch.testing.assert_close(stopped[each], through[each], rtol=0, atol=0, equal_nan=True, msg=each)
+
+
+@pytest.mark.parametrize("change", [("rank", "3"), ("alpha", "8"), ("base_dtype", "int8")])
+def test_other_adapters_do_not_resume(base, tmp_path: Path, change: tuple[str, str]) -> None:
+    options = adapt(base, tmp_path / "run")
+    refused([*options, "--training.steps", "6", f"--lora.{change[0]}={change[1]}"], f"lora.{change[0]}")
+
+
+@pytest.mark.parametrize("base_dtype", DTYPES)
+def test_merged_it_is_a_plain_model_with_the_same_forecasts(
+    base, tmp_path: Path, monkeypatch, base_dtype
+) -> None:
+    options = adapt(base, tmp_path / "run", "--lora.base_dtype", base_dtype, "--optimizer.lr", "0.05")
+    for target in ("merged", "merged.safetensors"):
+        monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(tmp_path / target)])
+        forecast.main()
+    plain = [*base, "--job.dump_folder", str(tmp_path / "merged")]
+    expected = forecast_of(options, tmp_path / "adapted.zarr")
+    got = forecast_of(plain, tmp_path / "merged.zarr")
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+    unadapted = [*base, "--job.dump_folder", str(Path(base[1]).parent / "base")]
+    started = forecast_of(unadapted, tmp_path / "base.zarr")
+    assert np.abs(got - started).max() > 0.01  # of metres a second: the adapters have learned something
+    with safe_open(tmp_path / "merged.safetensors", "pt") as file:
+        names = set(file.keys())
+    merged = tensors(tmp_path / "merged")
+    assert {f"model.{name}" for name in names} == merged.keys() and not any("lora" in name for name in names)
+    # Training goes on from it, and from nothing else that a run with adapters leaves.
+    more = ["--training.steps", "1", "--job.dump_folder", str(tmp_path / "on")]
+    train(load_config([*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged")]))
+    more[-1] = str(tmp_path / "refused")
+    unmerged = ["--checkpoint.initial_load_path", str(tmp_path / "run")]
+    refused([*base, *more, *unmerged], "its weights work only with their adapters")
+    with pytest.raises(DataError, match="is there already; name another folder"):
+        forecast.export(load_config(options), tmp_path / "merged")
+
+
+def test_new_variables_need_the_layers_that_learn_them(base, tmp_path: Path) -> None:
+    more = ["--data.forcings", '["sin_local_time"]']
+    start = adapted_options(base, tmp_path / "run", *more)
+    refused(start, 'knows no sin_local_time.*add "patch_embedding" to lora.also_train')
+    adapt(base, tmp_path / "run", *more, "--lora.also_train", '["patch_embedding"]')
+    assert "optimizer.patch_embedding.weight.exp_avg" in tensors(tmp_path / "run")
+    deeper = adapted_options(base, tmp_path / "deeper", "--model.num_layers", "3")
+    refused(deeper, "has no blocks.2.*would stay as it was drawn")

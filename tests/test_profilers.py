@@ -1,0 +1,94 @@
+"""What other profilers are given: ranges for Nsight, stacks and allocations, traces for other readers."""
+
+import gzip
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Profiling
+from errors import ConfigError, DataError
+from traces import profiler as profilers
+from traces.events import read_trace
+from traces.holistic import analysis_of
+from traces.memory import memory_report, step_memory
+from traces.profiler import Profiler, span
+
+
+@pytest.fixture
+def nsight(monkeypatch):
+    """Every call that Nsight Systems would see, in order."""
+    heard = []
+
+    @contextmanager
+    def nvtx(name):
+        heard.append(f"({name}")
+        yield
+        heard.append(f"{name})")
+
+    monkeypatch.setenv(profilers.NSIGHT, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: heard.append(f"({name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: heard.append(")"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: heard.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: heard.append("stop"))
+    return heard
+
+
+def steps(tmp_path: Path, settings: Profiling, number: int) -> None:
+    with Profiler(tmp_path / "traces", settings, 0, 0) as profiler:
+        for _ in range(number):
+            with span("forward"):
+                torch.ones(3).sum()
+            profiler.step()
+
+
+def test_nsight_records_the_steps_that_would_be_traced(tmp_path, nsight):
+    """Of every 3 steps the last: 3 and 6; and no trace of torch's, whose profiler would be in its way."""
+    steps(tmp_path, Profiling(enable_profiling=True, profile_freq=3, profile_steps=1), 6)
+    forward = ["(forward", "forward)", ")"]
+    plain, recorded = ["(step 1", *forward, "(step 2", *forward], ["start", "(step 3", *forward, "stop"]
+    later = [word.replace("1", "4").replace("2", "5").replace("3", "6") for word in [*plain, *recorded]]
+    assert nsight == [*plain, *recorded, *later, "(step 7"]
+    assert not list((tmp_path / "traces").glob("*"))
+
+
+def test_without_nsight_nothing_of_it_is_called(tmp_path, nsight, monkeypatch):
+    monkeypatch.delenv(profilers.NSIGHT)
+    steps(tmp_path, Profiling(), 2)
+    assert nsight == []
+
+
+def test_a_trace_has_stacks_and_allocations(tmp_path):
+    settings = Profiling(
+        enable_profiling=True, profile_freq=2, profile_steps=1, with_stack=True, with_memory=True
+    )
+    with Profiler(tmp_path, settings, 0, 0) as profiler:
+        kept = []
+        for _ in range(2):
+            with span("forward"):
+                kept.append(torch.ones(2**20))  # 4 MiB
+            with span("backward"):
+                kept.clear()
+            profiler.step()
+    (path,) = tmp_path.glob("*.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "python_function" for event in events)
+    (memory,) = step_memory(read_trace(path))
+    assert memory.parts["forward"] == 2**22 and memory.parts["backward"] == -(2**22)
+    assert memory.peak - memory.start == 2**22 and memory.peak_part == "forward"
+    assert re.search(r"  forward +\+4.00\n", memory_report(read_trace(path)))
+
+
+def test_holistic_says_what_it_needs(tmp_path, monkeypatch):
+    steps(tmp_path, Profiling(enable_profiling=True, profile_freq=2, profile_steps=1), 2)
+    with pytest.raises(DataError, match="no kernels of a GPU, without which HolisticTraceAnalysis fails"):
+        analysis_of(tmp_path)
+    monkeypatch.setattr("traces.events.Trace.on_gpu", True)
+    with pytest.raises(ConfigError, match="needs HolisticTraceAnalysis .*pip install"):
+        analysis_of(tmp_path)

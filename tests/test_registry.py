@@ -1,0 +1,84 @@
+"""models/registry.py: what is known of a model before it is built is what it then is; what it cannot do is
+refused in one line.
+"""
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from config import Config, Data, Model, Parallelism
+from config_checks import check
+from errors import ConfigError
+from models.build import build_model
+from models.initialization import fill_with_nan, init_weights
+from models.registry import CONTEXT, MODELS, Registered
+from models.weather_model import GridModel, TokenModel, WeatherModel
+
+GRID = (13, 32)  # rows that nothing divides
+SMALL: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 2, "width": 4, "levels": 2}
+
+
+@pytest.fixture(params=MODELS)
+def built(request: pytest.FixtureRequest) -> tuple[Registered, WeatherModel]:
+    """Of five channels in, three of them variables, with weights."""
+    model = build_model(Model(request.param, **SMALL), 3, 2, GRID, True).to_empty(device="cpu")
+    fill_with_nan(model)
+    init_weights(model, 0)
+    return MODELS[request.param], model  # type: ignore[return-value]
+
+
+def test_a_model_is_what_is_registered(built: tuple[Registered, WeatherModel]) -> None:
+    known, model = built
+    assert isinstance(model, TokenModel if known.tokens else GridModel)
+    assert set(known.splits) <= {"tp", "pp", "tiles", *CONTEXT}
+    assert set(known.settings) <= {field.name for field in fields(Model)}
+    assert model.grid_shape == GRID and model.in_channels == 5
+    assert model.flops() > 0 and model.describe()
+
+
+def test_a_model_gives_fields_and_learns_with_all_its_weights(built: tuple[Registered, WeatherModel]) -> None:
+    _, model = built
+    predicted = model.predict(torch.randn(2, 5, *GRID))
+    assert predicted.shape == (2, 3, *GRID) and predicted.isfinite().all()
+    predicted.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    fields = torch.randn(2, 5, *GRID)
+    assert torch.equal(model.to_fields(model.from_fields(fields)), fields)
+
+
+def test_a_model_with_conditions_is_the_one_that_is_registered() -> None:
+    for name, known in MODELS.items():
+        if known.conditioned:
+            model = build_model(Model(name, **SMALL, conditions=("time_of_day",)), 3, 2, GRID, True)
+            assert type(model).__name__ == known.conditioned.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tensor_parallel_degree": 2}, "tensor_parallel_degree = 2: a toy cannot be split so; set"),
+        ({"pipeline_parallel_degree": 2}, "pipeline_parallel_degree = 2: a toy cannot be split so"),
+        (
+            {"context_parallel_degree": 2, "context_parallel_method": "ring"},
+            "context_parallel_method = 'ring': a toy cannot be split so; valid: ulysses",
+        ),
+    ],
+)
+def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, message: str) -> None:
+    """On as many ranks as it asks for: nothing else is wrong."""
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setitem(MODELS, "toy", Registered("a toy", "toy.Toy", ("ulysses",), ()))
+    config = Config(
+        data=Data(variables=("2m_temperature",)), model=Model("toy"), parallelism=Parallelism(**layout)
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
+def test_a_configuration_is_read_without_torch() -> None:
+    command = "import sys, command_line; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0

@@ -1,0 +1,180 @@
+"""Training steps from the model's own forecasts: where each starts, on any layout, and after a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xarray as xr
+
+from command_line import load_config
+from config import Config
+from datasets.field_dataset import FieldDataset
+from datasets.selection import open_selection
+from optimizers.lr_range import Trial
+from tests.distributed import own_device
+from tests.parity import difference, full, gather_stages
+from tests.sample_archives import weatherbench
+from tests.test_exact_resume import CONFIG, goes_on_exactly, run
+from training.replay import ReplaySampler, one_step_samples
+from verification.rollout import rollout
+
+STEPS, PLACES = 3, 8
+STEADY = "--optimizer.eps=1e-4"  # as in tests/parity.py
+NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    time = np.datetime64("2020-01-01", "ns") + np.arange(60) * np.timedelta64(6, "h")
+    axes = {"time": time, "latitude": np.arange(75.0, -76, -30.0), "longitude": np.arange(0, 360, 45.0)}
+    draw = np.random.default_rng(3)
+    fields = {name: (tuple(axes), draw.normal(size=(60, 6, 8)).astype("f4")) for name in NAMES}
+    path = folder / "replay.toml"
+    text = CONFIG.format(path=weatherbench(folder, xr.Dataset(fields, axes)))
+    path.write_text(text.replace(f'["{NAMES[0]}"]', f'["{NAMES[0]}", "{NAMES[1]}"]'))
+    return path
+
+
+def config_of(path: Path, folder: Path, *options: str) -> Config:
+    own = [
+        "--job.config_file",
+        str(path),
+        "--job.dump_folder",
+        str(folder),
+        f"--training.replay_steps={STEPS}",
+    ]
+    return load_config([*own, f"--training.replay_capacity={PLACES}", *options])
+
+
+def trial_of(config: Config) -> Trial:
+    selection = open_selection(config.data, config.model.patch_size, (), config.training.states_ahead)
+    return Trial(config, selection, own_device())
+
+
+def test_every_forecast_takes_its_steps_in_turn() -> None:
+    """Of 50 samples; the places of two ranks are those of one, and a place stays with its rank."""
+    one = ReplaySampler(PLACES, STEPS, 50, 7, 4, 1, 0, 1)
+    two = [ReplaySampler(PLACES, STEPS, 50, 7, 2, 1, rank, 2) for rank in range(2)]
+    small = ReplaySampler(PLACES, STEPS, 50, 7, 2, 2, 0, 1)
+    at_place, starts = [[] for _ in range(PLACES)], []
+    for taken in range(0, 240, 4):
+        batch = one.local_batch(taken, 0)
+        assert batch == two[0].local_batch(taken, 0) + two[1].local_batch(taken, 0)
+        assert batch == small.local_batch(taken, 0) + small.local_batch(taken, 1)
+        assert sorted(number % STEPS for number in batch)[:3] in ([0, 0, 1], [0, 1, 1], [0, 1, 2])
+        for number, place in enumerate(range(taken % PLACES, taken % PLACES + 4)):
+            at_place[place].append(batch[number])
+        starts += [number // STEPS for number in batch if number % STEPS == 0]
+    for numbers in at_place:
+        for before, after in zip(numbers, numbers[1:], strict=False):
+            assert after == before + 1 if before % STEPS < STEPS - 1 else after % STEPS == 0
+    first_epoch = [one.sample(n) for n in range(50)]
+    assert sorted(first_epoch) == list(range(50))
+    assert set(starts[:40]) <= set(first_epoch[: 40 + 2 * PLACES])
+
+
+def test_samples_of_a_later_step() -> None:
+    """Of windows of two states: the newest first, then the one before, then what follows."""
+    samples = FieldDataset.__new__(FieldDataset)
+    samples.samples = np.array([[10, 9, 11, 12, 13], [20, 19, 21, 22, 23]])
+    later = one_step_samples(samples, 3, history=2).samples.tolist()
+    assert later[:3] == [[10, 9, 11], [11, 10, 12], [12, 11, 13]]
+    assert later[3:] == [[20, 19, 21], [21, 20, 22], [22, 21, 23]]
+
+
+@pytest.mark.parametrize("history", [1, 2])
+def test_steps_start_from_the_models_own_forecast(one_rank, config_file, tmp_path, history) -> None:
+    """With weights that stand still: what forecast.py makes of the analysis that the place began at."""
+    trial = trial_of(config_of(config_file, tmp_path, f"--data.history={history}"))
+    replay, objective, batches = trial.objective.replay, trial.objective, trial.batches
+    for step in range(1, 1 + 3 * PLACES // 2):  # batches of 2: three rounds
+        trial.step(step, 0.0)
+    assert replay is not None and replay.row == PLACES // 2 - 1
+    numbers = [batches.loader.sampler.local_batch(2 * (trial.progress.step - 1), 0)[i] for i in range(2)]
+    assert {number % STEPS for number in numbers} == {(2 + 6) % 3, (2 + 7) % 3}
+    whole = batches.loader.dataset
+    for place, number in enumerate(numbers):
+        began, lead = number - number % STEPS, number % STEPS
+        fields, times = whole.__getitems__([began])
+        start = fields[:, :history].flatten(1, 2)
+        parts = (trial.model.predict, objective.normalizer, objective.conditions, objective.step_seconds)
+        *_, last = rollout(*parts, start, times, lead + 1)
+        normalizer = objective.normalizer
+        expected = normalizer.denormalize(last.unflatten(1, (history, -1))).flatten(1, 2)
+        assert int(replay.dates[-1, place]) == int(times) + (lead + 1) * 21_600
+        torch.testing.assert_close(replay.states[-1, place], expected[0], rtol=1e-5, atol=1e-5)
+        if lead:
+            truth = whole.__getitems__([number])[0][0, 0]
+            begun = replay.start(trial.progress.samples - 2, 0, *whole.__getitems__(numbers))[place, 0]
+            assert torch.equal(begun, truth)  # what is there is one step further, of another date
+
+
+def test_what_has_blown_up_is_not_taken_up_again(one_rank, config_file, tmp_path) -> None:
+    trial = trial_of(config_of(config_file, tmp_path))
+    with torch.no_grad():
+        trial.model.parameters["head.bias"].fill_(torch.nan)
+    trial.step(1, 0.0)
+    assert trial.objective.replay is not None
+    assert (trial.objective.replay.dates == torch.iinfo(torch.int64).min).all()
+
+
+LAYOUTS: dict[str, list[str]] = {
+    "dp_shard 2": ["--training.local_batch_size=2"],
+    "dp_replicate 2": ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"],
+    "tp 2": ["--parallelism.tensor_parallel_degree=2"],
+    "cp 2": ["--parallelism.context_parallel_degree=2"],
+    "pp 2": ["--parallelism.pipeline_parallel_degree=2"],
+    "tiles 2": ["--model.name=unet", "--parallelism.domain_parallel_tiles=[1,2]"],
+}
+UNET = ["--model.name=unet", "--model.width=4", "--model.levels=1"]
+
+
+def ten_steps(path: str, folder: str, options: list[str]) -> dict[str, Any]:
+    """Losses and weights of ten training steps, two and a half rounds of the ring, on each rank."""
+    trial = trial_of(config_of(Path(path), Path(folder), "--training.local_batch_size=4", STEADY, *options))
+    losses = np.array([trial.step(step, 1e-2) for step in range(1, 11)])
+    group = trial.model.pipeline_group
+    weights = gather_stages({name: full(p) for name, p in trial.model.parameters.items()}, group)
+    assert trial.objective.replay is not None
+    replay = trial.objective.replay
+    return weights | {"losses": losses, "replay": replay.states.numpy(), "dates": replay.dates.numpy()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_one_process(one_rank, ranks, config_file, tmp_path, name) -> None:
+    """The same samples from the same states, to rounding; all ranks of a sample keep the same bits."""
+    options = [*(UNET if "tiles" in name else []), *LAYOUTS[name]]
+    alone = ten_steps(str(config_file), str(tmp_path / "one"), options[:3] if "tiles" in name else [])
+    outcomes = ranks(2).run(ten_steps, str(config_file), str(tmp_path / "two"), options)
+    kept = [{key: outcome.pop(key) for key in ("replay", "dates")} for outcome in outcomes]
+    states, dates = alone.pop("replay"), alone.pop("dates")
+    assert difference(outcomes[0], alone)[0] < 1e-4
+    if name.startswith("dp"):
+        states, dates = (whole.reshape(2, 2, 2, *whole.shape[2:]) for whole in (states, dates))
+        parts = [(states[:, rank], dates[:, rank]) for rank in range(2)]
+    else:
+        parts = [(states, dates)] * 2
+        assert np.array_equal(kept[0]["replay"], kept[1]["replay"])
+    for own, (state, date) in zip(kept, parts, strict=True):
+        assert np.array_equal(own["dates"], date)
+        np.testing.assert_allclose(own["replay"], state, rtol=1e-3, atol=1e-3)
+
+
+def test_a_resumed_run_is_the_undisturbed_one(config_file, tmp_path) -> None:
+    """With the copies of a save that go on while the next step writes into the ring."""
+    options = [f"--training.replay_steps={STEPS}", f"--training.replay_capacity={PLACES}"]
+    options += ["--training.global_batch_size=4", "--checkpoint.interval=20", "--training.ema_decay=0.9"]
+    goes_on_exactly(config_file, tmp_path, options, [20])
+
+
+@pytest.mark.slow
+def test_another_ring_starts_empty(config_file, tmp_path, caplog) -> None:
+    """A run goes on with another capacity, from analyses."""
+    run(config_file, tmp_path, ["--training.replay_steps=3", "--training.steps=20"])
+    run(config_file, tmp_path, ["--training.replay_steps=2", "--training.replay_capacity=6"])
+    assert "resumed from" in caplog.text and not dist.is_initialized()

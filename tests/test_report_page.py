@@ -1,0 +1,115 @@
+"""A run's report: what is counted from its files, and that a browser opens the page without complaint."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from command_line import load_config, to_toml
+from errors import DataError
+from reports.forecast_maps import first_forecast
+from reports.run import differences, open_run, open_runs
+from reports.scores import rmse_of, score_rows, side_by_side
+from verification.report_page import main, write_page
+
+ROOT = Path(__file__).parent.parent
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def write_run(folder: Path, *words: str) -> Path:
+    """Twelve steps of 2 s, logged every third; stopped after 9, of which 3 were done again; by two ranks."""
+    folder.mkdir()
+    config = load_config(["--job.config_file", str(ROOT / "train_configs/demo.toml"), *words])
+    (folder / "config.toml").write_text(to_toml(config))
+    start = {"time": "2026-01-01T00:00:00+00:00", "ranks": 2, "layout": {"dp_shard": 2, "tp": 1}}
+    start |= {"device": "cpu", "torch": "2.13.0", "python": "3.11.7"}
+    starts = [start | {"step": 0, "reached": 0}, start | {"step": 6, "reached": 9}]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in starts))
+    step = {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-3, "samples_per_second": 8.0, "step_seconds": 2.0}
+    step |= {"memory_gib": 1.0, "epoch": 0.1, "seconds/forward": 0.5, "seconds/backward": 1.0}
+    records = [step | {"step": n, "skipped_steps": s} for n, s in ((3, 0), (6, 2), (9, 1), (12, 1))]
+    scores = {"step": 12, "val/loss": 0.4, "val/dates": 7, "val/dates@24h": 5}
+    for number, key in enumerate(("rmse", "rmse_damped_persistence")):
+        scores |= {f"val/{key}/geopotential:300": 71.0 + number, f"val/{key}/geopotential:300@24h": 293.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*records, scores]))
+    return folder
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "run", "--training.steps=100"))
+    assert (run.steps, run.steps_asked, run.seconds, run.seconds_to_the_end) == (12, 100, 24.0, 176.0)
+    assert (run.steps_lost, run.skipped) == (3, 3)  # 2 before the second start, 1 after it
+    assert run.dollars_an_hour("a100") == 2 * 3.50  # planning/clusters.toml
+    assert run.dollars_an_hour("") is None  # of a processor
+    run.starts[-1]["device"] = "an unknown one"
+    assert run.dollars_an_hour("") is None
+    (run.folder / "starts.jsonl").write_text('{"step": 0, "reac')  # torn
+    assert open_run(run.folder).starts == []
+
+
+def test_scores_of_a_validation_and_of_evaluate(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "run"))
+    source, table = rmse_of(run)
+    assert source == "the validation after step 12"
+    head, rows = score_rows(side_by_side({"run": table}))
+    assert head == ["variable", "lead", "dates", "run", "damped persistence", ""]
+    assert rows[0] == ["geopotential:300", "6 h", "7", "71 *", "72", ""]
+    assert rows[1] == ["geopotential:300", "24 h", "5", "293 *", "293 *", ""]
+    (run.folder / "evaluation").mkdir()
+    line = {"metric": "rmse", "region": "global", "level": 300.0, "units": "m2 s-2", "num_dates": 23}
+    line |= {"variable": "geopotential", "lead_hours": 24}
+    scores = [line | {"forecast": "model", "value": 9.0}, line | {"forecast": "climatology", "value": 10.0}]
+    pd.DataFrame([*scores, scores[0] | {"metric": "mae"}]).to_csv(run.folder / "evaluation/scores.csv")
+    source, table = rmse_of(run)
+    assert source == "evaluate.py"
+    assert score_rows(side_by_side({"run": table}))[1] == [
+        ["geopotential:300", "24 h", "23", "9 *", "10", "m2 s-2"]
+    ]
+
+
+def test_two_runs_side_by_side(tmp_path: Path, capsys) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", "--optimizer.lr=1e-3")
+    assert differences([open_run(first), open_run(second)]) == [("optimizer.lr", [2e-3, 1e-3])]
+    main([str(first), str(second)])
+    page = (first / "report.html").read_text()
+    assert capsys.readouterr().out == f"written: {first / 'report.html'}\n"
+    assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*', page)  # it needs nothing else
+    assert "2 starts, 3 logged steps done again, 3 bad steps skipped" in page
+    assert "no forecast.zarr in the folder; forecast.py writes one" in page
+
+
+def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = write_run(tmp_path / "a/run"), write_run(tmp_path / "b/run")
+    assert [run.name for run in open_runs([first, second])] == [str(first), str(second)]
+    with pytest.raises(DataError, match="a folder stands twice"):
+        open_runs([first, first])
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no config.toml; name a run's folder"):
+        write_page([tmp_path], tmp_path / "page.html")
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(DataError, match=r"forecast.py writes one"):
+        first_forecast(open_run(folder))
+    (folder / "metrics.jsonl").write_text("")
+    command = [sys.executable, "-m", "verification.report_page", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    expected = f"rossby: {folder}: metrics.jsonl has no line yet; wait for the first logged step\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+def test_a_browser_opens_it_without_errors(tmp_path: Path) -> None:
+    write_page([write_run(tmp_path / "a"), write_run(tmp_path / "b")], tmp_path / "page.html")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
+    done = subprocess.run([str(BROWSER), *options], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr and "What differs" in done.stdout and "</svg>" in done.stdout
