@@ -78,6 +78,7 @@ class Slurm:
         settings = {"host": host, "ports": ports, "folder": folder}
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        self.folder = folder
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.processes: list[subprocess.Popen] = []
         self.job = self.urgent = ""
@@ -126,6 +127,11 @@ class Slurm:
         until(lambda: self.told("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), JOB_SECONDS)
         return int(self.told("ExitCode").partition(":")[0])
 
+    def told_of_the_job(self) -> str:
+        """For who looks why it did not begin: where it stands, and the ends of what the daemons wrote."""
+        logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
+        return "\n".join([self.ask("scontrol", "show", "job", self.job), self.ask("sinfo", "-N", "-l"), *logs])
+
     def stop(self) -> None:
         for job in filter(None, (self.job, self.urgent)):
             self.ask("scancel", "--signal=KILL", "--full", job)
@@ -169,6 +175,9 @@ class StandIn:
     def end(self) -> int:
         until((self.folder / "done").exists, JOB_SECONDS)
         return int((self.folder / "done").read_text())
+
+    def told_of_the_job(self) -> str:
+        return f"files of the stand-in: {sorted(path.name for path in self.folder.iterdir())}"
 
     def stop(self) -> None:
         """Nothing of it is left once a job has ended."""

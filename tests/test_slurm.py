@@ -43,7 +43,7 @@ def test_a_job_that_is_preempted_ends_as_if_undisturbed(
     script = written(caller, *files, *RANKS, *options)
     slurm.submit(tmp_path, script, {"OMP_NUM_THREADS": "1"})
     log = lambda: "".join(path.read_text() for path in caller.glob("rossby-*.log"))  # noqa: E731
-    until(lambda: last_step(run) >= 10, 400, log)
+    until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
     slurm.preempt()
     stopped = last_step(run)
     assert f"the checkpoint of step {stopped} is complete" in log()
