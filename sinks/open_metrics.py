@@ -29,6 +29,11 @@ LOGGED = {
     "samples_per_second": ("rossby_samples_per_second", 1, "Samples a second over all ranks"),
     "step_seconds": ("rossby_step_seconds", 1, "Seconds a step"),
     "data_wait": ("rossby_data_wait_ratio", 1, "Part of a step that this rank waits for data"),
+    "exposed_communication": (
+        "rossby_exposed_communication_ratio",
+        1,
+        "Part of a step of the newest trace in which nothing but a collective ran",
+    ),
     "mfu": ("rossby_mfu_ratio", 1, "Model FLOP/s over the peak of the device"),
     "tflops": ("rossby_model_flops_per_second", 1e12, "Model FLOP/s of a device"),
     "memory_gib": (

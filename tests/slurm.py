@@ -129,8 +129,9 @@ class Slurm:
 
     def told_of_the_job(self) -> str:
         """For who looks why it did not begin: where it stands, and the ends of what the daemons wrote."""
+        answers = [self.ask("scontrol", "show", "job", self.job), self.ask("sinfo", "-N", "-l")]
         logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
-        return "\n".join([self.ask("scontrol", "show", "job", self.job), self.ask("sinfo", "-N", "-l"), *logs])
+        return "\n".join([*answers, *logs])
 
     def stop(self) -> None:
         for job in filter(None, (self.job, self.urgent)):

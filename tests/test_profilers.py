@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,8 +12,12 @@ import torch
 
 from config import Profiling
 from errors import ConfigError, DataError
+from tests.recordings import two_steps_of_a_gpu
+from tests.started_jobs import write_config
 from traces import profiler as profilers
+from traces.classes import COMMUNICATION
 from traces.events import read_trace
+from traces.exposed import KEY, Exposed
 from traces.holistic import analysis_of
 from traces.memory import memory_report, step_memory
 from traces.profiler import Profiler, span
@@ -92,3 +97,32 @@ def test_holistic_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr("traces.events.Trace.on_gpu", True)
     with pytest.raises(ConfigError, match="needs HolisticTraceAnalysis .*pip install"):
         analysis_of(tmp_path)
+
+
+def found_by(exposed: Exposed) -> dict[str, float]:
+    """Once its process has ended."""
+    assert exposed.process
+    exposed.process.wait(60)
+    return exposed.take()
+
+
+def test_exposed_communication_of_the_newest_trace(tmp_path, capfd):
+    timeline, exposed = two_steps_of_a_gpu(tmp_path), Exposed()
+    exposed.look_at(tmp_path / "of before")  # makes way for a newer one
+    exposed.look_at(timeline.trace.path)
+    part = timeline.by_class[COMMUNICATION] / timeline.step_milliseconds
+    assert part > 0 and found_by(exposed) == {KEY: pytest.approx(part)}
+    assert exposed.take() == {}
+    exposed.look_at(tmp_path / "missing")
+    assert found_by(exposed) == {} and capfd.readouterr() == ("", "")
+
+
+def test_a_run_of_two_ranks_says_what_of_its_communication_is_exposed(tmp_path, start_job):
+    options = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "20"]
+    job = start_job(write_config(tmp_path), tmp_path / "run", *options, NGPU="2")
+    metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and KEY in metrics.read_text()):
+        assert time.monotonic() < end and job.process.poll() is None, job.output
+        time.sleep(0.2)
+    (line, *_) = [text for text in metrics.read_text().splitlines() if KEY in text]
+    assert 0 < json.loads(line)[KEY] < 1

@@ -277,7 +277,8 @@ def test_a_real_prometheus_has_data_for_every_panel(prometheus, start_job, tmp_p
     validation += ["--data.validation_period", '["2020-01-08","2020-01-10"]']
     options = ["--metrics.prometheus_port", str(port), "--metrics.peak_tflops", "0.1"]
     options += ["--validation.enable", "true", "--validation.interval", "20", "--checkpoint.interval", "40"]
-    job = start_job(write_config(tmp_path), tmp_path / "run", *validation, *options)
+    options += ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "20"]
+    job = start_job(write_config(tmp_path), tmp_path / "run", *validation, *options, NGPU="2")
     job.wait_for_step(60)
     asked = [each for each in queries() if torch.cuda.is_available() or ON_GPUS not in each[1]]
     end = time.monotonic() + 30

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from config import Profiling
 from jobs.heartbeat import activity
+from traces.exposed import exposed
 
 # Each recording is written and forgotten: that is what torch warns of.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
@@ -163,6 +165,7 @@ class Profiler:
         if self.memory:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.profile.__exit__(*error)  # type: ignore[arg-type]
+        exposed.close()
 
     def step(self) -> None:
         """Tell the profiler that a step has ended."""
@@ -175,6 +178,9 @@ class Profiler:
     def write(self, finished: profile) -> None:
         """Called by torch at the end of each recording."""
         name = f"step-{self.step_number:08d}-rank{self.rank}"
-        finished.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
+        trace = self.folder / f"{name}.json.gz"
+        finished.export_chrome_trace(str(trace))
+        if self.rank == 0 and dist.is_initialized() and dist.get_world_size() > 1:
+            exposed.look_at(trace)
         if self.memory:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))

@@ -22,6 +22,7 @@ from config import Metrics as Settings
 from datasets.data_wait import Reading, advice
 from optimizers.noise_scale import NoiseScale, shown
 from sinks.opening import open_sinks
+from traces.exposed import exposed
 from traces.profiler import part_times
 from traces.slow_ranks import SlowRanks
 from training.batches import Batches
@@ -127,7 +128,7 @@ class Metrics:
             "skipped_steps": update.run.bad_steps.skipped,  # since this start
         }
         self.slow_ranks.look(self.num_steps, seconds, record["data_seconds"])
-        record |= self._reading(seconds * self.num_steps)
+        record |= self._reading(seconds * self.num_steps) | exposed.take()
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
         if self.bar is not None:
