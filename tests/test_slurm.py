@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -18,12 +19,14 @@ RANKS = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1"
 
 
 @pytest.fixture
-def slurm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Slurm | StandIn]:
+def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm | StandIn]:
     if request.param is Slurm and (os.getuid() or not all(map(shutil.which, PROGRAMS))):
         pytest.skip("needs root, and slurm-wlm installed")
-    started = request.param(tmp_path / "slurm")
-    yield started
-    started.stop()
+    # Not in tmp_path: paths of its sockets have 108 characters at most.
+    with TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        started = request.param(Path(folder) / "slurm")
+        yield started
+        started.stop()
 
 
 PREEMPTED = [(Slurm, ["--nodes", "2", "--partition", "spot", "--tasks", tasks]) for tasks in ("node", "gpu")]
