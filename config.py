@@ -218,7 +218,7 @@ class Training:
     rollout_from_step: tuple[Positive, ...] = ()
     # last steps of a rollout that have losses and gradients; 0: all; 1: push-forward
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = 0
-    # what the loss of each step of the longest rollout counts; []: all the same
+    # what the loss of each step of the longest rollout, or of replay_steps, counts; []: all the same
     rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = ()
     # each sample is taken so many steps on from its date, one a training step, each from the model's own last
     # forecast, kept on the host; 0: every step starts from an analysis

@@ -248,6 +248,13 @@ def _check_rollouts(training: Training) -> None:
     if training.rollout_gradient_steps > rollouts.longest:
         reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
         refuse("training.rollout_gradient_steps", training.rollout_gradient_steps, reason)
+    if training.replay_steps and weights:
+        if len(weights) != training.replay_steps:
+            fix = f"give {training.replay_steps}, one each of training.replay_steps"
+            refuse("training.rollout_weights", weights, fix)
+        if not any(weights):
+            refuse("training.rollout_weights", weights, "no step has a loss; raise one")
+        return
     if weights and len(weights) != rollouts.longest:
         refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
     for length in lengths:

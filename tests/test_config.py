@@ -196,6 +196,14 @@ COMMAND_LINES = [
         "--training.rollout_steps [1,2] --training.rollout_weights [0,1]",
         "rollout_weights = [0.0, 1.0]: a rollout of 1 has no loss",
     ),
+    (
+        "--training.replay_steps 3 --training.rollout_weights [1]",
+        "rollout_weights = [1.0]: give 3, one each of training.replay_steps",
+    ),
+    (
+        "--training.replay_steps 2 --training.rollout_weights [0,0]",
+        "rollout_weights = [0.0, 0.0]: no step has a loss; raise one",
+    ),
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
     (
         "--training.rollout_steps [2] --optimizer.in_backward --training.max_norm 0",

@@ -18,7 +18,7 @@ from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
 from tests.sample_archives import weatherbench
 from tests.test_exact_resume import CONFIG, goes_on_exactly, run
-from training.replay import ReplaySampler, one_step_samples
+from training.replay import ReplaySampler, one_step_samples, phases
 from verification.rollout import rollout
 
 STEPS, PLACES = 3, 8
@@ -95,7 +95,8 @@ def test_steps_start_from_the_models_own_forecast(one_rank, config_file, tmp_pat
         trial.step(step, 0.0)
     assert replay is not None and replay.row == PLACES // 2 - 1
     numbers = [batches.loader.sampler.local_batch(2 * (trial.progress.step - 1), 0)[i] for i in range(2)]
-    assert {number % STEPS for number in numbers} == {(2 + 6) % 3, (2 + 7) % 3}
+    begin = phases(STEPS)
+    assert [number % STEPS for number in numbers] == [(2 + begin[6 % 3]) % 3, (2 + begin[7 % 3]) % 3]
     whole = batches.loader.dataset
     for place, number in enumerate(numbers):
         began, lead = number - number % STEPS, number % STEPS
@@ -111,6 +112,38 @@ def test_steps_start_from_the_models_own_forecast(one_rank, config_file, tmp_pat
             truth = whole.__getitems__([number])[0][0, 0]
             begun = replay.start(trial.progress.samples - 2, 0, *whole.__getitems__(numbers))[place, 0]
             assert torch.equal(begun, truth)  # what is there is one step further, of another date
+
+
+def test_neighbours_begin_at_leads_that_are_far_apart() -> None:
+    """Each lead once; of any four neighbours of twelve some at short leads and some at long ones."""
+    for number in (2, 3, 4, 12, 40):
+        assert sorted(phases(number)) == [*range(number)]
+    begin = phases(12)
+    for turn in range(12):
+        for place in range(12):
+            leads = [(turn + begin[(place + other) % 12]) % 12 for other in range(4)]
+            assert min(leads) < 6 <= max(leads)
+
+
+@pytest.mark.parametrize("loss", ["mse", "relative_l2"])
+def test_losses_count_by_their_leads(one_rank, config_file, tmp_path, loss) -> None:
+    """With weights that stand still: of each sample its loss as validations have it, times its weight."""
+    options = ["--training.rollout_weights=[3,1,0.5]", f"--training.loss={loss}"]
+    trial = trial_of(config_of(config_file, tmp_path, *options))
+    objective, batches = trial.objective, trial.batches
+    assert objective.replay is not None
+    for step in range(1, 1 + 3 * PLACES // 2):
+        numbers = batches.loader.sampler.local_batch(trial.progress.samples, 0)
+        fields, times = batches.loader.dataset.__getitems__(numbers)
+        begun = objective.replay.start(trial.progress.samples, 0, fields, times)
+        expected = 0.0
+        for number, field, time in zip(numbers, begun, times, strict=True):
+            parts = (trial.model.predict, objective.normalizer, objective.conditions, objective.step_seconds)
+            *_, last = rollout(*parts, field[None, 0], time[None], 1)
+            predicted = objective.normalizer.denormalize(last[:, None])[:, 0]
+            own = objective.of_fields(predicted[:, None][0], field[None, 1])
+            expected += float(own) * [3, 1, 0.5][number % STEPS] / 1.5 / 2
+        assert trial.step(step, 0.0) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_has_blown_up_is_not_taken_up_again(one_rank, config_file, tmp_path) -> None:
@@ -135,7 +168,8 @@ UNET = ["--model.name=unet", "--model.width=4", "--model.levels=1"]
 
 def ten_steps(path: str, folder: str, options: list[str]) -> dict[str, Any]:
     """Losses and weights of ten training steps, two and a half rounds of the ring, on each rank."""
-    trial = trial_of(config_of(Path(path), Path(folder), "--training.local_batch_size=4", STEADY, *options))
+    own = ["--training.local_batch_size=4", "--training.rollout_weights=[1,0.5,0.25]", STEADY, *options]
+    trial = trial_of(config_of(Path(path), Path(folder), *own))
     losses = np.array([trial.step(step, 1e-2) for step in range(1, 11)])
     group = trial.model.pipeline_group
     weights = gather_stages({name: full(p) for name, p in trial.model.parameters.items()}, group)

@@ -186,7 +186,9 @@ def build_replay(config: Config, assembly: Assembly, rows: int) -> Replay | None
     columns = assembly.meta_model.grid_shape[1]
     smallest = training.local_batch_size * model.mesh.degrees.dp
     window = (training.local_batch_size, channels, rows, columns)
-    return Replay(num_places(training, smallest), smallest, window, config.data.step_hours * 3600, model)
+    weights = training.rollout_weights or (1.0,) * training.replay_steps
+    seconds = config.data.step_hours * 3600
+    return Replay(num_places(training, smallest), smallest, window, seconds, model, weights)
 
 
 def predicted(config: Config) -> list[str]:

@@ -3,8 +3,9 @@ ones.
 
 A forecast stands in each place of a ring, which all ranks share. A training step takes the next places, as
 many as it has samples, and takes each forecast one step further; after `num_steps` of them the place begins
-again, at the next sample's analysis. Places begin in turn: of any `num_steps` neighbours one stands at each
-lead. (Chen et al. 2023, FengWu, arXiv:2304.02948, draw from such a buffer at random.)
+again, at the next sample's analysis. Of any `num_steps` neighbours one stands at each lead, and of a few some
+at short and some at long ones. (Chen et al. 2023, FengWu, arXiv:2304.02948, draw from such a buffer at
+random.)
 
 Where a forecast is after so many training steps is known without it, so that a sample is read as any other
 is: the states of its date, and the one a step later. What is kept takes the place of the first of these where
@@ -14,6 +15,7 @@ after going back, or where a forecast has blown up.
 Shapes: B batch, h states of a window (datasets/window.py), V variables, H latitudes, W longitudes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from parallelisms.token_shards import TokenShards
 from verification.rollout import LARGEST_DEVIATIONS, blown_up
 
 NOTHING = torch.iinfo(torch.int64).min  # no date
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 are far apart from their neighbours
 
 
 def one_step_samples(samples: FieldDataset, num_steps: int, history: int) -> FieldDataset:
@@ -41,13 +44,18 @@ def one_step_samples(samples: FieldDataset, num_steps: int, history: int) -> Fie
     return samples.with_dates(samples.samples[:, wanted].reshape(-1, history + 1))
 
 
+def phases(num_steps: int) -> list[int]:
+    """The leads at which `num_steps` neighbouring places begin."""
+    return np.argsort(np.argsort(np.arange(num_steps) * GOLDEN % 1)).tolist()
+
+
 class ReplaySampler(TrainSampler):
     """Numbers of `one_step_samples`: which, is a function of the place in the ring and the round."""
 
     def __init__(self, num_places: int, num_steps: int, *sampler: Any) -> None:
         """sampler: arguments of TrainSampler; of its samples the n-th of the run begins the n-th forecast."""
         super().__init__(*sampler)
-        self.num_places, self.num_steps = num_places, num_steps
+        self.num_places, self.num_steps, self.phases = num_places, num_steps, phases(num_steps)
 
     def local_batch(self, taken: int, micro: int) -> list[int]:
         at_once = self.num_ranks * self.local_batch_size
@@ -56,7 +64,7 @@ class ReplaySampler(TrainSampler):
 
     def _at(self, position: int) -> int:
         turn, place = divmod(position, self.num_places)
-        forecast, lead = divmod(turn + place % self.num_steps, self.num_steps)
+        forecast, lead = divmod(turn + self.phases[place % self.num_steps], self.num_steps)
         return self.sample(forecast * self.num_places + place) * self.num_steps + lead
 
 
@@ -64,11 +72,20 @@ class Replay:
     """The places of the ring that are this rank's, in host memory, the same on all ranks of a sample."""
 
     def __init__(
-        self, num_places: int, smallest: int, window: tuple[int, ...], step_seconds: int, model: ParallelModel
+        self,
+        num_places: int,
+        smallest: int,
+        window: tuple[int, ...],
+        step_seconds: int,
+        model: ParallelModel,
+        weights: Sequence[float],
     ) -> None:
-        """window: (B, h V, H, W), what a rank takes at once; smallest: samples that all ranks do."""
+        """window: (B, h V, H, W), what a rank takes at once; smallest: samples that all ranks do; weights:
+        of the losses of the steps, one a lead.
+        """
         self.step_seconds, self.row, self.smallest = step_seconds, 0, smallest
         self.rows, self.dp_rank = num_places // smallest, model.mesh.dp_rank
+        self.turn, self.shares_of_turns = 0, shares_of_turns(weights, window[0]).to(model.device)
         pinned = model.device.type == "cuda"  # copies do not wait for the device
         self.states = torch.zeros(self.rows, *window, pin_memory=pinned)  # physical
         self.dates = torch.full((self.rows, window[0]), NOTHING, pin_memory=pinned)
@@ -77,12 +94,20 @@ class Replay:
         """Physical fields (B, h + 1, V, H, W) of `times` (B,), micro-batch `micro` after `taken` samples,
         with forecasts in place of their windows.
         """
-        self.row = (taken // self.smallest + micro) % self.rows
+        self.turn, self.row = divmod(taken // self.smallest + micro, self.rows)
         history = fields.shape[1] - 1
         state = self.states[self.row].to(fields.device, non_blocking=True).unflatten(1, (history, -1))
         date = self.dates[self.row].to(fields.device, non_blocking=True)
         there = (date == times)[:, None, None, None, None]
         return torch.cat([torch.where(there, state, fields[:, :history]), fields[:, history:]], dim=1)
+
+    @property
+    def shares(self) -> Tensor:
+        """(B,): what the losses of the samples that were started last count, 1 on average over all leads."""
+        num_steps = len(self.shares_of_turns)
+        batch = len(self.dates[0])
+        first = (self.row * self.smallest + self.dp_rank * batch) % num_steps
+        return self.shares_of_turns[self.turn % num_steps, first : first + batch]
 
     @torch.no_grad()
     def keep(
@@ -119,6 +144,14 @@ class Replay:
         if dates in state:
             self.states.copy_(state[states])
             self.dates.copy_(state[dates])
+
+
+def shares_of_turns(weights: Sequence[float], batch: int) -> Tensor:
+    """(num_steps, num_steps + batch): what losses count in each round of the ring, a column a place."""
+    num_steps, weight = len(weights), np.array(weights) / np.mean(weights)
+    begin = np.resize(phases(num_steps), num_steps + batch)
+    leads = (np.arange(num_steps)[:, None] + begin) % num_steps
+    return torch.from_numpy(weight[leads].astype(np.float32))
 
 
 def watched(part: LossPart, outputs: list[Tensor]) -> LossPart:

@@ -45,12 +45,13 @@ def forward_backward(
     num_steps, keys = truths.shape[1], objective.keys(step, times)
     if num_steps == 1:
         inputs, *expected = objective.cut(fields, times, *told(objective, keys, times, 0))
+        part, replay = kept_part(objective, loss_part), objective.replay
+        if not replay:
+            return model.forward_backward(inputs, expected, part, scale, exchange)
         outputs: list[Tensor] = []
-        part = kept_part(objective, loss_part)
-        part = watched(part, outputs) if objective.replay else part
+        expected, part = objective.weigh(expected, replay.shares), watched(part, outputs)
         loss = model.forward_backward(inputs, expected, part, scale, exchange)
-        if objective.replay:
-            objective.replay.keep(objective.normalizer, model, start, times, outputs)
+        replay.keep(objective.normalizer, model, start, times, outputs)
         return loss
     shares, seed = objective.rollouts.shares(num_steps), torch.initial_seed()
     with span("forecast"):
