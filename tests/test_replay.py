@@ -125,10 +125,10 @@ def test_neighbours_begin_at_leads_that_are_far_apart() -> None:
             assert min(leads) < 6 <= max(leads)
 
 
-@pytest.mark.parametrize("loss", ["mse", "relative_l2"])
-def test_losses_count_by_their_leads(one_rank, config_file, tmp_path, loss) -> None:
+@pytest.mark.parametrize("option", ["loss=mse", "loss=mae", "loss=relative_l2", "spectral_fraction=0.5"])
+def test_losses_count_by_their_leads(one_rank, config_file, tmp_path, option) -> None:
     """With weights that stand still: of each sample its loss as validations have it, times its weight."""
-    options = ["--training.rollout_weights=[3,1,0.5]", f"--training.loss={loss}"]
+    options = ["--training.rollout_weights=[3,1,0.5]", f"--training.{option}"]
     trial = trial_of(config_of(config_file, tmp_path, *options))
     objective, batches = trial.objective, trial.batches
     assert objective.replay is not None

@@ -113,14 +113,6 @@ class Objective:
             *(self.shards.cut_output(from_fields(each, with_zeros=True)) for each in (weights, *further)),
         ]
 
-    def weigh(self, expected: list[Tensor], shares: Tensor) -> list[Tensor]:
-        """What `cut` gives after the input, with losses of samples that count `shares` (B,)."""
-        target, weights, *further = expected
-        shares = shares.view(-1, *[1] * (weights.ndim - 1))
-        if self.spectral_fraction:
-            further[0] = further[0] * shares.sqrt()
-        return [target, weights * (shares.square() if self.relative else shares), *further]
-
     def loss_part(self, output: Tensor, target: Tensor, weights: Tensor, *truth: Tensor) -> Tensor:
         """The part of the loss that a shard of a batch has; the parts of all ranks add up to it."""
         parts = (by_member(each, self.members) for each in (output, target, weights))

@@ -154,6 +154,15 @@ def shares_of_turns(weights: Sequence[float], batch: int) -> Tensor:
     return torch.from_numpy(weight[leads].astype(np.float32))
 
 
+def weighed(expected: list[Tensor], shares: Tensor, *, relative: bool, spectral: bool) -> list[Tensor]:
+    """What `Objective.cut` gives after the input, with losses of samples that count `shares` (B,)."""
+    target, weights, *further = expected
+    shares = shares.view(-1, *[1] * (weights.ndim - 1))
+    if spectral:
+        further[0] = further[0] * shares.sqrt()
+    return [target, weights * (shares.square() if relative else shares), *further]
+
+
 def watched(part: LossPart, outputs: list[Tensor]) -> LossPart:
     """The same loss, of outputs that are collected."""
 

@@ -23,7 +23,7 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.batches import Batch
 from training.objective import Objective
-from training.replay import watched
+from training.replay import watched, weighed
 from verification.rollout import rollout
 
 
@@ -49,7 +49,8 @@ def forward_backward(
         if not replay:
             return model.forward_backward(inputs, expected, part, scale, exchange)
         outputs: list[Tensor] = []
-        expected, part = objective.weigh(expected, replay.shares), watched(part, outputs)
+        kind = {"relative": objective.relative, "spectral": objective.spectral_fraction > 0}
+        expected, part = weighed(expected, replay.shares, **kind), watched(part, outputs)
         loss = model.forward_backward(inputs, expected, part, scale, exchange)
         replay.keep(objective.normalizer, model, start, times, outputs)
         return loss
