@@ -67,6 +67,7 @@ def check_machine(config: Config) -> None:
     if config.compile.cuda_graphs and not use_cuda:
         refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
     check_schedule(config)
+    check_base(config)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
     if MODELS[config.model.name].tokens:
         check_backend(config.model.attention_backend, device_type, dtype)
@@ -91,7 +92,7 @@ def check_devices(backend: str) -> bool:
 def check_schedule(config: Config) -> None:
     """Schedules of a pipeline that an older torch has, and cannot run."""
     key, schedule = "pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    release = torch_release()
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
         return
     if schedule == "ZBVZeroBubble" and release < (2, 12):
@@ -100,6 +101,19 @@ def check_schedule(config: Config) -> None:
     if config.compile.enable and release < (2, 13):
         reason = f"with compile.enable it fails inside torch {torch.__version__}; set that to false"
         refuse(f"parallelism.{key}", schedule, f'{reason}, install torch 2.13, or use "Interleaved1F1B"')
+
+
+def check_base(config: Config) -> None:
+    """A base of whole numbers, which an older torch cannot shard."""
+    if not config.lora.enable or config.lora.base_dtype != "int8" or torch_release() >= (2, 13):
+        return
+    if resolve_degrees(num_ranks(), config.parallelism).uses_fsdp:
+        reason = f'cannot be sharded by torch {torch.__version__}; install torch 2.13, or use "bfloat16"'
+        refuse("lora.base_dtype", "int8", reason)
+
+
+def torch_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def local_ranks() -> tuple[str, int]:

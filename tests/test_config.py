@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from archives.grid import Grid
-from config import Compile, Config, Parallelism, Training
+from config import Compile, Config, Lora, Parallelism, Training
 from errors import ConfigError
 from jobs import start_checks
 from tests.sample_archives import analyses, weatherbench
@@ -580,6 +580,22 @@ def test_schedules_that_an_older_torch_cannot_run(
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_schedule(config)
+
+
+@pytest.mark.parametrize(
+    ("version", "ranks", "refused"), [("2.11.0+cpu", 2, True), ("2.11.0", 1, False), ("2.13.0", 2, False)]
+)
+def test_bases_that_an_older_torch_cannot_shard(
+    version: str, ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.__version__", version)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    config = Config(lora=Lora(enable=True, base_dtype="int8"))
+    if not refused:
+        start_checks.check_base(config)
+        return
+    with pytest.raises(ConfigError, match="^lora.base_dtype = 'int8': cannot be sharded by torch 2.11.0"):
+        start_checks.check_base(config)
 
 
 def test_zonal_waves_need_the_whole_globe() -> None:
