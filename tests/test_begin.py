@@ -24,6 +24,7 @@ from first_steps.questions import ask_all
 from jobs.begin import main, parse
 from tests.sample_archives import EXACT, analyses, cds_old, file_a_year, weatherbench, west_first
 from tests.started_jobs import ROOT, records
+from tests.terminals import read_all
 from tests.test_house import CONFIG_HEADER
 
 NO_TERMINAL = ["--no_preflight"]
@@ -223,13 +224,7 @@ def test_six_questions_on_a_terminal(tmp_path: Path) -> None:
     )
     os.close(theirs)
     os.write(ours, "".join(f"{line}\n" for line in typed).encode())
-    parts = []
-    try:
-        while part := os.read(ours, 65536):
-            parts.append(part)
-    except OSError:
-        pass  # Linux: nobody has the terminal open any more
-    text = b"".join(parts).decode()
+    text = read_all(ours)
     assert process.wait() == 0, text
     assert all(f"{number}. W" in text for number in range(1, 7)), text
     assert "[6x8]:" in text and "[here]:" in text and "[try]:" in text and "rossby: cannot read" in text

@@ -9,6 +9,7 @@ import termios
 from pathlib import Path
 
 from tests.started_jobs import ROOT, write_config
+from tests.terminals import read_all
 
 STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
 
@@ -20,15 +21,9 @@ def shown(command: list[str], **environment: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    parts = []
-    try:
-        while part := os.read(ours, 65536):
-            parts.append(part)
-    except OSError:
-        pass  # Linux: nobody has the terminal open any more
-    os.close(ours)
-    assert process.wait() == 0, b"".join(parts)
-    return b"".join(parts).decode()
+    text = read_all(ours)
+    assert process.wait() == 0, text
+    return text
 
 
 def test_bar_and_log_do_not_share_a_line(tmp_path: Path) -> None:
