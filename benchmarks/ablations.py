@@ -2,12 +2,12 @@
 
     .venv/bin/python benchmarks/ablations.py [--task winds] [--choice Swin] [--seeds 3]
 
-Every choice of benchmarks/ablations.toml is a shipped configuration with options of train.py; its first step
-is taken to count its FLOPs, and it is trained for as many steps as the first choice of its task has FLOPs.
-`--choice` trains the first and those with this word in their name.
-Printed is RMSE over a baseline's at two leads (TASKS), the mean over variables: the mean over seeds, the
-lowest and the highest, and what that is over the first choice's mean. A difference within the spread says
-nothing.
+Every choice of benchmarks/ablations.toml is a shipped configuration with options of train.py, among them
+those that take it back to what it was. Its first step is taken to count its FLOPs, and it is trained for as
+many steps as the first choice of its task has FLOPs. `--choice` trains the first and those with this word
+in their name. Printed is RMSE over a baseline's at two leads (TASKS), the mean over variables: the mean
+over seeds, the lowest and the highest, and what that is over the first choice's mean. A difference within
+the spread says nothing.
 """
 
 import argparse
@@ -37,7 +37,8 @@ def main() -> int:
     parser.add_argument("--choice", default="")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    choices = tomllib.loads((ROOT / "benchmarks/ablations.toml").read_text())["choice"]
+    listed = tomllib.loads((ROOT / "benchmarks/ablations.toml").read_text())
+    choices = [begun(choice, listed["before"]) for choice in listed["choice"]]
     rows = []
     for name in [options.task] if options.task else TASKS:
         task, all_own = TASKS[name], [choice for choice in choices if choice["task"] == name]
@@ -52,6 +53,11 @@ def main() -> int:
                 print(rows[-1], flush=True)
     print(table(rows))
     return 0
+
+
+def begun(choice: dict, before: dict[str, list[str]]) -> dict:
+    """With what all choices of its task begin with; an option that is given twice counts as given last."""
+    return {**choice, "options": [*before.get(choice["task"], []), *choice["options"]]}
 
 
 def tflop_of_a_step(task: Task, options: list[str]) -> float:
