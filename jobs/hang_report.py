@@ -1,7 +1,6 @@
 """Who is to blame when a run stands still, in words; and what is left behind to look at."""
 
 import faulthandler
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from traces.collective_record import disagreement
+from traces.collective_record import disagreement, recording
 
 OWN_WAY = "ranks that call different collectives wait for ever: some code decided on one rank alone"
 
@@ -114,8 +113,4 @@ def leave_traces(folder: Path, rank: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    c10d = importlib.import_module("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a build without CUDA has the latter only
-        if dump := getattr(c10d, name, None):
-            (folder / f"rank-{rank}.json").write_bytes(dump(True, False))
-            return
+    (folder / f"rank-{rank}.json").write_text(json.dumps(recording()))

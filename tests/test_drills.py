@@ -1,9 +1,12 @@
 """Misfortunes of a run, provoked: what is said of each, and that nothing else is."""
 
+import importlib
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from jobs.hang_report import Beat, mismatch
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, write_config
 from tests.test_preflight import small  # noqa: F401  (a fixture)
-from traces.collective_record import disagreement
+from traces.collective_record import disagreement, recorded_calls
 from traces.slow_ranks import Pace, waiting
 from training.fingerprints import Fingerprints, ReplicasDiverged, combined, fingerprint, most_different
 
@@ -56,6 +59,7 @@ def test_replicas_that_diverge(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out(tmp_path):
     code, said = drill(tmp_path, "run_out_of_memory", *LARGE, "--training.steps", "9")
     assert code == 1 and len(said) == 1, said
@@ -74,6 +78,7 @@ def test_ranks_that_call_different_collectives(tmp_path):
     assert "rank 1: all_reduce of Float [5]" in said[3] and "some code decided on one rank alone" in said[4]
 
 
+@pytest.mark.slow
 def test_a_slow_rank(tmp_path):
     code, said = drill(tmp_path, "be_slow", "--training.steps", "13", "--metrics.log_freq", "3")
     assert code == 0 and len(said) == 1, said
@@ -161,6 +166,23 @@ def test_calls_that_differ_are_told_apart():
     waiting_ranks = [Beat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
     assert "rank 1 did not" in mismatch(waiting_ranks)[0]
     assert mismatch([waiting_ranks[0], Beat(1, calls=dict(told[1]))]) == []  # it computes: merely late
+
+
+def test_calls_of_every_backend_are_read(monkeypatch):
+    """Builds of torch for CUDA have a recorder for NCCL alone, which is empty where gloo is used."""
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+
+    def recorder(backend: str, *created: int) -> Callable[[bool, bool], bytes]:
+        entry = {"process_group": ["0", "default_pg"], "profiling_name": f"{backend}:all_reduce"}
+        entry |= {"collective_seq_id": 1, "is_p2p": False, "input_dtypes": ["Float"], "input_sizes": [[5]]}
+        whole = {"entries": [{**entry, "time_created_ns": when} for when in created]} if created else {}
+        return lambda *_: json.dumps({"version": "2", **whole}).encode()
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", recorder("gloo", 30, 10))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", recorder("nccl"), raising=False)
+    assert [(call.group, call.created) for call in recorded_calls()] == [("gloo:0", 10), ("gloo:0", 30)]
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", recorder("nccl", 20), raising=False)
+    assert [call.group for call in recorded_calls()] == ["gloo:0", "nccl:0", "gloo:0"]
 
 
 def test_own_work_is_what_is_not_waiting():

@@ -1,7 +1,7 @@
 """What ranks have called on each other, by torch's flight recorder: who has not called what others wait in.
 
 The recorder keeps the last calls of a process (TORCH_FR_BUFFER_SIZE, 2,000 by default) with the group, the
-number of the call in it, what was called and when; gloo and NCCL write into it.
+number of the call in it, what was called and when. Builds for CUDA have two: NCCL writes into one of its own.
 """
 
 import importlib
@@ -20,7 +20,7 @@ Calls = Mapping[str, Sequence[Any]]  # name of a group -> (number of the last ca
 class Call:
     """One of a rank's collectives."""
 
-    group: str  # its name, the same on all its ranks
+    group: str  # its backend and name, the same on all its ranks; each backend counts its own calls
     described: str  # what the group is there for
     number: int  # in the group, from 1
     what: str  # "all_reduce of Float [5]"
@@ -29,21 +29,26 @@ class Call:
 
 def recorded_calls() -> list[Call]:
     """Of this process, the oldest first; none where this build of torch records nothing."""
+    return [call_of(entry) for entry in recording()["entries"] if not entry["is_p2p"]]
+
+
+def recording() -> dict[str, Any]:
+    """What torch has recorded in this process, in its own form, of all backends."""
     c10d = importlib.import_module("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # a build without CUDA has the latter only
-        if dump := getattr(c10d, name, None):
-            entries = json.loads(dump(True, False)).get("entries", [])
-            return [call_of(entry) for entry in entries if not entry["is_p2p"]]
-    return []
+    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
+    found = [json.loads(dump(True, False)) for dump in dumps if dump]
+    entries = [entry for each in found for entry in each.get("entries", [])]
+    whole = {key: value for each in found for key, value in each.items()}
+    return {**whole, "entries": sorted(entries, key=lambda entry: entry["time_created_ns"])}
 
 
 def call_of(entry: dict[str, Any]) -> Call:
     group, described = entry["process_group"]
-    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    backend, _, name = entry["profiling_name"].rpartition(":")
     sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     tensors = ", ".join(f"{dtype} {size}" for dtype, size in list(sizes)[:1])
     what = f"{name.strip('_')} of {tensors}" if tensors else name.strip("_")
-    return Call(group, described, entry["collective_seq_id"], what, entry["time_created_ns"])
+    return Call(f"{backend}:{group}", described, entry["collective_seq_id"], what, entry["time_created_ns"])
 
 
 def last_calls() -> dict[str, list[Any]]:
