@@ -207,8 +207,10 @@ def calibrate_machine(config: Config) -> None:
 
 
 def dry_run_table(config: Config, world_size: int) -> None:
-    from planning.dry_run import dry_run  # here: it takes torch's seconds
+    from jobs.start_checks import check_base
+    from planning.dry_run import dry_run  # here: they take torch's seconds
 
+    check_base(config)
     if config.activation_checkpoint.mode == "memory_budget":
         reason = 'the compiler keeps it, and a dry run does not compile; take "selective" or "full"'
         refuse("activation_checkpoint.mode", "memory_budget", reason)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import plan
 from archives.grid import Grid
 from config import Compile, Config, Lora, Parallelism, Training
 from errors import ConfigError
@@ -594,8 +595,11 @@ def test_bases_that_an_older_torch_cannot_shard(
     if not refused:
         start_checks.check_base(config)
         return
-    with pytest.raises(ConfigError, match="^lora.base_dtype = 'int8': cannot be sharded by torch 2.11.0"):
+    refusal = "^lora.base_dtype = 'int8': cannot be sharded by torch 2.11.0"
+    with pytest.raises(ConfigError, match=refusal):
         start_checks.check_base(config)
+    with pytest.raises(ConfigError, match=refusal):
+        plan.dry_run_table(config, ranks)
 
 
 def test_zonal_waves_need_the_whole_globe() -> None:
