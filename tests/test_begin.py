@@ -100,6 +100,7 @@ def test_what_it_writes_trains(layout: Callable, tmp_path: Path) -> None:
     assert any("val/rmse/2m_temperature" in line for line in logged)
 
 
+@pytest.mark.slow
 def test_the_vit_of_many_dates_trains(tmp_path: Path) -> None:
     """That of demo.toml, on a CPU: small, and planned."""
     output = begun(tmp_path, "--data", west_first(tmp_path, weeks(6200)), "--variables", "t2m", "z500")
@@ -259,6 +260,7 @@ def test_what_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
     assert said in str(error.value) and there.read_text() == "mine" and not (tmp_path / "new.toml").exists()
 
 
+@pytest.mark.slow
 def test_here_the_preflight_looks_at_this_machine(tmp_path: Path) -> None:
     """As anybody calls it, without a terminal: its table, and the command as the last line. A second time
     the file is in the way: one line, exit code 2.

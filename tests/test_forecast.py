@@ -201,6 +201,7 @@ def test_values_are_those_of_a_plain_loop(run, tmp_path, part, averaged):
         np.testing.assert_allclose(got, expected[:, v], atol=2e-5 * moments["std"][v], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
     options = ["--forecast.num_steps", "60", "--forecast.local_batch_size", "1"]
     store(run, tmp_path / "whole.zarr", *options)
