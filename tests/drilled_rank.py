@@ -63,7 +63,8 @@ def main() -> None:
         return plain(step, batches, objective, model, *rest)
 
     train.train_step = train_step
-    slow_ranks.EVERY = 2  # logged steps
+    if strike is be_slow:  # the others do not last as long as two looks: a busy machine makes a rank slow, too
+        slow_ranks.EVERY = 2  # logged steps
     train.main()
 
 
