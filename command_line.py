@@ -8,6 +8,7 @@ and a misspelt key are answered at once.
 import argparse
 import dataclasses
 import difflib
+import gc
 import inspect
 import math
 import os
@@ -374,6 +375,9 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
 
 def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config:
     """Answers --help and --job.print_config, or gives the checked configuration. Raises ConfigError."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     if {"--help", "-h"} & set(argv):
         print(f"{doc}\n{help_text(SECTIONS)}")
         sys.exit(0)
@@ -389,3 +393,4 @@ def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None, ch
     end_when_interrupted()
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, checked)
+    gc.disable()  # until `start` in main: imports make objects by the million and no garbage

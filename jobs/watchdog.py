@@ -19,21 +19,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm, Config
-from datasets.selection import Selection
 from errors import RunFailed, UserError, is_lost_loader
 from jobs.hang_report import Beat, accusation, leave_traces, mismatch, process_state, table, to_blame
 from jobs.heartbeat import activity, leave_sign
 from jobs.log_setup import start_logging
 from jobs.rank_tree import RankTree
 from traces.collective_record import last_calls
-from training.out_of_memory import memory_explained
+
+if TYPE_CHECKING:  # the launcher imports this module, and neither opens data nor plans memory
+    from datasets.selection import Selection
 
 logger = logging.getLogger(__name__)
 FAILED = 1  # exit code
@@ -95,6 +96,8 @@ def launched() -> bool:
 @contextmanager
 def watched(config: Config) -> Iterator["Watchdog"]:
     """What a rank runs in: its log, the watchdog, and words for memory that runs out."""
+    from training.out_of_memory import memory_explained  # here: it takes the launcher two seconds
+
     start_logging(is_first=os.environ.get("RANK", "0") == "0")
     watchdog = Watchdog(config.dump_folder, config.comm)
     with watchdog, memory_explained(config, lambda: watchdog.selection):

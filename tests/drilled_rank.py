@@ -63,7 +63,7 @@ def main() -> None:
         return plain(step, batches, objective, model, *rest)
 
     train.train_step = train_step
-    if strike is be_slow:  # the others do not last as long as two looks: a busy machine makes a rank slow, too
+    if strike is be_slow:  # others end before two looks: a rank of a busy machine is slow, too
         slow_ranks.EVERY = 2  # logged steps
     train.main()
 

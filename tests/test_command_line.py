@@ -1,6 +1,7 @@
 """Values reach the configuration from defaults, files and the command line, and come out again as TOML."""
 
 import dataclasses
+import gc
 import math
 import re
 import resource
@@ -102,6 +103,13 @@ def test_verbs_answer_without_torch(verb: str, asked: str) -> None:
     assert done.returncode == (2 if "stepz" in asked else 0), done.stderr
     assert "training.steps" in done.stderr if "stepz" in asked else "steps" in done.stdout
     assert after.ru_utime - before.ru_utime < 1.0
+
+
+def test_verbs_collect_garbage_again_once_all_is_imported(folder: Path) -> None:
+    """`answer_early` turns it off."""
+    gc.disable()
+    start(["--job.config_file=good.toml"])
+    assert gc.isenabled()
 
 
 def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

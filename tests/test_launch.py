@@ -26,6 +26,12 @@ def launch(folder: Path, what: str, restarts: int = 0) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
+def test_ranks_are_started_without_what_only_they_need():
+    """Each start of a job waits for the launcher's imports, and then for those of the ranks."""
+    command = "import sys, jobs.launch; sys.exit('xarray' in sys.modules or 'torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("codes", "code"),
     [([0, 0], 0), ([0, 75], 75), ([75, -9], 1), ([1, 75], 1), ([2, 1], 2), ([2, -9], 2), ([0, 1], 1)],
