@@ -258,6 +258,7 @@ def test_threads_are_given_back() -> None:
     assert 0 < launch < 1e-3
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_at_once(tmp_path: Path) -> None:
     """All operations, in both precisions, and the link between the ranks; the file and the cluster of it."""
     found = calibrate(TINY, ["sdpa", "math"], CPU, threads=1, ranks=2, seconds=0.5)

@@ -69,6 +69,7 @@ def test_memory_that_runs_out(tmp_path):
     assert all(change in said[0] for change in changes), said
 
 
+@pytest.mark.slow
 def test_ranks_that_call_different_collectives(tmp_path):
     code, said = drill(tmp_path, "call_another_collective", *QUICK)
     assert code == 1 and len(said) == 6, said

@@ -117,6 +117,7 @@ def test_exposed_communication_of_the_newest_trace(tmp_path, capfd):
     assert found_by(exposed) == {} and capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_says_what_of_its_communication_is_exposed(tmp_path, start_job):
     options = ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "20"]
     job = start_job(write_config(tmp_path), tmp_path / "run", *options, NGPU="2")
