@@ -376,7 +376,7 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
 def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config:
     """Answers --help and --job.print_config, or gives the checked configuration. Raises ConfigError."""
     if not gc.isenabled():
-        gc.freeze()
+        gc.freeze()  # what is imported stays: no later search looks through it, nor the one at the end
         gc.enable()
     if {"--help", "-h"} & set(argv):
         print(f"{doc}\n{help_text(SECTIONS)}")
