@@ -132,9 +132,28 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
         _section(schema, section, where)
         values[section] = {}
         for key, value in keys.items():
+            if _is_removed(f"{section}.{key}", value):
+                continue
             spec = _field(schema, section, key, where)
             values[section][key] = _convert(f"{section}.{key}", value, spec.type)
     return values
+
+
+# Keys of earlier versions: former default, and what to do instead. A run's config.toml contains every key.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
+    "data.disk_cache_gib": (100.0, "convert the data to a local store with python -m datasets.convert"),
+}
+
+
+def _is_removed(name: str, value: Any) -> bool:
+    """Return True for a removed key at its former default. Raises ConfigError at any other value."""
+    if name not in REMOVED:
+        return False
+    default, fix = REMOVED[name]
+    if value != default:
+        raise ConfigError(f"{name} = {shown(value)}: the key was removed; remove it, and {fix}")
+    return True
 
 
 def _outside_section(name: str, schema: Schema, where: str) -> str:

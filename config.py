@@ -73,13 +73,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Data:
-    # "simulated" (generated on first use), or a Zarr store, NetCDF file, folder, glob or fsspec URL
+    # "simulated" (generated on first use), or a Zarr store, NetCDF, HDF5 or GRIB file, folder, glob or URL
     path: str = "simulated"
-    # of the file system behind a URL: ["anon=true", "endpoint_url=https://host"]; secrets: in the environment
+    # options of the store at a URL: ["anon=true", "endpoint_url=https://host"]; secrets: in the environment
     storage_options: tuple[str, ...] = ()
-    # folder on a fast local disk that keeps what was read behind a URL, for all ranks of a node; empty: none
-    disk_cache_path: str = ""
-    disk_cache_gib: Annotated[float, Range(0.0, MOST, above=True)] = 100.0  # up to which it is filled
     source: str = ""  # where these data come from, which is said where data.path cannot be read
     variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
     levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"
@@ -88,17 +85,21 @@ class Data:
     forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
     # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
     select: tuple[str, ...] = ()
+    region: tuple[float, ...] = ()  # north, west, south, east in degrees: part of the grid; empty: all of it
     step_hours: Hours = 6  # lead time of one step of the model
     # states, step_hours apart, that the model sees; 2: the one before, too; input only, one is predicted
     history: Annotated[int, Range(1, 8)] = 1
-    train_period: tuple[str, ...] = ()  # first and last date, both included: ["1979-01-01", "2017-12-31"]
-    validation_period: tuple[str, ...] = ()  # the same; the two periods cannot overlap
+    # first and last date, both included, a last one without an hour to its end: ["1979-01-01", "2017-12-31"]
+    train_period: tuple[str, ...] = ()
+    validation_period: tuple[str, ...] = ()  # the same; periods cannot overlap
+    # the same, never trained on nor validated on; forecast.py and evaluate.py take it by default
+    test_period: tuple[str, ...] = ()
     grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
     # GiB up to which the fields of both periods are read once and kept in memory; inf: always
     cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = 1.0
     # dates that statistics are computed from, in pairs one step apart; 0: every date of the training period
     statistics_dates: Count = 0
-    # that read ahead, a rank: threads for Zarr and fields in memory, else processes; 0: read when needed
+    # readers of a rank: threads for converted stores and fields in memory, else processes; 0: none
     num_workers: Processes = 0
     prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches that are read ahead; of processes, by each
 
@@ -384,7 +385,7 @@ class Forecast:
     # checkpoint, or folder of a run, to forecast from; empty: the newest of job.dump_folder
     checkpoint: str = ""
     averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
-    # first and last initial date, both included; empty: data.validation_period
+    # first and last initial date, both included; empty: data.test_period, else data.validation_period
     period: tuple[str, ...] = ()
     # hours between initial dates, all of which must be in the data; 0: every date
     interval_hours: Annotated[int, Range(0, 100_000)] = 0

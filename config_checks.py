@@ -4,11 +4,15 @@ fix.
 
 import math
 
-from archives.dates import parse_period
-from archives.picks import parse_picks
-from archives.storage_options import parse_storage_options
-from archives.variables import expand_levels, named_by, nearest_name, split_name
 from config import Config, Data, Model, Parallelism, Training, Validation
+from datasets.options import (
+    check_disjoint,
+    check_region,
+    parse_period,
+    parse_selection,
+    parse_storage_options,
+)
+from datasets.variables import expand_levels, named_by, nearest_name, split_name
 from errors import nearest, refuse
 from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
 from models.registry import CONTEXT, MODELS, Registered
@@ -116,12 +120,16 @@ def _check_data(data: Data) -> None:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
     predicted_variables(data)
-    parse_picks(data.select)
+    parse_selection(data.select)
     parse_storage_options(data.storage_options)
     for key in ("static_variables", "forcings"):
         names = list(getattr(data, key))
         if twice := [name for name in names if names.count(name) > 1]:
             refuse(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
+    for name in data.static_variables:
+        if name in predicted_variables(data):
+            refuse("data.static_variables", name, "is in data.variables, too; remove one of them")
+    check_region("data.region", data.region)
     _check_periods(data)
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
         reason = "give both numbers, or [0, 0] for the grid of the data"
@@ -146,11 +154,8 @@ def _check_plots(config: Config) -> None:
 
 
 def _check_periods(data: Data) -> None:
-    train = parse_period("data.train_period", data.train_period)
-    validation = parse_period("data.validation_period", data.validation_period)
-    if train and validation and train[0] <= validation[1] and validation[0] <= train[1]:
-        reason = f"overlaps data.train_period = {list(data.train_period)}"
-        refuse("data.validation_period", list(data.validation_period), f"{reason}; move one of them")
+    names = ("train_period", "validation_period", "test_period")
+    check_disjoint({f"data.{name}": getattr(data, name) for name in names})
 
 
 def _check_training(config: Config) -> None:
@@ -430,6 +435,8 @@ def _check_forecast(config: Config) -> None:
     if -1 < forecast.perturbation < 0:
         reason = "name 0 or more, or -1 for what is customary"
         refuse("forecast.perturbation", forecast.perturbation, reason)
-    if forecast.interval_hours and not (forecast.period or config.data.validation_period):
+    if forecast.interval_hours and not (
+        forecast.period or config.data.validation_period or config.data.test_period
+    ):
         reason = "needs a first date to count from; set forecast.period"
         refuse("forecast.interval_hours", forecast.interval_hours, reason)

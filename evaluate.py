@@ -50,12 +50,12 @@ import torch
 import torch.distributed as dist
 import xarray as xr
 
-from archives.archive import Archive, open_archive
-from archives.grid import area_weights
-from archives.picks import parse_picks
-from archives.storage_options import Access
 from config import Config
+from datasets.archive import Archive, open_archive
 from datasets.field_dataset import FieldDataset
+from datasets.grid import area_weights
+from datasets.options import parse_period, parse_selection
+from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs
 from errors import ConfigError, one_line_errors
@@ -197,11 +197,24 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
     source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
     caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
     statistics = load_or_count(caches, source)
-    samples = selection.samples_a_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
+    samples = selection.samples_by_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
     return fitted["damped persistence"]
+
+
+def dates_inside(times: np.ndarray, period: tuple[str, ...]) -> np.ndarray:
+    """Return the initial dates in data.test_period, all without one. Raises ConfigError if there are none."""
+    span = parse_period("data.test_period", period)
+    if not span:
+        return times
+    inside = times[(times >= np.datetime64(span[0], "s")) & (times <= np.datetime64(span[1], "s"))]
+    if not len(inside):
+        fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
+        reason = f"no initial date of the forecasts is in it; {fix}"
+        raise ConfigError(f"data.test_period = {list(period)}: {reason}")
+    return inside
 
 
 def score_all(
@@ -211,12 +224,13 @@ def score_all(
     variables: list[str],
     regions: list[str],
     device: torch.device,
+    period: tuple[str, ...] = (),
 ) -> dict[str, Evaluation]:
-    """Every forecast on the variables, leads and dates that it has in common with the first."""
+    """Every forecast on the variables, leads and dates of `period` that it has in common with the first."""
     found: dict[str, Evaluation] = {}
     first, hour, is_first = next(iter(forecasts.values())), np.timedelta64(1, "h"), dist.get_rank() == 0
     for name, forecast in forecasts.items():
-        dates = np.intersect1d(forecast.times, first.times)
+        dates = dates_inside(np.intersect1d(forecast.times, first.times), period)
         hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
         if not len(dates) or not hours:
             raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
@@ -314,8 +328,10 @@ def run(config: Config, options: Namespace) -> int:
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
     selection = open_selection(config.data, config.model.patch_size, ())
-    picks, access = parse_picks(config.data.select), access_of(config.data)
-    truth = open_archive(options.truth, picks, access) if options.truth else selection.archive
+    picks, access = parse_selection(config.data.select), access_of(config.data)
+    truth = (
+        open_archive(options.truth, picks, access, config.data.region) if options.truth else selection.archive
+    )
     forecasts = open_forecasts(options.forecast, folder, picks, access)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
@@ -327,7 +343,8 @@ def run(config: Config, options: Namespace) -> int:
     climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = opponent(options.against, forecasts, len(options.forecast))
-    evaluations = score_all(forecasts, truth, climatology, variables, regions, device)
+    period = () if config.forecast.period else config.data.test_period
+    evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period)
 
     def report() -> int:
         own = selection.land()

@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from archives.variables import expand_levels
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from checkpoints.weights_alone import check_target, write_weights
 from config import Compile, Config, FaultTolerance, Float8
+from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_fields
-from datasets.window import channel_names
+from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from jobs.progress_bar import progress_bar
@@ -71,7 +71,9 @@ def forecast(config: Config) -> int:
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
     selection = open_data(config)
-    chosen = initial_dates(selection, settings.period or data.validation_period, settings.interval_hours)
+    chosen = initial_dates(
+        selection, settings.period or data.test_period or data.validation_period, settings.interval_hours
+    )
 
     # -- ranks, model, weights -----------------------------------------------------------------------
     forecaster = load_forecaster(config, selection)
@@ -86,7 +88,7 @@ def forecast(config: Config) -> int:
         selection.archive.times[chosen[:, 0]],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
-        {name: selection.archive.shown_units(name) for name in selection.variables},
+        {name: selection.archive.units(name) for name in selection.variables},
     )
     store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), index)
     from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
@@ -309,7 +311,7 @@ def export(config: Config, target: Path) -> None:
     merge_lora(model)
     description = Description(
         variables,
-        [selection.archive.shown_units(name) for name in variables],
+        [selection.archive.units(name) for name in variables],
         grid.latitude.tolist(),
         grid.longitude.tolist(),
         config.data.step_hours,

@@ -60,7 +60,7 @@ from planning.search import Plan, best_layouts, capacity, changes_that_fit, chec
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 
 if TYPE_CHECKING:
-    from archives.grid import Grid
+    from datasets.grid import Grid
 
 LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0}
 MOST_RANKS = 4096
@@ -157,7 +157,7 @@ def job(config: Config, world: int) -> Workload:
 
 
 def num_variables(config: Config) -> int:
-    from archives.variables import expand_levels
+    from datasets.variables import expand_levels
 
     return len(expand_levels(config.data.variables, config.data.levels))
 
@@ -227,7 +227,7 @@ def dry_run_table(config: Config, world_size: int) -> None:
 
 def grid_of(config: Config) -> "Grid":
     """From data.grid_shape, which is taken to go round the globe, or from the data themselves."""
-    from archives.grid import global_grid
+    from datasets.grid import global_grid
     from datasets.selection import open_selection
 
     if all(config.data.grid_shape):

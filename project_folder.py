@@ -13,7 +13,6 @@ PATHS = (  # keys that name a file or a folder; job.config_file is only ever the
     ("job", "dump_folder"),
     ("data", "path"),
     ("data", "static_path"),
-    ("data", "disk_cache_path"),
     ("checkpoint", "initial_load_path"),
     ("forecast", "path"),
     ("forecast", "checkpoint"),

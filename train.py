@@ -68,7 +68,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     held = RunFolder(config, selection)  # from here on nobody else writes into it
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
-    samples = Samples(selection, config.data, folder, held.trained, mesh.same_samples)
+    samples = Samples(selection, config.data, folder, held.trained)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)

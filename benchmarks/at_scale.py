@@ -49,7 +49,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from archives.archive import open_archive
 from benchmarks.loader import Shape
 from benchmarks.results_file import record
 from benchmarks.statistics_start import VARIABLES, write_tiled
@@ -58,7 +57,8 @@ from checkpoints.save_plan import bytes_of, plan_together
 from checkpoints.writer import METADATA, Finish, Finisher, Written
 from command_line import load_config
 from config import Comm
-from datasets.sums import Sums
+from datasets.archive import open_archive
+from datasets.statistics import Sums
 from jobs.launch import listen
 from jobs.preemption import Agreement
 from jobs.rank_tree import FANOUT, RankTree

@@ -29,7 +29,7 @@ def loader(session: Session) -> None:
 
 
 def time_loader(session: Session, folder: Path) -> None:
-    from archives.archive import open_archive
+    from datasets.archive import open_archive
     from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 
     sizes = session.sizes

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 import xarray as xr
 import zarr
+from numcodecs import Blosc
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
-from zarr.codecs import BloscCodec, BloscShuffle
+from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec
 
-from archives.archive import open_archive
-from archives.field_chunks import chunks_of
 from benchmarks.results_file import record
+from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.read_ahead import ThreadedLoader
+from datasets.loader import EvaluationSampler, build_loader
 from tests.conftest import memory_kib
 
 THREADS, BATCH, STARTING = 2, 4, 3
@@ -86,10 +86,9 @@ def names(shape: Shape) -> list[str]:
 
 
 def write_zarr(path: Path, shape: Shape, codec: str, dates_a_chunk: int) -> None:
-    """As datasets.convert writes, but for its checksums: an array a variable-level; chunks of one date in
-    shards.
-    """
-    root = zarr.open_group(str(path), mode="w", zarr_format=3)
+    """With a date a chunk as datasets.convert writes, in shards and with checksums; else as others do."""
+    ours = {"rossby_training_store": 1, "complete": True}
+    root = zarr.open_group(str(path), mode="w", zarr_format=3, attributes=ours)
     compressor = BloscCodec(cname=codec, clevel=5, shuffle=BloscShuffle.bitshuffle)  # type: ignore[arg-type]
     shards: dict[str, Any] = {"shards": (min(shape.dates, 24), *shape.grid)} if dates_a_chunk == 1 else {}
     for number, name in enumerate(names(shape)):
@@ -98,7 +97,7 @@ def write_zarr(path: Path, shape: Shape, codec: str, dates_a_chunk: int) -> None
             shape=(shape.dates, *shape.grid),
             chunks=(dates_a_chunk, *shape.grid),
             dtype=shape.dtype,
-            compressors=[compressor],
+            compressors=[compressor, Crc32cCodec()] if dates_a_chunk == 1 else [compressor],
             fill_value=np.nan,
             dimension_names=DIMS,
             attributes={"variable": name},
@@ -131,24 +130,20 @@ def write_hdf5(path: Path, shape: Shape) -> None:
 # -- those that read: each takes dates in order, and gives the bytes that it has made of them
 
 
-def codec_alone(path: Path, shape: Shape) -> Read:
+def codec_alone(path: Path, shape: Shape, codec: str) -> Read:
     """Chunks whose bytes are in memory, decoded by as many threads into one piece of memory each."""
-    archive = open_archive(str(path))
-    fields = [archive._find(name)[0][1] for name in archive.variables]
-    arrays = [array for field in fields if (array := chunks_of(field))]
+    root: Any = zarr.open_group(str(path), mode="r")
+    packer = Blosc(cname=codec, clevel=5, shuffle=Blosc.BITSHUFFLE)
+    arrays = [root[name.replace(":", "_")] for name in names(shape)]
     dates_a_chunk = arrays[0].chunks[0]
-    found = {
-        (array.prefix, chunk): bytes(array._content((chunk, 0, 0)) or b"")
-        for array in arrays
-        for chunk in range(-(-shape.dates // dates_a_chunk))
-    }
-    outs = [np.empty(arrays[0].nbytes, np.uint8) for _ in range(THREADS)]
+    firsts = range(0, shape.dates, dates_a_chunk)
+    packed = [[packer.encode(array[first : first + dates_a_chunk]) for first in firsts] for array in arrays]
+    outs = [np.empty((dates_a_chunk, *shape.grid), shape.dtype) for _ in range(THREADS)]
 
     def decode(part: int, dates: np.ndarray) -> None:
         for date in dates:
-            for array in arrays[part::THREADS]:
-                codec: Any = array.codec
-                codec.decode(found[array.prefix, date // dates_a_chunk], out=outs[part])
+            for chunks in packed[part::THREADS]:
+                packer.decode(chunks[date // dates_a_chunk], out=outs[part])
 
     def read(dates: np.ndarray) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -214,17 +209,19 @@ def take_all(loader: Iterable[Any]) -> float:
     return started
 
 
-def rossbys_loader(path: Path, shape: Shape) -> ThreadedLoader:
+def rossbys_loader(path: Path, shape: Shape) -> tuple[Any, list[list[int]]]:
+    """Threads for a converted store, spawned processes for any other."""
     archive = open_archive(str(path))
     dataset = FieldDataset(archive, names(shape), np.arange(shape.dates)[:, None])
-    return ThreadedLoader(dataset, np.arange(shape.dates).reshape(-1, BATCH).tolist(), THREADS, 2, pin=False)
+    sampler = EvaluationSampler(shape.dates, BATCH, 0, 1)
+    return build_loader(dataset, sampler, THREADS, 2), sampler.batches
 
 
 def rossby(path: Path, shape: Shape) -> Read:
-    loader = rossbys_loader(path, shape)
+    loader, batches = rossbys_loader(path, shape)
 
     def read(dates: np.ndarray) -> None:
-        loader.sampler = [part.tolist() for part in np.array_split(dates, len(dates) // BATCH)]
+        batches[:] = [part.tolist() for part in np.array_split(dates, len(dates) // BATCH)]
         read.started = take_all(loader)
 
     return read
@@ -232,7 +229,7 @@ def rossby(path: Path, shape: Shape) -> Read:
 
 def memory_added(path: Path, shape: Shape) -> float:
     """GiB that reading adds to this process, at most."""
-    loader, before = rossbys_loader(path, shape), memory_kib()
+    (loader, _), before = rossbys_loader(path, shape), memory_kib()
     return (max(memory_kib() for _ in loader) - before) / 2**20
 
 
@@ -258,7 +255,7 @@ def measure(scratch: Path, shape: Shape, codec: str, dates_a_chunk: int, rounds:
     if not tutorial.exists():
         write_hdf5(tutorial, shape)
     readers = {
-        "codec alone": codec_alone(path, shape),
+        "codec alone": codec_alone(path, shape, codec),
         "zarr-python": zarr_python(path, shape),
         "xarray, DataLoader": by_processes(open_xarray, path),
         "h5py, DataLoader": by_processes(open_h5py, tutorial),

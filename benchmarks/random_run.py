@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from archives.grid import area_weights, global_grid
 from checkpoints.checkpointer import NoCheckpoints
 from config import Config
+from datasets.grid import area_weights, global_grid
 from jobs.replicas import Alone
 from parallelisms.mesh import mesh_of
 from training.assembly import (

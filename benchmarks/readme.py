@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from archives.variables import units
+from datasets.variables import units
 
 ROWS = [("geopotential:300", hours) for hours in (6, 24, 72)]
 ROWS += [("u_component_of_wind:850", hours) for hours in (6, 24, 72)]

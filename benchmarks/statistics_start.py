@@ -26,13 +26,13 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, BloscShuffle
 
-from archives.archive import open_archive
-from archives.grid import area_weights
-from archives.variables import expand_levels
 from benchmarks.loader import DIMS, Shape, coordinates, weather
 from benchmarks.results_file import record
 from command_line import load_config
+from datasets.archive import open_archive
+from datasets.grid import area_weights
 from datasets.statistics import Source, Statistics, read_statistics
+from datasets.variables import expand_levels
 from tests.distributed import Ranks
 from training.shared_statistics import load_or_count
 

@@ -25,8 +25,8 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from archives.archive import open_archive
 from benchmarks.results_file import record
+from datasets.archive import open_archive
 from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import xarray as xr
 
-from archives.archive import open_archive
-from archives.grid import Grid
-from archives.regrid import Regridder
 from benchmarks.results_file import record
+from datasets.archive import open_archive
+from datasets.grid import Grid
+from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
 from verification.details import mean_over_latitudes

@@ -14,13 +14,13 @@ from typing import Any
 
 import tomli
 
-from archives.archive import Archive
-from archives.grid import Grid
-from archives.variables import expand_levels
 from checkpoints.files import MANIFEST, Damaged, complete_steps, read_manifest, step_folder
 from config import SECTIONS, Config
+from datasets.archive import Archive
+from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
+from datasets.variables import expand_levels
 from errors import ConfigError, without_secrets
 from models.registry import MODELS
 

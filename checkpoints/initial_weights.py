@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from archives.variables import expand_levels
 from checkpoints.checkpointer import problem_of
 from checkpoints.files import (
     MANIFEST,
@@ -28,7 +27,8 @@ from checkpoints.files import (
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters, RunState
 from config import Config, Data
-from datasets.window import channel_names
+from datasets.field_dataset import channel_names
+from datasets.variables import expand_levels
 from errors import ConfigError, refuse
 from jobs.rank_tree import RankTree
 from models.lora import ADAPTERS, quantize

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from archives.archive import Archive
 from checkpoints.checkpointer import load, problem_of
 from checkpoints.files import MANIFEST, candidates, stored_tensors
 from checkpoints.identity import Identity
 from checkpoints.run_state import Parameters
 from config import Config
+from datasets.archive import Archive
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
 from jobs.rank_tree import RankTree

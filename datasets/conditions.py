@@ -1,7 +1,7 @@
-"""What the model is told besides the state: constant fields, forcings computed from date and position, noise,
-and what a whole field has one number of (models/conditioning.py).
+"""Inputs of the model besides the state: constant fields, computed forcings, noise, single numbers.
 
-Shapes: B batch, h states of a window (datasets/window.py), V variables, S static fields, F forcings,
+Single numbers are those of models/conditioning.py.
+Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, S static fields, F forcings,
 N channels of noise, K of single numbers, H latitudes, W longitudes, C = h V + S + F + N + K channels.
 """
 
@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from archives.grid import Grid, area_weights
 from datasets.forcings import Instant, compute_forcings
+from datasets.grid import Grid, area_weights
 from models.condition_numbers import num_channels
 from models.noise import NoiseFields
 
 
 class Conditions(nn.Module):
-    """Appends static fields, forcings and noise to a window. Computed on the device: the loader moves only
-    states.
-    """
+    """Static fields, forcings and noise that are appended to a window, on the device."""
 
     static: Tensor
     latitude: Tensor
@@ -53,23 +51,25 @@ class Conditions(nn.Module):
         return len(self.static) + len(self.forcings) + noise + num_channels(self.single)
 
     def draw(self, keys: Tensor | None, times: Tensor, lead: Tensor | int | None) -> list[Tensor]:
-        """What the step from `times` (B,) of forecasts with these keys (B,) is told of itself: noise
-        (B, N, H, W), and how many steps after the analysis it is (B, 1, H, W), where the model has them.
-        lead: that number, or one each (B,).
+        """Return the inputs of the step from `times` (B,) of forecasts with these keys (B,).
+
+        Noise (B, N, H, W), and the number of steps after the analysis (B, 1, H, W). lead: that number, or
+        (B,) of them.
         """
-        found = []
+        inputs = []
         if self.noise:
-            assert keys is not None, "a model with noise is told which"
-            found.append(self.noise.draw(keys, times))
+            assert keys is not None, "a model with noise needs keys"
+            inputs.append(self.noise.draw(keys, times))
         if self.has_lead:
-            assert lead is not None, "a model with leads is told which"
+            assert lead is not None, "a model with leads needs them"
             leads = torch.full_like(times, lead) if isinstance(lead, int) else lead
-            found.append(leads.float()[:, None, None, None].expand(-1, 1, *self.static.shape[1:]))
-        return found
+            inputs.append(leads.float()[:, None, None, None].expand(-1, 1, *self.static.shape[1:]))
+        return inputs
 
     def append(self, window: Tensor, times: Tensor, *drawn: Tensor) -> Tensor:
-        """window (B, h V, H, W) whose newest state is of `times` (B,), seconds since 1970, and what `draw`
-        gave -> (B, C, H, W).
+        """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
+
+        `times` are seconds since 1970.
         """
         # Not len(window): an exported program would keep that number.
         parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
@@ -79,20 +79,20 @@ class Conditions(nn.Module):
         return torch.cat([*parts, *noise, *self._single_numbers(times, *lead)], dim=1)
 
     def _single_numbers(self, times: Tensor, *lead: Tensor) -> list[Tensor]:
-        """(B, 1 or 2, H, W) each, in the order of their names: of CHANNELS."""
+        """Return (B, 1 or 2, H, W) each, in the order of their names in CHANNELS."""
         zero = self.latitude.new_zeros(1, 1, 1)
         at = Instant(times[:, None, None], latitude=zero, longitude=zero)
         angles = {"time_of_day": at.local_time, "day_of_year": at.day_of_year}
         return [lead[0] if name == "lead_time" else self._waves(angles[name]()) for name in self.single]
 
     def _waves(self, angle: Tensor) -> Tensor:
-        """(B, 1, 1) radians -> sine and cosine (B, 2, H, W)."""
+        """Return sine and cosine (B, 2, H, W) of (B, 1, 1) radians."""
         pair = torch.stack([angle.sin(), angle.cos()], dim=1).float()  # (B, 2, 1, 1)
         return pair.expand(-1, -1, len(self.latitude), len(self.longitude))
 
 
 def standardize(field: np.ndarray, area: np.ndarray) -> Tensor:
-    """(H, W) -> float32 of area mean 0 and deviation 1: orography is in thousands, a mask in [0, 1]."""
+    """Scale a field (H, W) to area mean 0 and deviation 1: orography is in thousands, a mask in [0, 1]."""
     filled = np.where(np.isfinite(field), field, np.nanmean(field)).astype(np.float64)
     weights = np.broadcast_to(area[:, None], filled.shape)
     anomaly = filled - np.average(filled, weights=weights)

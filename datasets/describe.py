@@ -1,38 +1,294 @@
-"""What a store holds, and how to train on it: variables, levels, grid, period, gaps, chunks, size, read rate.
+"""Describe analyses: what they contain, what is wrong with them, and the [data] section that trains on them.
 
-    .venv/bin/python -m datasets.describe STORE
-    .venv/bin/python -m datasets.describe STORE --select member=0
+    .venv/bin/python -m datasets.describe SOURCE
+    .venv/bin/python -m datasets.describe SOURCE --select member=0 --all
 
-STORE is what data.path takes. Variables have the names that a configuration takes; the last lines are the
-[data] section of one. The read rate is measured here, for two seconds. Exit codes: 0, 2 bad input.
+SOURCE is what data.path takes. Values are looked at on 24 dates, evenly spaced; with --all on every date. The
+read rate is measured for two seconds. Exit codes: 0 nothing wrong, 1 something is, 2 bad input.
 """
 
+import json
+import os
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from command_line import OneLineParser
-from errors import end_when_interrupted, one_line_errors
+from datasets.archive import Archive, list_files, read_all_fields
+from datasets.files import find_files
+from datasets.grid import Grid, latitude_bounds
+from datasets.layouts import open_fields
+from datasets.options import check_selection, parse_selection
+from datasets.plausibility import count_implausible, undeclared_fill
+from datasets.remote import is_url
+from datasets.variables import OFTEN_ZERO, ON_LEVELS, group_levels, join_name
+from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
+
+READ_FOR = 2.0  # seconds
+SAMPLED_DATES = 24
+HELD_OUT = 0.15  # of the dates, for validation, where there are fewer than three years
+YEAR = np.timedelta64(365, "D")
+LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
+STATISTICS = ("mean", "standard_deviation", "minimum", "maximum", "largest_error")
+
+
+class Finding(NamedTuple):
+    """A row of the table of what is wrong."""
+
+    problem: str
+    where: str
+    first_date: str = ""
+    count: int = 1
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Raises ConfigError."""
-    known = OneLineParser("datasets.describe", __doc__)
-    known.add_argument("store", metavar="STORE", help="what data.path takes: file, folder, glob or URL")
-    known.add_argument(
-        "--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select: member=0"
-    )
-    return known.parse_args(argv)
+    """Return the options of the command line. Raises ConfigError."""
+    parser = OneLineParser("datasets.describe", __doc__)
+    parser.add_argument("source", metavar="SOURCE", help="what data.path takes: file, folder, glob or URL")
+    parser.add_argument("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
+    parser.add_argument("--all", action="store_true", help="look at the values of every date")
+    return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> None:
-    """Raises ConfigError, DataError."""
+def main(argv: list[str]) -> int:
+    """Print the description; return 1 if something is wrong. Raises ConfigError, DataError."""
     options = parse(argv)
-    from conversion.description import describe  # here: torch takes seconds, a misspelt option none
+    archive, findings = open_readable(options.source, parse_selection(options.select))
+    check_selection(archive.selection, archive.extra_dimensions, options.source)
+    findings += [Finding(reason, name) for name, reason in archive.unreadable.items()]
+    findings += [*find_missing_dates(archive), *find_differences(archive)]
+    every = np.arange(len(archive.times))
+    sample = np.unique(np.linspace(0, len(every) - 1, SAMPLED_DATES).round().astype(int))
+    findings += find_odd_values(archive, every if options.all else sample)
+    table = pd.DataFrame(findings, columns=Finding._fields).to_string(index=False, justify="left")
+    checked = f"values of {len(every if options.all else sample)} of {len(every)} dates"
+    print(f"{without_secrets(options.source)}\n\n{variables_table(archive)}\n\n{summary(archive)}\n")
+    print(f"{table}\n{checked}: {len(findings)} problems\n" if findings else f"{checked}: nothing found\n")
+    print(data_section(archive, options.source, options.select))
+    return int(bool(findings))
 
-    print(describe(options.store, options.select))
+
+def open_readable(path: str, selection: Mapping[str, str]) -> tuple[Archive, list[Finding]]:
+    """Return the archive of all files that can be opened, and a finding for each other file."""
+    files = find_files(path)
+    if len(files) == 1:
+        return Archive(path, *read_all_fields(path, selection), selection), []
+    fields, unreadable, findings = [], {}, []
+    for name in files:
+        try:
+            found, reasons = open_fields(name, selection)
+        except DataError as error:
+            findings.append(Finding(str(error).partition(": ")[2], name))
+            continue
+        fields += found
+        unreadable |= reasons
+    return Archive(path, fields, unreadable, selection), findings
+
+
+# -- contents
+
+
+def variables_table(archive: Archive) -> str:
+    """Return a row for each variable: levels, units, type; for a converted store also statistics."""
+    rows: list[dict[str, Any]] = []
+    for base, own in group_levels(archive.variables).items():
+        names = [join_name(base, level) for level in own]
+        raw = archive.field_of(names[0]).raw
+        attributes = [dict(getattr(archive.field_of(name).raw, "attrs", {})) for name in names]
+        row = {"variable": base, "levels": " ".join(str(level) for level in sorted(filter(None, own))) or "-"}
+        row |= {"units": archive.units(names[0]) or "-", "type": str(raw.dtype)}
+        if all(key in each for each in attributes for key in STATISTICS):
+            row |= {key: " ".join(f"{each[key]:.6g}" for each in attributes) for key in STATISTICS}
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("-").to_string(index=False, justify="left")
+
+
+def summary(archive: Archive) -> str:
+    """Return lines about static fields, grid, period, gaps, chunks, size and read rate."""
+    times, field = archive.times, archive.field_of(archive.variables[0])
+    missing = find_gaps(times)
+    chunks = zip(field.chunks or (), field.dims, strict=False)
+    rows = {
+        "static": ", ".join(archive.static_variables) or "none",
+        "grid": describe_grid(archive.grid),
+        "period": f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart",
+        "gaps": f"{len(missing)} dates missing, the first {missing[0]}" if len(missing) else "none",
+        "chunks": " x ".join(f"{size} {dim}" for size, dim in chunks) or "none: one array a variable",
+        "size": describe_size(archive),
+        "read rate": measure_rate(archive),
+    }
+    return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
+
+def describe_grid(grid: Grid) -> str:
+    """Return the grid in words."""
+    (rows, columns), latitude, longitude = grid.shape, grid.latitude, grid.longitude
+    whole = grid.periodic and np.abs(latitude_bounds(latitude)[[0, -1]]).min() > 90 - 1e-6
+    return (
+        f"{rows} x {columns} points, latitude {latitude[0]:g} to {latitude[-1]:g}, longitude "
+        f"{longitude[0]:g} to {longitude[-1]:g}: {'the globe' if whole else 'a region'}"
+    )
+
+
+def describe_size(archive: Archive) -> str:
+    """Return the bytes on disk and in memory."""
+    decoded = 4 * len(archive.times) * len(archive.variables) * np.prod(archive.grid.shape) / 1e9
+    if is_url(archive.path):
+        return f"{decoded:.3g} GB as float32"
+    sizes = [os.path.getsize(file) for name in find_files(archive.path) for file in list_files(name)]
+    return f"{sum(sizes) / 1e9:.3g} GB in {len(sizes)} files; {decoded:.3g} GB as float32"
+
+
+def measure_rate(archive: Archive) -> str:
+    """Return the rate of dates in a random order, all variables, by one process."""
+    order = np.random.default_rng(0).permutation(len(archive.times))
+    try:
+        archive.read(int(order[0]), archive.variables)  # opens the files
+        start, count = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - start) < READ_FOR:
+            archive.read(int(order[count % len(order)]), archive.variables)
+            count += 1
+    except DataError:
+        return "not measured: a field cannot be read"
+    size = 4 * len(archive.variables) * np.prod(archive.grid.shape) / 1e6
+    rates = f"{count / seconds:.3g} dates/s, {count * size / seconds:.3g} MB/s as float32"
+    return f"{rates}, one process, random dates"
+
+
+# -- problems
+
+
+def usual_hours(times: np.ndarray) -> float:
+    """Return the most common interval between two dates. Raises DataError for a single date."""
+    if len(times) < 2:
+        raise DataError("it has one date: nothing to train on")
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
+
+
+def find_gaps(times: np.ndarray) -> np.ndarray:
+    """Return the dates that the usual interval would have between the first and the last."""
+    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
+    wide = np.flatnonzero(np.diff(times) > step)
+    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
+
+
+def find_missing_dates(archive: Archive) -> Iterator[Finding]:
+    """Yield findings for dates that are missing in all variables, and in some."""
+    gaps = find_gaps(archive.times)
+    if len(gaps):
+        yield Finding("dates missing", archive.path, str(gaps[0]), len(gaps))
+    lacking: dict[bytes, list[str]] = {}
+    for name in archive.variables:
+        lacking.setdefault(archive.has([name]).tobytes(), []).append(name)
+    for key, names in lacking.items():
+        absent = np.flatnonzero(~np.frombuffer(key, bool))
+        if len(absent):
+            where = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+            first = str(archive.times[absent[0]])
+            yield Finding("dates missing that other variables have", where, first, len(absent))
+
+
+def find_differences(archive: Archive) -> Iterator[Finding]:
+    """Yield findings for files that differ in units or values, and for constant static fields."""
+    for name in archive.variables:
+        try:
+            archive.check([name])
+        except DataError as error:
+            yield Finding(str(error).partition(": ")[2], name)
+    for name in archive.static_variables:
+        finite = archive.read_static(name)
+        finite = finite[np.isfinite(finite)]
+        if not len(finite) or finite.min() == finite.max():
+            yield Finding("one value everywhere" if len(finite) else "no value anywhere", name)
+
+
+def find_odd_values(archive: Archive, dates: np.ndarray) -> list[Finding]:
+    """Return a finding for each variable and problem of fields."""
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    for date in dates.tolist():
+        for names in archive.group_by_array(archive.variables):
+            for name, problem in _problems(archive, date, names):
+                first, count = found.get((problem, name), (str(archive.times[date]), 0))
+                found[problem, name] = first, count + 1
+    return [Finding(problem, name, *rest) for (problem, name), rest in found.items()]
+
+
+def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    try:
+        fields = archive.read(date, names)
+    except DataError as error:
+        text = str(error).partition("; restore the file")[0]
+        yield names[0], f"cannot be read {text.partition('cannot be read ')[2] or text}"
+        return
+    for name, values in zip(names, fields, strict=True):
+        if not archive.has([name])[date]:
+            continue
+        finite = values[np.isfinite(values)]
+        fill = undeclared_fill(finite, name)
+        if fill is not None:
+            yield name, f"{fill:g} in some cells: a missing value that is not declared"
+            finite = finite[finite != fill]
+        if not len(finite):
+            yield name, "no value at all"
+        elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
+            yield name, "one value everywhere"
+        for kind in count_implausible(values, finite, name):
+            yield name, f"values {kind}"
+
+
+# -- the section
+
+
+def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
+    """Return the TOML of a [data] section that trains."""
+    train, validation = split_periods(archive.times)
+    names, levels = _short_names(archive.variables)
+    section: dict[str, Any] = {
+        "path": path if is_url(path) else os.path.abspath(path),
+        "variables": names,
+        **({"levels": levels} if levels else {}),
+        **({"static_variables": archive.static_variables} if archive.static_variables else {}),
+        **({"select": list(select)} if select else {}),
+        "grid_shape": list(archive.grid.shape),
+        "step_hours": max(1, round(usual_hours(archive.times))),
+        "train_period": train,
+        "validation_period": validation,
+    }
+    # Texts, numbers and lists are the same in TOML and JSON; tomli_w gives each level a line of its own.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
+    return without_secrets("\n".join(["[data]", *lines]))
+
+
+def _short_names(variables: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return names and levels that expand to these variables; no levels unless all have the same."""
+    groups = group_levels(variables)
+    level_sets = {tuple(sorted(filter(None, own))) for own in groups.values() if None not in own}
+    plain = all((None in own) != (base in ON_LEVELS) for base, own in groups.items())
+    if len(level_sets) == 1 and plain:
+        return list(groups), list(level_sets.pop())
+    return list(variables), []
+
+
+def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
+    """Return training and validation period: the last whole year of three or more, else the last part."""
+    first = times[-1].astype("datetime64[Y]").astype("datetime64[s]")
+    if times[-1] - times[0] < 3 * YEAR or (times >= first).sum() < 2:
+        first = times[int(len(times) * (1 - HELD_OUT))]
+        first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
+        first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
+    before = times[times < first]
+    periods = (before[0], before[-1]), (first, times[-1])
+    train, validation = ([str(start).removesuffix("T00:00:00"), str(end)] for start, end in periods)
+    return train, validation
 
 
 if __name__ == "__main__":
     end_when_interrupted()
     with one_line_errors():
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

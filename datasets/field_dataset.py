@@ -1,10 +1,16 @@
-"""Samples of a period: which dates each has, and how they are read.
+"""Samples of a period: the dates of each, and how they are read.
 
-Shapes: B batch, K dates of a sample (datasets/window.py), V variables, H latitudes, W longitudes.
+A sample lists the dates of its window (the `data.history` states that a model sees, newest first), then those
+that follow: its first date is the one that a forecast starts from. To a model a window is one field with h V
+channels.
+
+Shapes: B batch, K dates of a sample, h states of a window, R states that follow, V variables, H latitudes,
+W longitudes.
 """
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -12,26 +18,81 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from archives.archive import Archive
-from archives.field_chunks import Task
-from datasets.memory_archive import MemoryArchive
+from datasets.archive import Archive
+from datasets.statistics import stream
+from datasets.store_reader import Task
+
+
+def window_steps(history: int) -> range:
+    """Return the times of the states of a window in steps of the model: 0, -1, ..."""
+    return range(0, -history, -1)
+
+
+def channel_names(variables: Sequence[str], history: int, step_hours: int) -> list[str]:
+    """Return the names of a window's h V channels: "2m_temperature", ..., "2m_temperature 6 h before"."""
+    older = [f"{name} {n * step_hours} h before" for n in range(1, history) for name in variables]
+    return [*variables, *older]
+
+
+def split_sample(fields: Tensor, history: int) -> tuple[Tensor, Tensor]:
+    """Split fields (B, h + R, V, H, W) into the window (B, h V, H, W) and what follows (B, R, V, H, W)."""
+    return fields[:, :history].flatten(1, 2), fields[:, history:]
+
+
+class MemoryArchive:
+    """Some dates of an archive, read once into memory, with the archive's indices."""
+
+    def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
+        self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
+        self.files_state, self.units = archive.files_state, archive.units
+        self.rows = np.full(len(archive.times), -1)
+        self.rows[dates] = np.arange(len(dates))
+        self.fields = np.empty((len(dates), len(variables), *archive.grid.shape), np.float32)
+        for row, (_, field) in enumerate(stream(archive, variables, dates)):
+            self.fields[row] = field
+
+    def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
+        """Return (V, H, W) float32."""
+        return self.read_block(index, index + 1, variables)[0]
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        """Return (n, V, H, W) float32."""
+        assert list(variables) == self.variables and self.rows[start] >= 0
+        return self.fields[self.rows[start] : self.rows[start] + stop - start]
+
+    def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
+        """Yield the call that fills `out` (n, V, H, W) with the dates from `start` on."""
+        yield partial(np.copyto, out, self.read_block(start, start + len(out), variables))
+
+    def reads_by_threads(self, variables: Sequence[str]) -> bool:
+        """Return True: copies need no lock."""
+        return True
+
+    def float16_packing(self, variables: Sequence[str]) -> None:
+        """Return None: the fields are physical values."""
+
+
+def cache_if_small(
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, limit_gib: float
+) -> Archive | MemoryArchive:
+    """Return the dates of the archive in memory if they take at most `limit_gib`, else the archive."""
+    size = 4 * len(dates) * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
+    return MemoryArchive(archive, variables, dates) if size <= limit_gib * 2**30 else archive
 
 
 class FieldDataset(Dataset):
-    """Samples of K dates each, read as whole batches. Negative indices count from the end; a date of -1 is
-    not there.
+    """Samples of K dates each, read as whole batches. Indices may be negative; a date of -1 is missing.
 
-    Where threads read them, fields come as they are stored: `unpack` makes physical values of them, wherever
-    they are by then.
+    Where threads read them, fields have the stored type: `unpack` makes physical values of them, on any
+    device.
     """
 
     def __init__(
         self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
     ) -> None:
         self.archive, self.variables, self.samples = archive, list(variables), samples  # (n, K) indices
-        self.own = self.variables  # that are read here
-        self.field_shape = (len(self.own), *archive.grid.shape)
-        self.by_threads = archive.by_threads(self.variables)
+        self.field_shape = (len(self.variables), *archive.grid.shape)
+        self.by_threads = archive.reads_by_threads(self.variables)
         packing = archive.float16_packing(self.variables) if self.by_threads else None
         self.dtype = np.dtype("float16" if packing else "float32")
         columns = [torch.from_numpy(numbers).view(-1, 1, 1) for numbers in packing or ()]
@@ -41,45 +102,34 @@ class FieldDataset(Dataset):
         return len(self.samples)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Physical fields (B, K, V, H, W) float32, NaN where missing, and first dates (B,), seconds since
-        1970.
-        """
+        """Return physical fields (B, K, V, H, W), NaN where missing, and first dates (B,), in seconds."""
         dates = self.samples[list(indices)]
-        batch = np.stack([[self._read(int(i)) for i in row] for row in dates])
+        batch = np.full((*dates.shape, *self.field_shape), np.nan, np.float32)
+        for place in np.ndindex(dates.shape):
+            if dates[place] >= 0:
+                batch[place] = self.archive.read(int(dates[place]), self.variables)
         return torch.from_numpy(batch), self.seconds(dates)
 
-    def first_dates(self, number: int) -> Self:
-        """The same samples without their dates after the first `number`."""
-        return self.with_dates(self.samples[:, :number])
-
     def with_dates(self, samples: np.ndarray) -> Self:
-        """Others of the same archive, read in the same way: dates (n, K)."""
+        """Return a dataset of other samples (n, K) of the same archive."""
         other = copy(self)
         other.samples = samples
         return other
 
     def seconds(self, dates: np.ndarray) -> Tensor:
-        """(B,) since 1970, of the first of each row of `dates` (B, K)."""
+        """Return (B,) seconds since 1970 of the first of each row of `dates` (B, K)."""
         return torch.from_numpy(self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64))
 
-    def reading(self, date: int, out: np.ndarray) -> Iterator[Task]:
-        """What fills `out` (own V, H, W) with a date's fields as they are stored; NaN for a date that is not
-        there.
-        """
+    def tasks(self, date: int, out: np.ndarray) -> Iterator[Task]:
+        """Yield calls that fill `out` (V, H, W) with a date's fields as stored; NaN for a date of -1."""
         if date < 0:
             out.fill(np.nan)
         else:
-            yield from self.archive.reading(date, out[None], self.own)
+            yield from self.archive.tasks(date, out[None], self.variables)
 
     def unpack(self, fields: Tensor) -> Tensor:
-        """(..., V, H, W) as they are stored -> physical values, float32, on the same device."""
+        """Return physical values, float32, of (..., V, H, W) of the stored type, on the same device."""
         if self.scale is None or self.offset is None or fields.dtype != torch.float16:
             return fields
         scale, offset = self.scale.to(fields.device), self.offset.to(fields.device)
         return torch.addcmul(offset, fields.float(), scale)
-
-    def _read(self, date: int) -> np.ndarray:
-        """(V, H, W); NaN for a date that is not there."""
-        if date >= 0:
-            return self.archive.read(date, self.variables)
-        return np.full(self.field_shape, np.nan, np.float32)

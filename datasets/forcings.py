@@ -15,7 +15,7 @@ from errors import nearest, refuse
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.2425  # Gregorian mean
 EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
-SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, so that it lies in 0..1.035
+SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, from 0 to 1.035
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Instant:
     longitude: torch.Tensor  # (1, 1, W) radians
 
     def local_time(self) -> torch.Tensor:
-        """Mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
+        """Return the mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
         fraction = (self.seconds % SECONDS_PER_DAY).double() / SECONDS_PER_DAY
         return 2 * math.pi * fraction + self.longitude
 
     def day_of_year(self) -> torch.Tensor:
-        """The season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
+        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
 
         Within a day of the calendar's, and unlike it without a jump at midnight or at the end of a leap year.
         """
@@ -42,7 +42,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Sun:
-    """Where the sun stands, each (B, 1, 1)."""
+    """Position of the sun, each (B, 1, 1)."""
 
     declination: torch.Tensor  # radians
     equation_of_time: torch.Tensor  # radians by which the true sun is ahead of the mean one
@@ -50,7 +50,7 @@ class Sun:
 
 
 def sun_position(seconds: torch.Tensor) -> Sun:
-    """The sun at seconds since 1970-01-01 UTC, any shape, to 0.01 degrees in 1950-2050.
+    """Return the position of the sun at seconds since 1970-01-01 UTC, to 0.01 degrees in 1950-2050.
 
     Source: The Astronomical Almanac, section C, "Low precision formulas for the Sun's coordinates".
     """
@@ -67,7 +67,7 @@ def sun_position(seconds: torch.Tensor) -> Sun:
 
 
 def insolation(at: Instant) -> torch.Tensor:
-    """Instantaneous sunlight on a horizontal plane above the air, over the solar constant: (B, H, W).
+    """Return instantaneous sunlight on a horizontal plane above the air over the solar constant (B, H, W).
 
     ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
     """
@@ -95,7 +95,7 @@ FORCINGS: dict[str, Callable[[Instant], torch.Tensor]] = {
 def compute_forcings(
     names: Sequence[str], times: torch.Tensor, latitude: torch.Tensor, longitude: torch.Tensor
 ) -> torch.Tensor:
-    """Forcings (B, F, H, W), float32 and of order one, in the order of `names`.
+    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 
     `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
     `toa_incident_solar_radiation` is instantaneous and divided by 1361 W m-2.
@@ -115,7 +115,7 @@ def compute_forcings(
 
 
 def check_forcings(names: Sequence[str]) -> None:
-    """ConfigError with the nearest valid name for the first unknown one."""
+    """Raise ConfigError with the nearest valid name for the first unknown one."""
     for name in names:
         if name not in FORCINGS:
             refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")

@@ -1,6 +1,6 @@
-"""The passage between physical and normalised fields.
+"""Conversion between physical and normalised fields.
 
-Shapes: B batch, h states of a window (datasets/window.py), V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
 """
 
 import torch
@@ -11,10 +11,7 @@ from models.conservation import Conservation
 
 
 class Normalizer(nn.Module):
-    """Physical fields to normalised ones and back, and one step of the model from its output.
-
-    Lives on the device: the loader moves fields as they are stored.
-    """
+    """Conversion between physical and normalised fields, and one step of the model from its output."""
 
     mean: Tensor
     std: Tensor
@@ -23,7 +20,7 @@ class Normalizer(nn.Module):
     def __init__(
         self, statistics: Statistics, predict: str, history: int = 1, conservation: Conservation | None = None
     ) -> None:
-        """conservation: of outputs, where the model has some (model.conserve)."""
+        """conservation: of outputs, if the model has some (model.conserve)."""
         super().__init__()
         self.conservation = conservation
         self.predict, self.history = predict, history
@@ -35,28 +32,27 @@ class Normalizer(nn.Module):
             )
 
     def normalize(self, fields: Tensor) -> tuple[Tensor, Tensor]:
-        """fields (..., V, H, W) -> normalised fields with 0 where a value is missing, and a mask of values
-        (bool).
-        """
+        """Return normalised fields (..., V, H, W), 0 where missing, and a mask of values (bool)."""
         mask = torch.isfinite(fields)
         # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
         return (fields - self.mean).div_(self.std).masked_fill_(~mask, 0.0), mask
 
     def normalize_window(self, window: Tensor) -> Tensor:
-        """(B, h V, H, W) physical -> normalised, with 0 where a value is missing."""
+        """Return a physical window (B, h V, H, W) normalised, with 0 where a value is missing."""
         return self.normalize(window.unflatten(1, (self.history, -1)))[0].flatten(1, 2)
 
     def newest(self, window: Tensor) -> Tensor:
-        """(B, h V, H, W) -> the state (B, V, H, W) that a forecast starts from."""
+        """Return the state (B, V, H, W) of a window (B, h V, H, W) that a forecast starts from."""
         return window[:, : len(self.mean)]
 
     def denormalize(self, fields: Tensor) -> Tensor:
-        """(..., V, H, W) normalised -> physical units."""
+        """Return normalised fields (..., V, H, W) in physical units."""
         return fields * self.std + self.mean
 
     def advance(self, window: Tensor, output: Tensor) -> Tensor:
-        """The next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W), in
-        float32: the new state, then all of this window's but the oldest.
+        """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
+
+        In float32: the new state, then all states of this window but the oldest.
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
@@ -64,8 +60,9 @@ class Normalizer(nn.Module):
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
-        """To the gradient with respect to a window, in place: what `advance` takes over from it into the next
-        window, with respect to which the gradient is `later` (B, h V, H, W).
+        """Add to a window's gradient, in place, the share of states that `advance` copies to the next one.
+
+        later: the gradient with respect to that next window (B, h V, H, W).
         """
         num = len(self.mean)
         if self.predict == "change":
@@ -73,10 +70,10 @@ class Normalizer(nn.Module):
         gradient[:, :-num] += later[:, num:]
 
     def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
-        """The output that would take `state` to `target` (B, V, H, W), normalised: `advance` undone."""
+        """Return the output that takes `state` to `target` (B, V, H, W): the inverse of `advance`."""
         return target if self.predict == "state" else (target - state).div_(self.change_scale)
 
     @property
     def output_scale(self) -> Tensor:
-        """(V, 1, 1): by how much the next state changes with the output."""
+        """The change of the next state with the output, (V, 1, 1)."""
         return torch.ones_like(self.change_scale) if self.predict == "state" else self.change_scale

@@ -1,6 +1,6 @@
-"""Values that are no weather: fill values that a file does not declare, infinities, other units than ours.
+"""Implausible values: fill values that a file does not declare, infinities, values in other units.
 
-What cannot be meant is refused; what is only unlikely is counted and said once, with its first date.
+Impossible values are refused; unlikely ones are counted and logged once, with their first date.
 """
 
 import logging
@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from archives.variables import split_name, units
+from datasets.variables import split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-Findings = dict[tuple[str, str], tuple[int, np.datetime64]]  # (variable, what) -> values, first date
+Findings = dict[
+    tuple[str, str], tuple[int, np.datetime64]
+]  # (variable, kind) -> number of values, first date
 LARGEST = (
     1e15  # of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30
 )
 FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
-# Wide of what analyses hold on any level, in the units of archives/variables.py.
+# Wider than analyses on any level, in the units of datasets/variables.py.
 RANGES = {
     "geopotential": (-1.5e4, 6e5),
     "temperature": (150, 350),
@@ -40,22 +42,22 @@ RANGES = {
 
 
 def refuse_fills(field: np.ndarray, variables: Sequence[str], date: Any) -> None:
-    """field (V, H, W). DataError naming variable, value and date: a fill value that is not declared."""
+    """Raise DataError naming variable, value and date if a field (V, H, W) has an undeclared fill value."""
     for values, name in zip(field, variables, strict=True):
         refuse_fill(values[np.isfinite(values)], name, date)
 
 
 def refuse_fill(finite: np.ndarray, name: str, date: Any) -> None:
-    """The same of one variable's values that are numbers."""
+    """Raise DataError if the finite values of one variable have an undeclared fill value among them."""
     fill = undeclared_fill(finite, name)
     if fill is not None:
         count = np.count_nonzero(finite == fill)
-        what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that nothing declares"
-        raise DataError(f"data.path: {what}; give the variable the attribute _FillValue = {fill:g}")
+        found = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
+        raise DataError(f"data.path: {found}; give the variable the attribute _FillValue = {fill:g}")
 
 
 def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
-    """The one of a variable's values that are numbers which can only stand for a missing one."""
+    """Return the one of a variable's finite values that can only mean a missing one, if there is one."""
     if not finite.size:
         return None
     low, high = finite.min(), finite.max()
@@ -67,27 +69,28 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
     return fill
 
 
-def unlikely(values: np.ndarray, finite: np.ndarray, name: str) -> dict[str, int]:
-    """What -> how many values are it. finite: those of `values` that are numbers."""
-    found = {"infinite": int(np.isinf(values).sum()) if finite.size < values.size else 0}
+def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> dict[str, int]:
+    """Return kind -> number of implausible values; `finite` are the finite ones of `values`."""
+    counts = {"infinite": int(np.isinf(values).sum()) if finite.size < values.size else 0}
     low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
     if finite.size and not (low <= finite.min() and finite.max() <= high):
-        outside = int(((finite < low) | (finite > high)).sum())
-        found[f"outside {low:g} to {high:g} {units(name)}"] = outside
-    return {what: count for what, count in found.items() if count}
+        counts[f"outside {low:g} to {high:g} {units(name)}"] = int(((finite < low) | (finite > high)).sum())
+    return {kind: count for kind, count in counts.items() if count}
 
 
-def say_findings(found: Findings) -> None:
-    """One line for each variable and kind."""
-    for (name, what), (count, first) in found.items():
-        hint = "; are its units others?" if what.startswith("outside") else "; counted as missing"
-        logger.warning(f"data.path: {name}: {count} values {what}, the first at {first}{hint}")
+def log_findings(findings: Findings) -> None:
+    """Log one line for each variable and kind."""
+    for (name, kind), (count, first) in findings.items():
+        hint = "; check its units" if kind.startswith("outside") else "; counted as missing"
+        logger.warning(f"data.path: {name}: {count} values {kind}, the first at {first}{hint}")
 
 
-def say_missing(variables: Sequence[str], dates: np.ndarray, missing: np.ndarray) -> None:
-    """A line for each variable that has not the same number of cells `missing` (n, V) on all `dates` (n,)."""
+def log_missing(variables: Sequence[str], dates: np.ndarray, missing: np.ndarray) -> None:
+    """Log a line for each variable with other numbers of missing cells (n, V) on some dates (n,)."""
     for name, counts in zip(variables, missing.T, strict=True):
         other = np.flatnonzero(counts != np.bincount(counts).argmax())
         if len(other):
             first = f"the first at {dates[other[0]]}, {counts[other[0]]} cells"
-            logger.warning(f"data.path: {name}: {len(other)} dates miss other values than most, {first}")
+            logger.warning(
+                f"data.path: {name}: {len(other)} dates have another number of missing values, {first}"
+            )

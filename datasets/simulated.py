@@ -1,9 +1,8 @@
-"""The embedded data set: weather integrated in seconds from the equations of motion, written like ERA5.
+"""Simulated weather: two layers of shallow water on the rotating sphere, written like ERA5.
 
-Two layers of shallow water on the rotating sphere, truncated at total wavenumber 21. An upper layer that is
-thicker in the tropics carries jets in thermal-wind balance; they break into eddies by baroclinic instability,
-mountains bend them, and vapour carried by the lower layer rains out. Nothing random enters after the start:
-what a network learns from this record is dynamics.
+Truncated at total wavenumber 21. An upper layer that is thicker in the tropics carries jets in thermal-wind
+balance; they break into eddies by baroclinic instability, mountains bend them, and vapour in the lower layer
+rains out. Nothing random enters after the start: a network learns dynamics from this record.
 
 Shapes: (C, N, F, M) spectra, (W, H, F, M) grids (see datasets/spherical_harmonics.py); F fields, M members.
 """
@@ -67,7 +66,7 @@ ATTRIBUTES = {  # as WeatherBench2 has them
 
 @dataclass(frozen=True)
 class Parameters:
-    """What makes the weather; SI units. Chosen for jets of 20-50 m/s, well beyond marginal stability."""
+    """Parameters of the atmosphere, SI units; chosen for jets of 20-50 m/s, beyond marginal stability."""
 
     depth_upper: float = 8000.0  # m; deep enough that the tilted interface meets neither the ground
     depth_lower: float = 4000.0  # nor the top, thin enough below for baroclinic instability
@@ -124,18 +123,18 @@ class TwoLayerModel:
         self.column = torch.exp(-height.clamp(min=0) / parameters.vapour_scale_height)
 
     def _linear_operator(self) -> torch.Tensor:
-        """L of d/dt (div1, div2, h1, h2) = L (...): what carries gravity waves about a state of rest."""
+        """Return L of d/dt (div1, div2, h1, h2) = L (...): gravity waves about a state of rest."""
         linear = torch.zeros(TRUNCATION + 1, 4, 4, dtype=self.dtype)
         linear[:, :2, 2:] = -self.transform.laplacian[:, None, None] * self.gravity
         linear[:, 2, 0], linear[:, 3, 1] = -self.p.depth_upper, -self.p.depth_lower
         return linear
 
     def project(self, grid: np.ndarray) -> torch.Tensor:
-        """The spectrum (C, N, 1, 1) of one field (W, H) on the Gaussian grid."""
+        """Return the spectrum (C, N, 1, 1) of one field (W, H) on the Gaussian grid."""
         return self.transform.analyze(torch.from_numpy(grid).to(self.dtype)[:, :, None, None] * self.cos2)[0]
 
     def adiabatic(self, state: torch.Tensor) -> torch.Tensor:
-        """Tendencies (C, N, 7, M) by motion alone."""
+        """Return the tendencies (C, N, 7, M) by motion only."""
         scalars = torch.cat([state[:, :, ZETA], state[:, :, 4:]], dim=2)
         grids, u, v = self.transform.winds(scalars, state[:, :, ZETA], state[:, :, DIV])
         zeta, depth, vapour = grids.split([2, 2, 1], dim=2)
@@ -152,7 +151,7 @@ class TwoLayerModel:
         return torch.cat([-divergence[:, :, :2], acceleration, -divergence[:, :, 2:]], dim=2)
 
     def sources(self, state: torch.Tensor) -> torch.Tensor:
-        """Tendencies (C, N, 7, M) by drag, radiation, evaporation and rain."""
+        """Return the tendencies (C, N, 7, M) by drag, radiation, evaporation and rain."""
         forcing = torch.zeros_like(state)
         forcing[:, :, 1:4:2] = -state[:, :, 1:4:2] / self.p.drag_time  # the lower layer's zeta and div
         forcing[:, :, 4] = (self.equilibrium[:, :, 0] - state[:, :, 4]) / self.p.radiation_time
@@ -166,7 +165,7 @@ class TwoLayerModel:
         return forcing
 
     def advance(self, before: torch.Tensor, now: torch.Tensor, span: float) -> torch.Tensor:
-        """The state `span` seconds after `before`, by tendencies at `now`; gravity waves implicitly."""
+        """Return the state `span` seconds after `before`; gravity waves are implicit."""
         tendency = self.adiabatic(now)
         if self.forced:
             tendency = tendency + self.sources(before)  # lagged: leapfrog amplifies what is damped at `now`
@@ -177,7 +176,7 @@ class TwoLayerModel:
         return after * self.damping if self.forced else after
 
     def run(self, state: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
-        """Yields the state after each of `num_steps` steps; the first step is a forward one."""
+        """Yield the state after each of `num_steps` steps; the first step is a forward one."""
         before, now, span = state, state, self.p.step
         for _ in range(num_steps):
             after = self.advance(before, now, span)
@@ -187,24 +186,24 @@ class TwoLayerModel:
 
 
 def temperature_anomaly(parameters: Parameters, depth_upper: torch.Tensor) -> torch.Tensor:
-    """K, from the depth (m) of the upper layer: hypsometric: g' h1 is the geopotential between levels."""
+    """Return K from the depth (m) of the upper layer: g' h1 is the geopotential between the levels."""
     reduced = GRAVITY * (1 - parameters.density_ratio)
     return reduced * (depth_upper - parameters.depth_upper) / (287.0 * np.log(LEVELS[1] / LEVELS[0]))
 
 
 def land_fraction(height: torch.Tensor) -> torch.Tensor:
-    """Land stands higher than 100 m, above the ripples of truncation; up to 400 m it is a coast."""
+    """Return the land fraction: above 100 m, higher than ripples of truncation; a coast up to 400 m."""
     return ((height - 100.0) / 300.0).clamp(0, 1)
 
 
 def equilibrium_shear(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
-    """Upper minus lower zonal wind (m s-1) at which radiation aims, largest at 42 degrees."""
+    """Return upper minus lower zonal wind (m s-1) of the radiative equilibrium, largest at 42 degrees."""
     peak = np.where(mu > 0, parameters.jet_north, parameters.jet_south)
     return peak * 22.0 * mu**4 * (1 - mu**2) ** 2.5  # 22: the largest value becomes one
 
 
 def equilibrium_depth(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
-    """Depth (m) of the upper layer in thermal-wind balance with that shear: g' dh/dlat = -f u a."""
+    """Return the depth (m) of the upper layer in balance with that shear: g' dh/dlat = -f u a."""
     sine = np.linspace(-1, 1, 4001)
     cosine = np.sqrt(np.maximum(1 - sine**2, 1e-12))  # the shear vanishes at the poles, the cosine must not
     slope = -2 * ROTATION * RADIUS * sine * equilibrium_shear(parameters, sine) / cosine
@@ -214,7 +213,7 @@ def equilibrium_depth(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
 
 
 def _mountains(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
-    """Heights (W, H) in m of smooth mountains, Gaussian in the distance along great circles."""
+    """Return heights (W, H) in m of smooth mountains, Gaussian in the distance along great circles."""
     latitude, longitude = np.arcsin(mu)[None], np.radians(LONGITUDE)[:, None]
     height = np.zeros((NUM_LON, len(mu)))
     for north, east, peak, width in parameters.mountains:
@@ -225,7 +224,7 @@ def _mountains(parameters: Parameters, mu: np.ndarray) -> np.ndarray:
 
 
 def initial_state(model: TwoLayerModel, num_members: int, seed: int) -> torch.Tensor:
-    """(C, N, 7, M): balanced jets aloft, air at rest below, and each member's own noise in vorticity."""
+    """Return (C, N, 7, M): balanced jets aloft, air at rest below, and noise in vorticity for each member."""
     state = torch.zeros(2 * TRUNCATION + 2, TRUNCATION + 1, 7, num_members, dtype=model.dtype)
     shear = torch.from_numpy(equilibrium_shear(model.p, model.mu)).to(model.dtype)[None, :, None, None]
     wind = (shear * model.cos2.sqrt()).expand(NUM_LON, -1, 1, 1)
@@ -241,7 +240,7 @@ def initial_state(model: TwoLayerModel, num_members: int, seed: int) -> torch.Te
 
 
 def integrate(model: TwoLayerModel, num_members: int, num_days: int, seed: int) -> torch.Tensor:
-    """Spectra (time, C, N, 7, M), six-hourly from the end of the spin-up on."""
+    """Return spectra (time, C, N, 7, M), six-hourly from the end of the spin-up on."""
     every = round(86400 / SAMPLES_PER_DAY / model.p.step)
     skipped = model.p.spin_up_days * SAMPLES_PER_DAY * every
     num_steps = skipped + num_days * SAMPLES_PER_DAY * every
@@ -255,11 +254,11 @@ def integrate(model: TwoLayerModel, num_members: int, num_days: int, seed: int) 
 
 
 def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = DEFAULTS) -> xr.Dataset:
-    """Six-hourly weather of `num_days` days from 1 January in each of `num_years` years, on the 64x32 grid.
+    """Return six-hourly weather of `num_days` days from 1 January of `num_years` years, on the 64x32 grid.
 
-    Each year is a member with its own start: dates of different years are independent. Variables are
-    float32, (time, [level,] latitude, longitude), in WeatherBench2's names and units. A pure function of its
-    arguments, to the bit on one machine. ValueError for parameters that blow up.
+    Each year is a member with its own start: years are independent. Variables are float32, (time, [level,]
+    latitude, longitude), in WeatherBench2's names and units. A pure function of its arguments, bit-exact on
+    one machine. Raises ValueError for parameters that blow up.
     """
     with torch.inference_mode():
         model = TwoLayerModel(parameters, torch.float32)
@@ -281,8 +280,8 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters = 
 
 
 def _season(model: TwoLayerModel, output: SphericalHarmonics, spectra: torch.Tensor, year: int) -> xr.Dataset:
-    """One member's spectra (time, C, N, 7) as fields on the latitudes of `output`, from 1 January on."""
-    spectra = spectra.permute(1, 2, 3, 0)  # (C, N, 7, time): time stands where members stood
+    """Return one member's spectra (time, C, N, 7) as fields on the latitudes of `output`."""
+    spectra = spectra.permute(1, 2, 3, 0)  # (C, N, 7, time): time in the place of members
     scalars, u, v = output.winds(spectra[:, :, 4:], spectra[:, :, ZETA], spectra[:, :, DIV])
     mean_depth = torch.tensor([model.p.depth_upper, model.p.depth_lower])[:, None]
     potential = torch.einsum("ij,whjt->whit", model.gravity, scalars[:, :, :2] - mean_depth)
@@ -301,27 +300,27 @@ def _season(model: TwoLayerModel, output: SphericalHarmonics, spectra: torch.Ten
 
 
 def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
-    """Returns `path`, a Zarr (version 2, consolidated) of `simulate`, which the first caller writes.
+    """Return `path`, a Zarr (version 2, consolidated) of `simulate`, which the first caller writes.
 
-    Safe among processes and after a crash: callers take turns at a lock beside the store, and a store takes
-    its name only when whole. One written by other parameters is replaced; DataError for what is not ours.
+    Safe among processes and after a crash: callers wait at a lock, and a store gets its name when it is
+    whole. One of other parameters is replaced. Raises DataError for a path that is not ours.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     identity = json.dumps([VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
-    wanted = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even if the process dies
-        if stored_fingerprint(path) != wanted:
+        if stored_fingerprint(path) != fingerprint:
             start = time.perf_counter()
-            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS).assign_attrs({FINGERPRINT: wanted})
+            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS).assign_attrs({FINGERPRINT: fingerprint})
             _replace_store(dataset, path)
             logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)
     return path
 
 
 def stored_fingerprint(path: Path) -> str | None:
-    """The fingerprint of the store at `path`, None where nothing is; DataError where it is not ours."""
+    """Return the fingerprint of the store at `path`, None if there is none. Raises DataError."""
     if not path.exists():
         return None
     attributes = path / ".zattrs"
@@ -332,17 +331,14 @@ def stored_fingerprint(path: Path) -> str | None:
 
 
 def _replace_store(dataset: xr.Dataset, path: Path) -> None:
-    """Writes as WeatherBench2 does (Zarr 2, 100 times a chunk) under another name, then renames."""
-    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
-    for leftover in (partial, replaced):  # of a process that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Write as WeatherBench2 does (Zarr 2, 100 times a chunk) under another name, then rename."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     compressors = Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE)
     encoding: dict[str, dict] = {"time": {"units": "hours since 1959-01-01", "dtype": "int64"}}
     for name, array in dataset.data_vars.items():
         chunks = tuple(min(size, 100) if dim == "time" else size for dim, size in array.sizes.items())
         encoding[str(name)] = {"compressors": compressors, "chunks": chunks, "_FillValue": None}
     dataset.to_zarr(partial, zarr_format=2, consolidated=True, encoding=encoding)
-    if path.exists():
-        os.replace(path, replaced)  # os.replace puts no directory over one that is not empty
+    shutil.rmtree(path, ignore_errors=True)
     os.replace(partial, path)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,34 +1,43 @@
-"""Statistics of the training period: what they are, when stored ones serve, the counting of a rank's part.
+"""Statistics of the training period: moments of the variables, and how a part of the dates is counted.
 
-Shapes: V variables, H latitudes, W longitudes, n dates.
+The share of a date is the same number on every rank, and shares are added in float64: so the sums of any
+number of ranks, threads or attempts agree to its rounding. Shapes: V variables, H latitudes, W longitudes, n
+dates.
 """
 
 import hashlib
+import json
 import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
 
-from archives.grid import Grid
-from datasets.plausibility import say_findings, say_missing
-from datasets.sums import Sums, shares_of
+from datasets.grid import Grid
+from datasets.plausibility import Findings, count_implausible, log_findings, log_missing, refuse_fill
 from durable_files import replacing
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-Numbers = dict[str, list[float]]  # mean, std, change_std -> one number a variable
+Numbers = dict[str, list[float]]  # mean, std, change_std -> one number for each variable
 BLOCK_BYTES = 2**28  # of fields read at once while streaming
+ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
+TABLES = ("dates", "missing", "state", "change")
+SAMPLED_DATES = 16  # dates that represent all where files have no size and time of change
+DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+SAME = 1e-9  # relative: another processor adds up other last digits of the same fields
 
 
 class Fields(Protocol):
-    """What can be read by date: an archive, or its dates held in memory."""
+    """An archive, or its dates in memory."""
 
     times: np.ndarray
     grid: Grid
@@ -37,66 +46,237 @@ class Fields(Protocol):
 
     def files_state(self, variables: Sequence[str]) -> bytes: ...
 
-    def file_marks(self, variables: Sequence[str]) -> np.ndarray: ...
+
+class Share(NamedTuple):
+    """The share of one variable at one date."""
+
+    moments: np.ndarray  # (3,) weight, first and second moment around the shift
+    missing: int  # cells without a value
+    implausible: dict[str, int]
+
+
+@dataclass
+class Sums:
+    """Sums over dates; a date on which a variable has no value at all counts in none of them."""
+
+    variables: list[str]
+    # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
+    shift: np.ndarray
+    total: np.ndarray  # (V, H, W) float64, of values
+    count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
+    # a row for each date, in the order in which they were read
+    dates: list[np.datetime64] = field(default_factory=list)
+    missing: list[np.ndarray] = field(default_factory=list)  # (V,) cells without a value
+    state: list[np.ndarray] = field(default_factory=list)  # (V, 3) moments
+    change: list[np.ndarray] = field(default_factory=list)  # (V, 3), over a model step
+    findings: Findings = field(default_factory=dict)
+
+    @classmethod
+    def zeros(cls, variables: Sequence[str], shift: np.ndarray, shape: tuple[int, int]) -> Self:
+        """Return the sums over no date; shift (V,) is near the means, shape (H, W)."""
+        num = len(variables)
+        return cls(list(variables), shift, np.zeros((num, *shape)), np.zeros((num, 1, 1), np.int64))
+
+    def add(self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, rows: np.ndarray) -> bool:
+        """Add fields (V, H, W) of a date; False if one of them is empty, so that nothing counts.
+
+        before: the fields a model step earlier, None if they are not there or one is empty; rows: (H,)
+        weights. Raises DataError for an undeclared fill value.
+        """
+        num = len(self.variables)
+        args = ([date] * num, self.variables, now, self.shift, [rows] * num)
+        shares = list(_pool().map(compute_share, *args))
+        missing = np.array([share.missing for share in shares])
+        counts = not (missing == now[0].size).any()
+        changed = np.zeros((num, 3))
+        if before is not None and counts:
+            changed = np.array(list(_pool().map(change_moments, now, before, [rows] * num)))
+        self.dates.append(date)
+        self.missing.append(missing)
+        self.state.append(np.array([share.moments for share in shares]) * counts)
+        self.change.append(changed)
+        for name, share in zip(self.variables, shares, strict=True):
+            self.add_findings({(name, kind): (n, date) for kind, n in share.implausible.items()})
+        if counts:
+            self.count = self.count + (np.isfinite(now) if missing.any() else 1)
+            list(_pool().map(_add_valid, self.total, now))
+        return counts
+
+    def add_findings(self, findings: Findings) -> None:
+        """Add implausible values that were found elsewhere."""
+        for key, (count, date) in findings.items():
+            before, first = self.findings.get(key, (0, date))
+            self.findings[key] = before + count, min(first, date)
+
+    def merge(self, other: Self) -> None:
+        """Add the sums over other dates."""
+        self.total, self.count = self.total + other.total, self.count + other.count
+        self.with_rows({name: getattr(other, name) for name in TABLES}).add_findings(other.findings)
+
+    def with_rows(self, tables: Mapping[str, Iterable[Any]]) -> Self:
+        """Return these sums with the rows of other dates; the fields of these are added elsewhere."""
+        for name in TABLES:
+            getattr(self, name).extend(tables[name])
+        return self
+
+    def table(self, name: str) -> np.ndarray:
+        """Return the rows of all dates, in the order of the dates."""
+        order = np.argsort(np.array(self.dates, "datetime64[s]"))
+        return np.array(getattr(self, name))[order]
+
+    @property
+    def empty_dates(self) -> np.ndarray:
+        """The dates on which a variable has no value at all."""
+        return self.table("dates")[(self.table("missing") == self.total[0].size).any(axis=1)]
+
+    def moments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (V,) each: mean, standard deviation, and that of the change over a model step."""
+        mean, std = _mean_and_std(self.table("state").sum(axis=0))
+        return self.shift + mean, std, _mean_and_std(self.table("change").sum(axis=0))[1]
+
+    def constant(self) -> np.ndarray:
+        """Return (V,) bool: variables that are one number everywhere."""
+        weight, first, second = self.table("state").sum(axis=0).T
+        return second / weight - (first / weight) ** 2 <= (ROUNDING * self.shift) ** 2
+
+    def mean_field(self) -> np.ndarray:
+        """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
+        mean = self.moments()[0][:, None, None]
+        with np.errstate(invalid="ignore"):
+            return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the sums as arrays for a file, without pickles."""
+        findings = [[*key, n, str(date)] for key, (n, date) in self.findings.items()]
+        tables = {name: np.array(getattr(self, name)) for name in TABLES}
+        texts = {"variables": np.array(json.dumps(self.variables)), "found": np.array(json.dumps(findings))}
+        return {"shift": self.shift, "total": self.total, "count": self.count} | tables | texts
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Self:
+        """Return the sums that `arrays` gave. Raises KeyError or ValueError for anything else."""
+        tables = {name: list(arrays[name]) for name in TABLES}
+        numbers: dict[str, Any] = {name: arrays[name] for name in ("shift", "total", "count")}
+        found = json.loads(str(arrays["found"]))
+        findings = {(name, kind): (n, np.datetime64(date)) for name, kind, n, date in found}
+        return cls(json.loads(str(arrays["variables"])), **numbers, findings=findings).with_rows(tables)
+
+
+def compute_share(
+    date: np.datetime64, name: str, values: np.ndarray, shift: float, rows: np.ndarray
+) -> Share:
+    """Return the share of a variable's field (H, W) with weights of rows (H,). Raises DataError."""
+    valid = np.isfinite(values)
+    whole = bool(valid.all())
+    finite = values if whole else values[valid]
+    refuse_fill(finite, name, date)
+    anomaly = np.subtract(values, shift, dtype=np.float64)
+    if not whole:
+        anomaly[~valid] = 0
+    moments = _weighted(anomaly, None if whole else valid, rows)
+    return Share(moments, valid.size - finite.size, count_implausible(values, finite, name))
+
+
+def change_moments(now: np.ndarray, before: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return (3,): weight, first and second moment of the change between two fields (H, W)."""
+    change = np.subtract(now, before, dtype=np.float64)
+    valid = np.isfinite(change)
+    if valid.all():
+        return _weighted(change, None, rows)
+    change[~valid] = 0
+    return _weighted(change, valid, rows)
+
+
+def _weighted(values: np.ndarray, valid: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+    count = np.full(len(rows), values.shape[1]) if valid is None else valid.sum(axis=1)
+    by_row = count, values.sum(axis=1), np.einsum("hw,hw->h", values, values)
+    return np.array([float(rows @ sums) for sums in by_row])
+
+
+def _add_valid(total: np.ndarray, values: np.ndarray) -> None:
+    np.add(total, values, out=total, where=np.isfinite(values))
+
+
+def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and deviation from (V, 3); the deviation of a constant is 1."""
+    weight, first, second = sums.T
+    mean = first / weight
+    variance = np.maximum(second / weight - mean**2, 0)
+    return mean, np.where(variance > 0, np.sqrt(variance), 1.0)
+
+
+_POOLS: list[ThreadPoolExecutor] = []
+
+
+def _pool() -> ThreadPoolExecutor:
+    """Return as many threads as this rank has cores; numpy works without Python's lock."""
+    if not _POOLS:
+        _POOLS.append(ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics"))
+    return _POOLS[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Area-weighted moments of each variable over the training period, in its own units."""
+    """Area-weighted moments of each variable over the training period, in its units."""
 
     mean: np.ndarray  # (V,)
     std: np.ndarray  # (V,)
     change_std: np.ndarray  # (V,) standard deviation of the change over one model step
     mean_field: np.ndarray  # (V, H, W) float32: the climatology of the training period
     empty_dates: np.ndarray  # datetime64[s], those on which a variable has no value at all
-    dates: np.ndarray  # (n,) datetime64[s], all that were counted
-    fingerprint: str  # of what all this was computed from
-    # what they came from, to go on from when dates are added, and marks of the files that were read then
-    sums: Sums | None = None
-    files: np.ndarray | None = None
+    dates: np.ndarray  # (n,) datetime64[s], all that were read
+    fingerprint: str  # of the data, dates and variables
+    missing: np.ndarray | None = None  # (n, V) cells without a value; None: of a checkpoint, not known
 
     @classmethod
-    def of(cls, sums: Sums, fingerprint: str) -> "Statistics":
-        """DataError: no date, or no two of them a step apart, have values of all variables. Says what is
-        unlikely.
+    def from_sums(cls, sums: Sums, fingerprint: str) -> "Statistics":
+        """Compute statistics, and log what is implausible.
+
+        Raises DataError if no date, or no two of them a step apart, have values of all variables.
         """
-        looked = sums.table("looked")
-        say_findings(sums.found)
-        say_missing(sums.variables, looked, sums.table("missing"))
-        for name, what in (("state", "date has"), ("change", "two dates a model step apart have")):
+        dates = sums.table("dates")
+        log_findings(sums.findings)
+        log_missing(sums.variables, dates, sums.table("missing"))
+        for name, subject in (("state", "date has"), ("change", "two dates a model step apart have")):
             if not sums.table(name)[..., 0].any():
-                why = f"no {what} values of all of them among the {len(looked)} that count"
+                why = f"no {subject} values of all of them among the {len(dates)} that count"
                 raise DataError(f"data.variables = {sums.variables}: {why}; look at data.train_period")
         mean, std, change_std = sums.moments()
         for v in np.flatnonzero(sums.constant()):
             logger.warning(f"data.path: {sums.variables[v]} is {mean[v]:g} in all cells on all dates")
-        return cls(mean, std, change_std, sums.mean_field(), sums.empty_dates, looked, fingerprint, sums)
+        return cls(
+            mean,
+            std,
+            change_std,
+            sums.mean_field(),
+            sums.empty_dates,
+            dates,
+            fingerprint,
+            sums.table("missing"),
+        )
 
     @property
     def numbers(self) -> Numbers:
-        """What a model's weights were trained with: the three moments, to the last digit."""
+        """The moments that a model's weights were trained with, to the last digit."""
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
 
     def empty_in(self, times: np.ndarray) -> np.ndarray:
-        """Indices of the dates `times` (T,) that have no value of some variable."""
+        """Return the indices of the dates `times` (T,) that have no value of some variable."""
         return np.flatnonzero(np.isin(times, self.empty_dates))
 
     def write(self, path: Path) -> None:
-        arrays = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "sums"}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
-        if self.sums:  # those over single cells follow from the mean field
-            arrays |= {f"sums.{name}": array for name, array in self.sums.arrays().items() if name != "total"}
-        with replacing(path) as beside:
-            np.savez(beside, **arrays)
-
-
-DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+        """Write the statistics atomically."""
+        with replacing(path) as partial:
+            np.savez(partial, **{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def read_statistics(path: Path) -> Statistics | None:
-    """None where there are none, or the file is damaged: then it says so."""
+    """Return stored statistics, None if there are none or, with a warning, if the file is damaged."""
     try:
-        return _read(path)
+        with np.load(path) as stored:
+            arrays: dict[str, Any] = {each.name: stored[each.name] for each in fields(Statistics)}
+            arrays["fingerprint"] = str(arrays["fingerprint"])
+            return Statistics(**arrays)
     except FileNotFoundError:
         return None
     except DAMAGE as error:
@@ -104,23 +284,9 @@ def read_statistics(path: Path) -> Statistics | None:
         return None
 
 
-def _read(path: Path) -> Statistics:
-    with np.load(path) as stored:
-        return _from_arrays({name: stored[name] for name in stored.files})
-
-
-def _from_arrays(arrays: dict[str, np.ndarray]) -> Statistics:
-    kept = {name.removeprefix("sums."): array for name, array in arrays.items() if name.startswith("sums.")}
-    if kept:
-        kept["total"] = arrays["mean_field"].astype(np.float64) * kept["count"]
-    own = {name: arrays[name] for name in arrays if not name.startswith("sums.")}
-    own |= {"fingerprint": str(arrays["fingerprint"])}
-    return Statistics(**own, sums=Sums.of_arrays(kept) if kept else None)  # type: ignore[reportArgumentType]
-
-
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What statistics are computed from."""
+    """The fields and dates that statistics are computed from."""
 
     fields: Fields
     variables: list[str]
@@ -130,22 +296,24 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
+        """The fingerprint of the data."""
         return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 
 def stored_statistics(caches: Sequence[Path], source: Source) -> Statistics | None:
-    """The first that are of the same data and dates."""
-    fingerprint = source.fingerprint
+    """Return the first stored statistics of the same data and dates."""
     for cache in caches:
         stored = read_statistics(cache)
-        if stored and stored.fingerprint == fingerprint:
+        if stored and stored.fingerprint == source.fingerprint:
             return stored
     return None
 
 
 def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[Statistics | None, np.ndarray]:
-    """The statistics that weights were trained with, whatever dates have come since, where the files are as
-    they were; else None, and the dates (indices) to compute them from again.
+    """Return the statistics that weights were trained with, and the dates (indices) that they are of.
+
+    None if the files have changed since: then they are to be computed again from these dates. Dates that were
+    added to the data since then change nothing.
     """
     stored = read_statistics(cache)
     if not stored or stored.numbers != numbers:
@@ -157,56 +325,43 @@ def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[St
     return stored if stored.fingerprint == replace(source, dates=dates).fingerprint else None, dates
 
 
-SAME = 1e-9  # relative: of the same fields another processor adds up other last digits
-WAY_OUT = (
-    "take the data and the dates that the run began with, or start a new one: another job.dump_folder, with "
-    "checkpoint.initial_load_path for its weights"
-)
-
-
 def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) -> Statistics:
-    """Statistics that were computed again, with the very digits that weights were trained with.
+    """Return statistics that were computed again, with the very digits that weights were trained with.
 
-    DataError: the fields of these dates are others now.
+    Raises DataError if the fields of these dates have changed.
     """
-    if problem := _difference(variables, again.numbers, numbers):
-        raise DataError(f"data.path: {problem}; {WAY_OUT}")
+    for name, values in again.numbers.items():
+        for variable, now, then, std in zip(variables, values, numbers[name], numbers["std"], strict=True):
+            if abs(now - then) > SAME * std:
+                raise DataError(
+                    "data.path: the training dates are not those that the weights were trained on: "
+                    f"{name} of {variable} is {now:.9g} here and was {then:.9g}; take the data and the dates "
+                    "that the run began with, or start a new one: another job.dump_folder, with "
+                    "checkpoint.initial_load_path for its weights"
+                )
     logger.info("data.path: other files than before, with the same statistics")
     exact: dict[str, Any] = {name: np.asarray(values) for name, values in numbers.items()}
     return replace(again, **exact)
 
 
-def _difference(variables: Sequence[str], now: Numbers, then: Numbers) -> str:
-    """The first moment that is not what it was; "" where all are."""
-    for name, values in now.items():
-        for variable, ours, theirs, scale in zip(variables, values, then[name], then["std"], strict=True):
-            if abs(ours - theirs) > SAME * scale:
-                what = f"{name} of {variable} is {ours:.9g} here and was {theirs:.9g}"
-                return f"the training dates are not those that the weights were trained on: {what}"
-    return ""
-
-
-SAMPLED = 16  # dates whose values stand for all where files say nothing of themselves
-
-
 def fingerprint_of(fields: Fields, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
-    """Of names, dates, and of the files' names, sizes and times of change, which cost no reading.
+    """Return a digest of names, dates, and the files' names, sizes and times of change.
 
-    Through a URL nobody knows these: there it is the values of 16 dates, evenly spaced, so that a change of
+    Through a URL these are not known: there it is the values of 16 dates, evenly spaced, so that a change of
     more than a fifteenth of the period is found for certain.
     """
     digest = hashlib.sha256(repr((list(variables), int(step / np.timedelta64(1, "s")))).encode())
     digest.update(fields.times[dates].astype("datetime64[s]").tobytes())
     files = fields.files_state(variables)
     digest.update(files)
-    places = np.linspace(0, len(dates) - 1, SAMPLED).round().astype(int) if not files else []
+    places = np.linspace(0, len(dates) - 1, SAMPLED_DATES).round().astype(int) if not files else []
     for i in dates[np.unique(places).astype(int)]:
         digest.update(fields.read_block(int(i), int(i) + 1, variables).tobytes())
     return digest.hexdigest()
 
 
 def sampled_pairs(source: Source, limit: int) -> np.ndarray:
-    """At most `limit` of the dates (0: all) in pairs one model step apart, spread over all of them.
+    """Return at most `limit` of the dates (0: all) in pairs one model step apart, spread over all of them.
 
     One from each of equal stretches, at random in it, of the hours of the day in turn: evenly spaced ones can
     all be of the same hour.
@@ -219,79 +374,58 @@ def sampled_pairs(source: Source, limit: int) -> np.ndarray:
     follows = times[dates[later[inside]]] == times[dates[inside]] + source.step
     firsts, seconds = dates[inside][follows], dates[later[inside]][follows]
     if not len(firsts):
-        return dates  # and Statistics.of says so
+        return dates  # which Statistics.from_sums refuses
     of_day = (times[firsts] - times[firsts].astype("datetime64[D]")).astype(int)
     hours, rng = np.unique(of_day), np.random.default_rng(0)
     stretches = np.array_split(np.arange(len(firsts)), min(len(firsts), max(1, limit // 2)))
     picked = []
     for number, stretch in enumerate(stretches):
-        wanted = stretch[of_day[stretch] == hours[number % len(hours)]]
-        picked.append(rng.choice(wanted if len(wanted) else stretch))
+        of_hour = stretch[of_day[stretch] == hours[number % len(hours)]]
+        picked.append(rng.choice(of_hour if len(of_hour) else stretch))
     return np.union1d(firsts[picked], seconds[picked])
 
 
-def sums_to_extend(cache: Path, source: Source) -> Sums | None:
-    """Those of earlier, fewer dates: where all files that were read then are as they were, and 16 dates."""
-    try:
-        stored = _read(cache)
-    except DAMAGE:
-        return None
-    times = source.fields.times[source.dates]
-    if not stored.sums or stored.files is None or not np.isin(stored.dates, times).all():
-        return None
-    if not len(stored.files) or not np.isin(stored.files, source.fields.file_marks(source.variables)).all():
-        return None
-    added = np.setdiff1d(times, stored.dates)
-    if np.isin(added + source.step, stored.dates).any():  # a pair of theirs was not counted
-        return None
-    for row in np.unique(np.linspace(0, len(stored.dates) - 1, SAMPLED).round().astype(int)):
-        if not _is_as_it_was(source, stored.sums, row):
-            return None
-    return stored.sums
-
-
-def _is_as_it_was(source: Source, sums: Sums, row: int) -> bool:
-    i = int(np.searchsorted(source.fields.times, sums.looked[row]))
-    fields = source.fields.read_block(i, i + 1, source.variables)[0]
-    shares = shares_of(sums.looked[row], sums.variables, fields, sums.shift, source.weights)
-    return np.array_equal([one.moments for one in shares], sums.state[row])
-
-
 class Counting:
-    """Some dates of a source, read and added up a while at a time."""
+    """A part of the dates of a source, read and added up for a while at a time."""
 
     def __init__(self, source: Source, own: np.ndarray, shift: np.ndarray) -> None:
-        """own: indices of the dates that count here. The other date of a pair may be another's: it is read
-        too.
-        """
+        """own: indices of the dates that count here; the other date of a pair is read too."""
         times = source.fields.times
         before = np.flatnonzero(np.isin(times, times[own] - source.step))
         self.source, self.own, self.left, self.num_counted = source, own, len(own), 0
         read = np.union1d(own, np.intersect1d(before, source.dates))
         self.fields = stream(source.fields, source.variables, read) if len(own) else iter(())
-        self.sums = Sums.around(source.variables, shift, source.fields.grid.shape)
-        self.recent: dict[np.datetime64, np.ndarray] = {}  # fields of the last model step
+        self.sums = Sums.zeros(source.variables, shift, source.fields.grid.shape)
+        self.recent: dict[
+            np.datetime64, np.ndarray
+        ] = {}  # fields of the last model step, none of which is empty
 
     def go_on(self, seconds: float = float("inf")) -> int:
-        """Reads for so long, and at least one date; how many are left."""
+        """Read for so long, and at least one date; return how many are left."""
         until = time.monotonic() + seconds
         while self.left and (self._next() or time.monotonic() < until):
             pass
         return self.left
 
     def _next(self) -> bool:
-        """Whether it was a date of another's."""
+        """Read a date; return True if it counts elsewhere."""
         i, field = next(self.fields)
         now, step = self.source.fields.times[i], self.source.step
-        self.recent = {date: kept for date, kept in self.recent.items() if date >= now - step} | {now: field}
-        if counts := bool(np.isin(i, self.own)):
-            self.sums.add(now, field, self.recent.get(now - step), self.source.weights)
+        before = self.recent.get(now - step)
+        self.recent = {date: earlier for date, earlier in self.recent.items() if date > now - step}
+        counts = bool(np.isin(i, self.own))
+        if counts:
+            has_values = self.sums.add(now, field, before, self.source.weights)
             self.left, self.num_counted = self.left - 1, self.num_counted + 1
+        else:
+            has_values = np.isfinite(field).any(axis=(1, 2)).all()
+        if has_values:
+            self.recent[now] = field
         return not counts
 
 
 def first_shift(source: Source) -> np.ndarray:
-    """(V,): the means of the first date that counts, around which all squares are taken."""
+    """Return (V,): the means of the first date that counts, around which all squares are taken."""
     first = source.fields.read_block(int(source.dates[0]), int(source.dates[0]) + 1, source.variables)[0]
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
@@ -299,14 +433,14 @@ def first_shift(source: Source) -> np.ndarray:
 
 
 def compute(source: Source) -> Statistics:
-    """By this process alone."""
+    """Compute the statistics in this process only."""
     counting = Counting(source, source.dates, first_shift(source))
     counting.go_on()
-    return Statistics.of(counting.sums, source.fingerprint)
+    return Statistics.from_sums(counting.sums, source.fingerprint)
 
 
 def stream(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
+    """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
     first = archive.read_block(int(dates[0]), int(dates[0]) + 1, variables)
     longest = max(1, BLOCK_BYTES // first.nbytes)
     for run in np.split(dates, np.flatnonzero(np.diff(dates) != 1) + 1):
@@ -316,14 +450,13 @@ def stream(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> Iter
 
 
 def known_empty_dates(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> np.ndarray:
-    """Indices of the dates on which one of the variables has no value at all, as far as looking is cheap.
+    """Return the dates (indices) on which a variable has no value, if the fields are in memory.
 
-    Only fields in memory are looked at. Elsewhere such a date costs its reading: masks keep it out of the
-    scores.
+    From files it would be expensive; masks exclude such a date from the scores.
     """
-    if not (getattr(archive, "in_memory", False) and len(dates)):
+    if not hasattr(archive, "rows") or not len(dates):
         return np.zeros(0, int)
-    found = [
+    empty = [
         i for i, field in stream(archive, variables, dates) if not np.isfinite(field).any(axis=(1, 2)).all()
     ]
-    return np.asarray(found, int)
+    return np.asarray(empty, int)

@@ -14,10 +14,10 @@ from tempfile import TemporaryFile
 import numpy as np
 import torch
 
-from archives.dates import parse_period
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Checkpoint, Config
+from datasets.options import parse_period
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, open_selection
 from jobs.host_memory import host_memory
@@ -193,7 +193,7 @@ def loader_bytes(config: Config, selection: Selection) -> int:
     data, training = config.data, config.training
     if (
         not data.num_workers
-        or selection.archive.by_threads(selection.variables)
+        or selection.archive.reads_by_threads(selection.variables)
         or is_kept(config, selection)
     ):
         return 0
@@ -220,7 +220,7 @@ def read_rate(config: Config, selection: Selection, seed: int) -> tuple[float, l
     """
     archive, names = selection.archive, selection.variables
     readers = local_ranks()[1] * max(config.data.num_workers, 1)
-    threads = readers if archive.by_threads(names) else 1
+    threads = readers if archive.reads_by_threads(names) else 1
     order = np.random.default_rng(seed).permutation(np.concatenate([selection.train, selection.validation]))
     begun, empty = time.perf_counter(), set()
 
@@ -243,7 +243,7 @@ def read_rate(config: Config, selection: Selection, seed: int) -> tuple[float, l
 def values_row(empty: Sequence[str]) -> Row:
     """Of the dates that were read."""
     found = f"{len(empty)} fields without any value: {empty[0]} ..." if empty else "all fields have some"
-    fix = "python -m datasets.convert SOURCE --check names them all; training leaves these dates out"
+    fix = "python -m datasets.describe SOURCE --all names them all; training leaves these dates out"
     return judged("data, values", bool(empty), found, fix, WARN)
 
 
@@ -257,7 +257,7 @@ def feed_row(config: Config, selection: Selection, rates: Sequence[float], made:
         return Row("data, speed", PASS, f"{found}; what is needed nobody knows")
     needed = made.work.states_read * made.time.samples_per_second
     found += f"; the planned step needs {needed:,.0f} dates/s"
-    fix = "more data.num_workers, data.disk_cache_path, or a training store (datasets.convert)"
+    fix = "more data.num_workers, or a store of datasets.convert"
     verdict = FAIL if rate < needed / 2 else WARN
     return judged("data, speed", rate < needed, found, fix, verdict)
 

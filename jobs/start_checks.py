@@ -17,11 +17,11 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from archives.grid import Grid, latitude_bounds
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Config
-from datasets.selection import Selection, open_selection
+from datasets.grid import Grid, latitude_bounds
+from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
 from jobs.host_memory import host_memory
 from jobs.preemption import started_at
@@ -43,6 +43,7 @@ def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
+    check_outside_source("job.dump_folder", str(config.dump_folder), config.data.path)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from archives.variables import split_name
+from datasets.variables import split_name
 
 GRAVITY = 9.80665  # m s-2
 HEAT = 1004.709  # J kg-1 K-1: of dry air at constant pressure; this and the next as the IFS has them

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from archives.variables import split_name
+from datasets.variables import split_name
 
 TINY = torch.finfo(torch.float32).tiny
 

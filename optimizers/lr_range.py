@@ -70,7 +70,7 @@ class Trial:
         self.seed, parallelism = config.training.seed, config.parallelism
         mesh = mesh_of(parallelism, device)
         dp, self.dp_rank = mesh.degrees.dp, mesh.dp_rank
-        samples = Samples(selection, config.data, config.dump_folder, None, mesh.same_samples)
+        samples = Samples(selection, config.data, config.dump_folder)
         train_set = samples.dataset("train", range(1, 1 + config.training.states_ahead))
         assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
         self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)

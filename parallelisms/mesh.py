@@ -159,10 +159,12 @@ def from_first_rank(compute: Callable[[], T]) -> T:
         try:
             answer[0] = compute()
         except UserError as error:
-            answer[1] = error
+            # Not the error itself: where dask's tblib is installed, exceptions are pickled as code.
+            answer[1] = type(error), str(error)
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
-        raise answer[1]
+        kind, text = answer[1]
+        raise kind(text)
     return answer[0]
 
 

@@ -9,8 +9,8 @@ import datetime
 import math
 from dataclasses import dataclass
 
-from archives.dates import parse_period
 from config import Data
+from datasets.options import parse_period
 from planning.data_costs import FLOAT32, load_inputs
 from planning.hardware import Cluster
 from planning.workload import Workload

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
-from archives.grid import Grid
 from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.run_state import RunState
 from config import Config
+from datasets.grid import Grid
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees

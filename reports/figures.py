@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.pyplot import close
 
-from archives.variables import short_label
+from datasets.variables import short_label
 from reports.run import Run
 from verification.plots import build_panels
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.pyplot import close
 from PIL import Image
 
-from archives.grid import Grid
 from command_line import load_config
+from datasets.grid import Grid
 from datasets.selection import Selection, open_fields
 from errors import DataError
 from reports.figures import embedded
@@ -73,7 +73,7 @@ def shown(name: str, forecast: StoredForecast, selection: Selection, date: int, 
         fields = fields[:, 0]
     came = np.stack([truth.read(truth.index(time + lead), [name])[0] for lead in ahead])
     land = None if own is None else Land(truth.grid, own)
-    return Shown(name, truth.shown_units(name), time, ahead, truth.grid, land, fields[:, 0], came)
+    return Shown(name, truth.units(name), time, ahead, truth.grid, land, fields[:, 0], came)
 
 
 def stills(case: Shown) -> str:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from archives.grid import area_weights, global_grid
 from checkpoints.checkpointer import NoCheckpoints
 from config import (
     ActivationCheckpoint,
@@ -30,9 +29,10 @@ from config import (
     Parallelism,
     Training,
 )
+from datasets.field_dataset import split_sample
+from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
-from datasets.window import split_sample
 from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees

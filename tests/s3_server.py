@@ -6,7 +6,7 @@
         server.set(error_rate=0.0)
 
 Of the requests that fail a third are answered 503, a third cut off, and of a third half of the body comes.
-A bucket named "forbidden" answers 403. `needs_s3()` skips a test where s3fs or moto are absent.
+A bucket named "forbidden" answers 403. `needs_s3()` skips a test where obstore or moto are absent.
 """
 
 import json
@@ -32,7 +32,7 @@ CONTROL = "/-/control"  # no bucket has such a name
 
 
 def needs_s3() -> None:
-    missing = [name for name in ("s3fs", "moto", "flask", "flask_cors") if find_spec(name) is None]
+    missing = [name for name in ("obstore", "moto", "flask", "flask_cors") if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} absent: requirements-extras.txt")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import xarray as xr
 
-from archives.archive import Archive, open_archive
-from archives.grid import Grid, area_weights
-from archives.regrid import Regridder
-from archives.static_field import read_static_field
+from datasets.archive import Archive, open_archive
+from datasets.grid import Grid, area_weights
+from datasets.regrid import Regridder
+from datasets.selection import read_static_field
 from tests.sample_archives import (
     NAMES,
     analyses,

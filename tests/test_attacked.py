@@ -7,11 +7,11 @@ import zarr
 from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 
-from archives.archive import open_archive
-from archives.files import open_file
-from archives.grid import Grid, area_weights
 from checkpoints.files import clear_leftovers
 from command_line import load_config
+from datasets.archive import open_archive
+from datasets.codecs import register_codecs
+from datasets.grid import Grid, area_weights
 from datasets.statistics import Source, compute
 from errors import ConfigError, DataError
 from evaluate import parse_options
@@ -34,8 +34,9 @@ def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, for
     root.create_array("x", data=values, chunks=(6, 8), compressors=codec)
     path = next(p for p in (tmp_path / "a.zarr/x").rglob("*") if p.name in ("0.0", "0") and p.is_file())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(RuntimeError, match="blosc chunk of"):
-        open_file(str(tmp_path / "a.zarr")).fetch("x")
+    register_codecs()
+    with pytest.raises(RuntimeError, match="a blosc chunk has"):
+        zarr.open_array(str(tmp_path / "a.zarr"), path="x", mode="r")[:]
 
 
 def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):
     )
     field.to_dataset().to_zarr(tmp_path / "c.zarr", zarr_format=2)
     (tmp_path / "c.zarr/hour/0").write_bytes(b"")
-    with pytest.raises(DataError, match="c.zarr.* cannot be read"):
+    with pytest.raises(DataError, match="cannot read .*c.zarr"):
         open_climatology(str(tmp_path / "c.zarr"))
 
 

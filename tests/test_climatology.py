@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from archives.archive import Archive, open_archive
+from datasets.archive import Archive, open_archive
 from tests.forecasts import analyses, grid, write
 from verification import climatology as module
 from verification.climatology import (

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import forecast
-from archives.grid import global_grid
 from command_line import load_config
 from config import Config, Model
 from datasets.conditions import Conditions
+from datasets.grid import global_grid
 from datasets.normalization import Normalizer
 from errors import ConfigError
 from jobs.start_checks import check_model

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import plan
-from archives.grid import Grid
 from config import Compile, Config, Lora, Parallelism, Training
+from datasets.grid import Grid
 from errors import ConfigError
 from jobs import start_checks
 from tests.sample_archives import analyses, weatherbench
@@ -306,7 +306,7 @@ COMMAND_LINES = [
     ),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
-    ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date lies before the first; exchange"),
+    ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date is before the first; exchange"),
     (
         '--data.train_period \'["2019-12-31", "soon"]\'',
         "data.train_period = 'soon': not a date; write 2001-12-31",
@@ -338,7 +338,7 @@ COMMAND_LINES = [
     ("--data.levels '[500, 900]'", "has no variable 'geopotential:900'; nearest: 'geopotential:850'"),
     ("--data.static_variables '[\"land_see_mask\"]'", "'land_see_mask'; nearest: 'land_sea_mask'"),
     ('--data.static_variables \'["a", "a"]\'', "data.static_variables = ['a', 'a']: 'a' is listed twice"),
-    ("--data.static_path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF nor HDF5"),
+    ("--data.static_path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF, HDF5 nor GRIB"),
     ('--data.forcings \'["sin_latitude", "sin_latitude"]\'', "'sin_latitude' is listed twice"),
     (
         "--data.forcings '[\"sin_latitud\"]'",
@@ -350,8 +350,8 @@ COMMAND_LINES = [
     ("--data.path=", "data.path = '': name a file, folder, glob or URL"),
     ("--data.path wc.zarr", "cannot read 'wc.zarr': there is no such file or folder; nearest: 'wb.zarr'"),
     ("--data.path empty.nc", "cannot read 'empty.nc': it is empty"),
-    ("--data.path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF nor HDF5"),
-    ("--data.path emptied", "cannot read 'emptied': the folder holds no Zarr, NetCDF or HDF5"),
+    ("--data.path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF, HDF5 nor GRIB"),
+    ("--data.path emptied", "cannot read 'emptied': the folder contains no Zarr"),
     ("--data.path nowhere://bucket/era5.zarr", "cannot read 'nowhere://bucket/era5.zarr'"),
     ("--job.config_file=", "job.config_file = '': the name of a TOML file expected"),
     (
@@ -380,15 +380,15 @@ COMMAND_LINES = [
     ),
     (
         "--data.storage_options \"['anon']\"",
-        "data.storage_options = '...': write an option of the file system and its",
+        "data.storage_options = '...': write an option of the store and its",
     ),
     (
         "--data.storage_options \"['secret=***']\"",
-        "data.storage_options = 'secret=***': secrets are not written down",
+        "data.storage_options = 'secret=***': secrets are not saved",
     ),
-    ("--data.disk_cache_gib 0", "data.disk_cache_gib = 0.0: must be above 0"),
+    ("--data.disk_cache_gib 0", "data.disk_cache_gib"),
     ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
-    ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' stands twice; keep one"),
+    ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' occurs twice"),
     (
         "--validation.plot_variables \"['snow']\"",
         "validation.plot_variables = 'snow': not among data.variables",

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from archives.grid import Grid, area_weights, global_grid
 from config import Config, Data, Model
 from datasets.conditions import Conditions
+from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import ConfigError, DataError
@@ -197,20 +197,10 @@ def test_a_part_of_the_globe_is_refused():
             check_globe(Config(model=Model(position="spherical")), grid)
 
 
-class Counted:
-    """How many cells lack each variable, a date a row: what a count of statistics keeps."""
-
-    def __init__(self, *missing: list[int]) -> None:
-        self.missing = np.array(missing)
-
-    def table(self, name: str) -> np.ndarray:
-        return getattr(self, name)
-
-
 def test_missing_values_are_refused():
     """But for dates without any value of a variable, which no sample has."""
     known = statistics((4, 8))
-    refuse_missing(["dry_mass"], NAMES, replace(known, sums=Counted([0, 5, 0], [0, 0, 32])))  # type: ignore[arg-type]
-    lacking = replace(known, sums=Counted([0, 0, 2], [0, 0, 0]))  # type: ignore[arg-type]
+    refuse_missing(["dry_mass"], NAMES, replace(known, missing=np.array([[0, 5, 0], [0, 0, 32]])))
+    lacking = replace(known, missing=np.array([[0, 0, 2], [0, 0, 0]]))
     with pytest.raises(DataError, match="surface_pressure has no value in some cells on 1 of 2 dates"):
         refuse_missing(["dry_mass"], NAMES, lacking)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from archives.grid import area_weights, global_grid
+from datasets.grid import area_weights, global_grid
 from losses.penalties import CRPS, by_member, penalty_of
 from losses.pointwise import fused_sum_of_costs, sum_of_costs
 from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names

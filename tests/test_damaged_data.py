@@ -15,9 +15,9 @@ import xarray as xr
 import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
-from archives.archive import open_archive
+from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler, _fits
+from datasets.loader import TrainLoader, TrainSampler, _fits_shared_memory
 from errors import DataError
 from tests.started_jobs import write_config
 
@@ -166,7 +166,7 @@ def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
         return [fields for _, (fields, _) in zip(range(5), loader.iterate(0), strict=False)]
 
     expected = batches()
-    monkeypatch.setattr("datasets.loader._fits", lambda *_: False)
+    monkeypatch.setattr("datasets.loader._fits_shared_memory", lambda *_: False)
     assert all(torch.equal(a, b) for a, b in zip(batches(), expected, strict=True))
 
 
@@ -179,6 +179,6 @@ def test_shared_memory_is_for_the_loaders_of_all_ranks_of_a_host(tmp_path, monke
     room = SimpleNamespace(free=3 * batch + 1)
     monkeypatch.setattr("datasets.loader.shutil.disk_usage", lambda _: room)
     sampler = TrainSampler(5, 0, 1, 1, 0, 1)
-    assert _fits(samples, sampler, 3)
+    assert _fits_shared_memory(samples, sampler, 3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert not _fits(samples, sampler, 3)
+    assert not _fits_shared_memory(samples, sampler, 3)

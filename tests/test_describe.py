@@ -1,4 +1,4 @@
-"""datasets.describe: what it says of stores, and that a run accepts the section it prints."""
+"""datasets.describe: contents, problems and a section that trains, of every layout and the real archives."""
 
 import tomllib
 from collections.abc import Callable
@@ -8,28 +8,27 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import archives.training_store
-import conversion.description
-from archives.archive import open_archive
-from archives.grid import area_weights
 from command_line import load_config
 from config import Data
-from conversion.description import split_periods
+from datasets import convert as conversion
+from datasets import describe
 from datasets.convert import main as convert
-from datasets.describe import main
+from datasets.describe import main, split_periods
 from datasets.selection import open_selection
 from errors import ConfigError
-from tests.sample_archives import EXACT, NAMES, analyses
+from tests.sample_archives import EXACT, NAMES, analyses, file_a_year
 from tests.test_archive import needs
+
+T2M = "2m_temperature"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion.description, "READ_FOR", 0.05)
-    monkeypatch.setattr(archives.training_store, "SHARD_DATES", 4)
+    monkeypatch.setattr(describe, "READ_FOR", 0.05)
+    monkeypatch.setattr(conversion, "SHARD_DATES", 4)
 
 
-def described(path: str, capsys: pytest.CaptureFixture, *options: str) -> tuple[str, Data]:
+def describe_section(path: str, capsys: pytest.CaptureFixture, *options: str) -> tuple[str, Data]:
     """The text, and its section as a configuration has it."""
     capsys.readouterr()
     main([path, *options])
@@ -53,48 +52,33 @@ def test_a_section_of_every_layout_is_accepted(
 ) -> None:
     """By the same checks as a run's."""
     (tmp_path / "in").mkdir()
-    text, data = described(layout(tmp_path / "in", analyses()), capsys)
+    text, data = describe_section(layout(tmp_path / "in", analyses()), capsys)
     selection = open_selection(data, (1, 1), ())
     assert set(selection.variables) >= set(NAMES) - {"land_sea_mask"}
     assert "6 x 8 points, latitude 75 to -75, longitude 0 to 315: the globe" in text
     assert "5 dates, 2019-12-31T06:00:00 to 2020-01-01T06:00:00, 6 hours apart" in text
 
 
-def test_a_training_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    ds = analyses()
-    ds["2m_temperature"][3] = np.nan
-    source = EXACT[0](tmp_path, ds)
-    assert convert([source, str(tmp_path / "out")]) == 0
-    text, data = described(str(tmp_path / "out"), capsys)
-    assert "a training store made of " in text and "float16" in text
-    assert "1 time x 6 latitude x 8 longitude, 4 dates an object" in text
-    assert "4 have a value of every variable; 2m_temperature lack some" in text
+def test_a_converted_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Types, chunks, and the statistics in its attributes."""
+    assert convert([EXACT[0](tmp_path, analyses()), str(tmp_path / "out")]) == 0
+    text, data = describe_section(str(tmp_path / "out"), capsys)
+    assert "float16" in text and "1 time x 6 latitude x 8 longitude" in text
     assert data.levels == (500, 850, 1000) and data.static_variables == ("land_sea_mask",)
-    assert "geopotential    500 850 1000  m2 s-2" in text
-    table, archive = statistics_of(text), open_archive(source)
-    assert list(table) == archive.variables
-    for name, numbers in table.items():
-        values = np.ma.masked_invalid(archive.read_block(0, 5, [name])[:, 0].astype("f8"))
-        area = np.broadcast_to(area_weights(archive.grid.latitude)[:, None], values.shape)
-        mean = np.ma.average(values, weights=area)
-        deviation = np.ma.average((values - mean) ** 2, weights=area) ** 0.5
-        np.testing.assert_allclose(numbers, (mean, deviation, values.min(), values.max()), rtol=1e-5)
+    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [T2M]]
+    values = analyses()[T2M].values
+    assert float(row[6]) == pytest.approx(np.nanmin(values), rel=1e-5)
+    assert float(row[7]) == pytest.approx(np.nanmax(values), rel=1e-5)
 
 
-def statistics_of(text: str) -> dict[str, list[float]]:
-    """Mean, standard deviation, lowest and highest of each variable, as they are printed."""
-    rows = text.partition("standard deviation")[2].partition("\n\n")[0].splitlines()[1:]
-    return {name: [float(number) for number in numbers] for name, *numbers in map(str.split, rows)}
-
-
-def test_gaps_and_an_element_that_is_picked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    ds = analyses()[["2m_temperature"]].isel(time=[0, 1, 2, 4])
+def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ds = analyses()[[T2M]].isel(time=[0, 1, 2, 4])
     members = xr.concat([ds, ds + 1], xr.DataArray([10, 11], dims="member", name="member"))
     members.to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
-    text, data = described(str(tmp_path / "m.nc"), capsys, "--select", "member=11")
-    assert "1 dates missing: after 2019-12-31T18:00:00 (1)" in text and data.select == ("member=11",)
-    with pytest.raises(ConfigError, match="unrecognized arguments: --all"):
-        main([str(tmp_path / "m.nc"), "--all"])
+    text, data = describe_section(str(tmp_path / "m.nc"), capsys, "--select", "member=11")
+    assert "1 dates missing, the first 2020-01-01T00:00:00" in text and data.select == ("member=11",)
+    with pytest.raises(ConfigError, match="--al"):
+        main([str(tmp_path / "m.nc"), "--alle"])
 
 
 def test_the_last_year_validates_where_there_are_three() -> None:
@@ -106,9 +90,120 @@ def test_the_last_year_validates_where_there_are_three() -> None:
     assert train[1] < validation[0] and len(times[:400]) * 0.1 < 100
 
 
-def test_real_winds(capsys: pytest.CaptureFixture) -> None:
-    path = needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc")
-    main([path])
+def waves(dates: int = 12) -> xr.Dataset:
+    """Slowly moving waves on a temperature that falls from south to north."""
+    time = np.datetime64("2019-12-30", "ns") + np.arange(dates) * np.timedelta64(6, "h")
+    latitude, longitude = np.arange(75.0, -80, -30), np.arange(0, 360, 45.0)
+    phase = np.deg2rad(longitude)[None, None] + 0.1 * np.arange(dates)[:, None, None]
+    field = 280 - 0.2 * latitude[None, :, None] + 5 * np.cos(phase)
+    coords = {"time": time, "latitude": latitude, "longitude": longitude}
+    return xr.Dataset({name: (tuple(coords), field.astype("f4")) for name in (T2M, "skt")}, coords)
+
+
+def missing_date(ds: xr.Dataset) -> xr.Dataset:
+    return ds.isel(time=[*range(4), *range(5, 12)])
+
+
+def in_kelvins_less(ds: xr.Dataset) -> xr.Dataset:
+    return ds.assign({T2M: ds[T2M] - 273.15})
+
+
+def other_units(ds: xr.Dataset) -> xr.Dataset:
+    return ds.assign({T2M: ds[T2M].assign_attrs(units="m s-1")})
+
+
+def undeclared_fill(ds: xr.Dataset) -> xr.Dataset:
+    ds[T2M][6:, :2, :2] = -9999
+    return ds
+
+
+def constant(ds: xr.Dataset) -> xr.Dataset:
+    ds[T2M][5] = 273.0
+    return ds
+
+
+def no_value(ds: xr.Dataset) -> xr.Dataset:
+    ds[T2M][2] = np.nan
+    return ds
+
+
+def infinite(ds: xr.Dataset) -> xr.Dataset:
+    ds[T2M][4, 1, 1] = np.inf
+    return ds
+
+
+CASES = [
+    (missing_date, "dates missing", "2019-12-31T00", 1),
+    (other_units, "its units 'm s-1'", "", 1),
+    (in_kelvins_less, "values outside 170 to 340 K", "2019-12-30T00", 12),
+    (undeclared_fill, "-9999 in some cells", "2019-12-31T12", 6),
+    (constant, "one value everywhere", "2019-12-31T06", 1),
+    (no_value, "no value at all", "2019-12-30T12", 1),
+    (infinite, "values infinite", "2019-12-31T00", 1),
+]
+
+
+def find_problems(path: str, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, list[str]]:
+    """Return the exit code and the rows of the table."""
+    capsys.readouterr()
+    code = main([path, "--all", *options])
     text = capsys.readouterr().out
-    assert "1 dates missing: after 2026-04-07T18:00:00 (1)" in text and "step_hours = 6" in text
-    assert 'variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]' in text
+    table = text.partition("problem ")[2].partition("values of")[0]
+    return code, table.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    "wrong, problem, first, count", CASES, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_problem_has_its_row(
+    wrong: Callable, problem: str, first: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    wrong(waves()).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    code, rows = find_problems(str(tmp_path / "a.nc"), capsys)
+    (row,) = rows
+    assert code == 1 and row.startswith(problem) and row.split()[-1] == str(count) and first in row
+
+
+def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Also if a file has its rows the other way and its coordinate says so."""
+    ds = waves()
+    ds.isel(time=slice(0, 6)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    rest = ds.isel(time=slice(6, 12), latitude=slice(None, None, -1))
+    rest.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    assert find_problems(str(tmp_path), capsys) == (0, [])
+
+
+def test_a_truncated_file_is_a_row_and_the_others_are_read(tmp_path: Path, capsys) -> None:
+    pattern = file_a_year(tmp_path, waves())
+    last = tmp_path / "era5_2020.nc"
+    last.write_bytes(last.read_bytes()[:-2000])
+    code, rows = find_problems(pattern, capsys)
+    assert code == 1 and len(rows) == 1 and "era5_2020.nc" in rows[0]
+
+
+def test_a_damaged_chunk_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ds = waves()
+    encoding = {name: {"chunks": (1, 6, 8)} for name in ds.data_vars}
+    ds.to_zarr(tmp_path / "a.zarr", zarr_format=2, encoding=encoding)
+    chunk = tmp_path / "a.zarr" / T2M / "3.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:20])
+    code, rows = find_problems(str(tmp_path / "a.zarr"), capsys)
+    assert code == 1 and len(rows) == 1 and "2019-12-30T18" in rows[0] and T2M in rows[0]
+
+
+def test_files_that_differ_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ds = waves()
+    ds.isel(time=slice(0, 7)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    (ds.isel(time=slice(6, 12)) + 1).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    code, rows = find_problems(str(tmp_path), capsys)
+    assert code == 1 and all("different values at 2019-12-31T12" in row for row in rows) and len(rows) == 2
+
+
+def test_real_archives(capsys: pytest.CaptureFixture) -> None:
+    """The problems that their README names, and no more."""
+    code, rows = find_problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"), capsys)
+    assert code == 1 and len(rows) == 1 and "2026-04-08T00" in rows[0]
+    _, rows = find_problems(needs("storm_1996"), capsys)
+    assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
+    assert all(row.startswith("no value at all") for row in rows)
+    assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0

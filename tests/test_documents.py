@@ -19,7 +19,6 @@ from command_line import load_config, split_options
 from config import SECTIONS
 from datasets.selection import open_selection
 from errors import DataError
-from jobs.begin import parse as begin_options
 from jobs.launch import parse
 from launch.__main__ import parse as launch_options
 from tests.started_jobs import ROOT
@@ -35,7 +34,7 @@ PYTHON = ".venv/bin/python"
 STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "python ")
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
 DEMO = "train_configs/demo.toml"
-BEGUN = ("era5_try.toml", "era5_baseline.toml")  # what jobs.begin writes in docs/era5_from_scratch.md
+BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
 NOT_OURS = ("ruff", "pyright", "torchft_lighthouse")  # whose options are theirs
 
 
@@ -106,8 +105,6 @@ def check_module(name: str, arguments: list[str]) -> None:
     if name == "jobs.launch":
         launched = parse(arguments)
         check_verb(launched.script, launched.arguments)
-    elif name == "jobs.begin":
-        begin_options(arguments)
     elif name == "pip":
         assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
     else:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from archives.grid import global_grid
 from command_line import load_config
+from datasets.grid import global_grid
 from models.build import build_model
 from parallelisms.degrees import Degrees
 from planning.dry_run import DryRun, dry_run

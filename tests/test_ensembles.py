@@ -14,9 +14,9 @@ import torch.distributed as dist
 import xarray as xr
 
 import forecast
-from archives.grid import area_weights, global_grid
 from checkpoints.files import step_folder
 from command_line import load_config
+from datasets.grid import area_weights, global_grid
 from errors import UserError
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 import xarray as xr
 
-from archives.archive import Archive, open_archive
-from archives.regrid import Regridder
+from datasets.archive import Archive, open_archive
+from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification import matching
 from verification.baselines import AnalysesForecast, damped_persistence, persistence

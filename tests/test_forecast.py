@@ -17,10 +17,10 @@ import xarray as xr
 from torch.distributed.checkpoint import state_dict_loader
 
 import forecast
-from archives.grid import Grid
 from command_line import load_config
 from config import Model
 from datasets.forcings import compute_forcings
+from datasets.grid import Grid
 from errors import UserError
 from models.attention import Kernel
 from models.vit import VisionTransformer

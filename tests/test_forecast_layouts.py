@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from archives.archive import open_archive
+from datasets.archive import open_archive
 from tests.forecasts import analyses, forecasts, grid, write
 from verification.evaluation import evaluate
 from verification.forecast_layouts import StoredForecast, open_forecast

@@ -93,7 +93,7 @@ def test_credentials_of_a_url_are_not_shown(text):
 
 
 def test_what_is_no_secret_stays():
-    text = "gs://weatherbench2/archives/archive/1959-2022-6h-1440x721.zarr?project=x and a@b"
+    text = "gs://weatherbench2/datasets/era5/1959-2022-6h-1440x721.zarr?project=x and a@b"
     assert without_secrets(text) == text
 
 

@@ -1,4 +1,4 @@
-"""GRIB by eccodes, an extra: read as the other layouts are, converted, and refused in one line."""
+"""GRIB by cfgrib, an extra: read as the other layouts are, converted, and refused in one line."""
 
 import sys
 from pathlib import Path
@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import archives.training_store
-from archives.archive import open_archive
+from datasets import convert as conversion
+from datasets.archive import open_archive
 from datasets.convert import main
 from tests.sample_archives import NAMES, analyses, grib, values
 
 
 @pytest.fixture(scope="module")
 def truth() -> xr.Dataset:
-    pytest.importorskip("eccodes", reason="eccodes is not installed: requirements-extras.txt")
+    pytest.importorskip("cfgrib", reason="cfgrib is not installed: requirements-extras.txt")
     ds = analyses()
     return ds[[*(name for name in ds.data_vars if name != "land_sea_mask"), "land_sea_mask"]]
 
@@ -30,7 +30,7 @@ def test_grib_is_read_as_the_others(edition: int, tmp_path: Path, truth: xr.Data
     # 24 bits over a field's range; where values are missing the range is theirs and 9999's no longer.
     np.testing.assert_allclose(block, wanted, atol=1e-4)
     np.testing.assert_array_equal(archive.read_static("land_sea_mask"), truth.land_sea_mask.values)
-    assert archive.shown_units("geopotential:500") == "m2 s-2"
+    assert archive.units("geopotential:500") == "m2 s-2"
     some = archive.read(3, ["temperature:850", "2m_temperature"])
     np.testing.assert_array_equal(
         some, block[3, [NAMES.index("temperature:850"), NAMES.index("2m_temperature")]]
@@ -47,7 +47,7 @@ def test_rows_and_columns_that_run_the_other_way(tmp_path: Path, truth: xr.Datas
 
 
 def test_grib_is_converted(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives.training_store, "SHARD_DATES", 4)
+    monkeypatch.setattr(conversion, "SHARD_DATES", 4)
     source = grib(tmp_path, truth)
     assert main([source, str(tmp_path / "out"), "--dtype", "float32"]) == 0
     ours, theirs = open_archive(str(tmp_path / "out")), open_archive(source)
@@ -58,14 +58,12 @@ def test_grib_is_converted(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytes
 def test_a_message_that_is_cut_short(tmp_path: Path, truth: xr.Dataset) -> None:
     path = Path(grib(tmp_path, truth))
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(ValueError, match="^cannot read .*a.grib': a GRIB message is damaged or cut short"):
+    with pytest.raises(ValueError, match="^cannot read .*a.grib': .*damaged or cut short"):
         open_archive(str(path))
 
 
-def test_without_eccodes_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cfgrib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
-    monkeypatch.setitem(sys.modules, "eccodes", None)
-    with pytest.raises(
-        ValueError, match="it is GRIB, which the package eccodes reads .*requirements-extras.txt"
-    ):
+    monkeypatch.setitem(sys.modules, "cfgrib", None)
+    with pytest.raises(ValueError, match="it is GRIB .*grib"):
         open_archive(str(tmp_path / "a.grib"))

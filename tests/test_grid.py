@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from archives.grid import Grid, area_weights, latitude_bounds, longitude_bounds
+from datasets.grid import Grid, area_weights, latitude_bounds, longitude_bounds
 
 POLES = np.linspace(90, -90, 721)
 CELLS = np.linspace(87.1875, -87.1875, 32)

@@ -142,9 +142,9 @@ def test_other_data_under_the_same_dates_are_refused(trained):
 
 def test_other_units_are_refused(trained):
     options, _, path = trained
-    zarr.open_group(str(path), mode="r+")[NAMES[1]].attrs["units"] = "knots"
+    zarr.open_group(str(path), mode="r+")[NAMES[1]].attrs["units"] = "K"
     zarr.consolidate_metadata(str(path), zarr_format=2)
-    with pytest.raises(ConfigError, match="the units of 10m_v_component_of_wind .*'knots': .*'m s-1'"):
+    with pytest.raises(DataError, match="10m_v_component_of_wind.*: its units 'K' cannot be .*'m s-1'"):
         run(*options, "--training.steps", "6")
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from archives.archive import open_archive
+from datasets.archive import open_archive
+from datasets.field_dataset import MemoryArchive, cache_if_small
 from datasets.loader import (
     EvaluationSampler,
     FieldDataset,
     TrainLoader,
     TrainSampler,
 )
-from datasets.memory_archive import MemoryArchive, cache_if_small
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 
 

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import forecast
-from archives.grid import global_grid
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import read_tensors, stored_tensors
 from checkpoints.initial_weights import Channels, load_initial_weights
 from command_line import load_config, to_toml
 from config import Checkpoint, Lora, Model
+from datasets.grid import global_grid
 from errors import ConfigError, DataError
 from models.build import WeatherModel, build_model
 from models.initialization import init_weights

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from archives.grid import area_weights, global_grid
+from datasets.grid import area_weights, global_grid
 from losses.penalties import penalty_of
 from losses.pointwise import (
     fused_sum_of_costs,

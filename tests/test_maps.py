@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from archives.grid import Grid, global_grid
+from datasets.grid import Grid, global_grid
 from verification.maps import (
     Land,
     coastlines,

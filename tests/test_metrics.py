@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from archives.chunks import Done
 from config import Metrics as Settings
-from datasets.data_wait import Reading, advice
+from datasets.loader import data_wait_advice
 from traces.profiler import MOST_MARKS, PartTimes
 from training.journal import Journal, read_records
 from training.metrics import Metrics, dense_line
@@ -98,30 +96,12 @@ def test_dense_line():
 
 
 @pytest.mark.parametrize(
-    ("reading", "said"),
-    [
-        (
-            Reading(Done(0.1, 0.1, 10**9), 2.0, 10.0, 0, True),
-            "20% of the time .*: it reads them itself",
-        ),
-        (
-            Reading(Done(9.0, 0.5, 10**9), 2.0, 10.0, 1, True),
-            "reading from the store .* data.num_workers, now 1, or",
-        ),
-        (
-            Reading(Done(0.5, 9.0, 10**9), 2.0, 10.0, 1, True),
-            "decoding takes most, at 0.10 .*num_workers, now 1$",
-        ),
-        (Reading(Done(0.5, 1.0, 10**9), 2.0, 10.0, 2, True), "raise data.prefetch_factor"),
-        (Reading(Done(0.0, 0.0, 0), 2.0, 10.0, 2, False), "side by side; convert them"),
-    ],
+    ("by_threads", "workers", "fix"),
+    [(True, 0, "num_workers = 2"), (True, 1, "num_workers, now 1"), (False, 2, "datasets.convert")],
 )
-def test_a_loop_that_waits_says_what_for(reading, said):
-    assert reading.is_slow and re.search(said, advice(reading)), advice(reading)
-
-
-def test_a_loop_that_does_not_wait_says_nothing():
-    assert not Reading(Done(5.0, 5.0, 10**9), 0.1, 10.0, 2, True).is_slow
+def test_a_loop_that_waits_for_data_is_advised(by_threads, workers, fix):
+    advice = data_wait_advice(0.2, by_threads, workers)
+    assert advice.startswith("20%") and fix in advice and ("convert" in advice) != by_threads
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):

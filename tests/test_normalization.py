@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from archives.archive import open_archive
-from archives.grid import area_weights
+from datasets.archive import open_archive
+from datasets.grid import area_weights
 from datasets.normalization import Normalizer
 from datasets.statistics import Source, compute
 from tests.sample_archives import NAMES, analyses, values, weatherbench

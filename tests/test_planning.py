@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from archives.grid import global_grid
 from command_line import load_config
+from datasets.grid import global_grid
 from models.build import build_model
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from archives.grid import Grid, global_grid
+from datasets.grid import Grid, global_grid
 from verification import plots
 from verification.plots import plot_run
 from verification.validation_scores import Scores

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from archives.grid import area_weights, global_grid
 from config import Training
+from datasets.grid import area_weights, global_grid
 from losses.spectral import amse
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run

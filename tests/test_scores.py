@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from archives.grid import Grid
+from datasets.grid import Grid
 from tests.forecasts import grid as coordinates
 from verification.scores import (
     REGIONS,

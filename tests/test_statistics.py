@@ -11,11 +11,18 @@ import pytest
 import torch.distributed as dist
 import zarr
 
-from archives.archive import open_archive
-from archives.grid import Grid, area_weights, global_grid
-from datasets.memory_archive import MemoryArchive
-from datasets.statistics import Counting, Source, Statistics, compute, known_empty_dates, sampled_pairs
-from datasets.sums import Sums
+from datasets.archive import open_archive
+from datasets.field_dataset import MemoryArchive
+from datasets.grid import Grid, area_weights, global_grid
+from datasets.statistics import (
+    Counting,
+    Source,
+    Statistics,
+    compute,
+    first_shift,
+    known_empty_dates,
+    sampled_pairs,
+)
 from errors import DataError
 from tests.distributed import Ranks
 from tests.sample_archives import NAMES, analyses, values, weatherbench
@@ -144,9 +151,6 @@ class Simulated:
 
     def files_state(self, variables: Sequence[str]) -> bytes:
         return b"as they are"
-
-    def file_marks(self, variables: Sequence[str]) -> np.ndarray:
-        return np.zeros(0, np.uint64)
 
 
 def weather(num_dates: int) -> Source:
@@ -280,24 +284,6 @@ def files_of(folder: Path, dates: range) -> str:
     return str(folder)
 
 
-def test_dates_that_are_added_are_all_that_is_read(one_rank, tmp_path, monkeypatch):
-    """The files of the first three are as they were."""
-    cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
-    load_or_count([cache], source_of(path, 3))
-    files_of(tmp_path, range(3, 5))
-    looked: list[str] = []
-    add = Sums.add
-
-    def noting(sums: Sums, date: np.datetime64, *rest: Any) -> None:
-        looked.append(str(date))
-        add(sums, date, *rest)
-
-    monkeypatch.setattr(Sums, "add", noting)
-    grown = load_or_count([cache], source_of(path))
-    assert len(looked) == 2
-    equal_to_rounding(grown, compute(source_of(path)))
-
-
 def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
     cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
     load_or_count([cache], source_of(path, 3))
@@ -305,3 +291,23 @@ def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
     warmer = analyses().isel(time=[1]).drop_vars("land_sea_mask") + 5
     warmer.to_netcdf(tmp_path / "1.nc", engine="h5netcdf")
     equal_to_rounding(load_or_count([cache], source_of(path)), compute(source_of(path)))
+
+
+def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
+    """Neither a pair with an empty later date counts, nor one with an empty earlier one."""
+    ds = analyses()
+    ds["geopotential"][2, 0] = np.nan  # of five dates the pairs (0, 1) and (3, 4) are left
+    source = source_of(weatherbench(tmp_path, ds))
+    fields = values(ds).astype(np.float64)
+    changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
+    v = NAMES.index("temperature:850")
+    weights = np.broadcast_to(source.weights[:, None], changes[:, v].shape)
+    mean = np.average(changes[:, v], weights=weights)
+    expected = np.sqrt(np.average((changes[:, v] - mean) ** 2, weights=weights))
+    assert compute(source).change_std[v] == pytest.approx(expected, rel=1e-12)
+    shift = first_shift(source)
+    parts = [Counting(source, part, shift) for part in (source.dates[:3], source.dates[3:])]
+    for part in parts:
+        part.go_on()
+    parts[0].sums.merge(parts[1].sums)  # the empty date is read by the second part, too
+    assert parts[0].sums.moments()[2][v] == pytest.approx(expected, rel=1e-12)

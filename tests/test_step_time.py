@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from archives.grid import global_grid
 from command_line import load_config
+from datasets.grid import global_grid
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture

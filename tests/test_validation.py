@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from archives.archive import open_archive
-from archives.grid import area_weights
+from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
+from datasets.grid import area_weights
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
@@ -123,7 +123,7 @@ def test_a_long_lead_takes_no_dates_from_short_ones(one_rank, tmp_path, area):
     selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
     scores = {}
     for leads in ([1], [1, 3]):
-        samples = selection.samples_a_lead("validation", leads, np.zeros(0, int))
+        samples = selection.samples_by_lead("validation", leads, np.zeros(0, int))
         validation = Validation(FieldDataset(archive, NAMES, samples), leads, 6, area, batch_size=2)
         scores[len(leads)] = validation.run(
             persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean()
@@ -153,12 +153,12 @@ def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
     selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
     factors = []
     for leads in ([1], [1, 2, 4]):
-        samples = selection.samples_a_lead("train", leads, np.zeros(0, int), limit=4)
+        samples = selection.samples_by_lead("train", leads, np.zeros(0, int), limit=4)
         fitted = fit_baselines(FieldDataset(archive, NAMES, samples), mean, area, leads, batch_size=2)
         factors.append(fitted["damped persistence"](mean[None] + 1, torch.zeros(1), [1])[0, 0])
     assert torch.equal(*factors) and factors[0].abs().max() > 0
     with pytest.raises(ConfigError, match="data.train_period: none of its 5 dates has another 30 hours"):
-        selection.samples_a_lead("train", [1, 5], np.zeros(0, int))
+        selection.samples_by_lead("train", [1, 5], np.zeros(0, int))
 
 
 def test_climatology_is_the_same_for_every_date():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from archives.variables import (
+from datasets.variables import (
     ON_LEVELS,
     ON_ONE_SURFACE,
     expand_levels,

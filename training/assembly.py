@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archives.grid import Grid, area_weights
-from archives.variables import expand_levels
 from checkpoints.checkpointer import Saves
 from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
+from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
+from datasets.variables import expand_levels
 from losses.penalties import penalty_of
 from losses.weights import pressure_weights, variable_weights
 from models.attention import preferred_backend, use_backend

@@ -32,9 +32,9 @@ def build_conservation(
 
 def refuse_missing(quantities: Sequence[str], variables: Sequence[str], statistics: Statistics) -> None:
     """DataError: on some dates a variable has no value in a part of the cells: no mean is that of all."""
-    if statistics.sums is None:
+    missing, cells = statistics.missing, statistics.mean_field[0].size
+    if missing is None:
         return  # of a forecast, whose training has passed this
-    missing, cells = statistics.sums.table("missing"), statistics.mean_field[0].size
     squared = (name for quantity in quantities for name in squares_of(quantity, variables))
     for name in [*variables_of(quantities, variables), *squared]:
         counts = missing[:, variables.index(name)]

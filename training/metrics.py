@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from archives.chunks import work
 from config import Metrics as Settings
-from datasets.data_wait import Reading, advice
+from datasets.loader import data_wait_advice
 from optimizers.noise_scale import NoiseScale, shown
 from sinks.opening import open_sinks
 from traces.exposed import exposed
@@ -32,6 +31,7 @@ from training.update import Update, UpdateInBackward
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0, "V100": 125.0}
+WAIT_FRACTION = 0.05  # of a step's time, above which waiting for data is reported
 WORTH_JUDGING = 0.5  # seconds between logged steps: the first ones wait for what is not there yet
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
@@ -85,7 +85,6 @@ class Metrics:
         self.started, self.data_seconds, self.samples, self.num_steps = time.perf_counter(), 0.0, 0, 0
         self.data_bytes = self.passes = 0
         part_times.read(1)
-        work.take()
 
     def count(self, samples: int, batches: Batches) -> None:
         """One step has been launched: `samples` over all ranks, with what this rank waited for and got."""
@@ -128,7 +127,8 @@ class Metrics:
             "skipped_steps": update.run.bad_steps.skipped,  # since this start
         }
         self.slow_ranks.look(self.num_steps, seconds, record["data_seconds"])
-        record |= self._reading(seconds * self.num_steps) | exposed.take()
+        self._advise(seconds * self.num_steps)
+        record |= exposed.take()
         record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
         if self.bar is not None:
@@ -142,18 +142,12 @@ class Metrics:
             noise.advise(critical)
         return critical
 
-    def _reading(self, seconds: float) -> dict[str, float]:
-        """What this rank's readers did; where the loop waits for them, once, why."""
-        done = work.take()
-        reading = Reading(done, self.data_seconds, seconds, self.readers, self.by_threads)
-        if self.is_first and reading.is_slow and seconds > WORTH_JUDGING and not self.has_advised:
+    def _advise(self, seconds: float) -> None:
+        """Log once which setting helps a loop that waits for data."""
+        fraction = self.data_seconds / seconds
+        if self.is_first and fraction > WAIT_FRACTION and seconds > WORTH_JUDGING and not self.has_advised:
             self.has_advised = True
-            logger.warning(advice(reading))
-        found = {"disk_cache_hits": done.kept / done.asked} if done.asked else {}
-        if done.bytes:
-            found["decoded_gb_per_second"] = done.bytes / seconds / 1e9
-            found["decoded_gb_per_thread_second"] = done.bytes / max(done.reading + done.decoding, 1e-9) / 1e9
-        return found
+            logger.warning(data_wait_advice(fraction, self.by_threads, self.readers))
 
     def _say(self, record: dict[str, Any]) -> None:
         now = time.monotonic()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from datasets.conditions import Conditions
+from datasets.field_dataset import split_sample
 from datasets.normalization import Normalizer
-from datasets.window import split_sample
 from jobs.heartbeat import activity
 from losses.conservation import FREE, Kept
 from losses.penalties import Penalty, by_member

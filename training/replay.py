@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datasets.field_dataset import FieldDataset
+from datasets.field_dataset import FieldDataset, window_steps
 from datasets.loader import TrainSampler
 from datasets.normalization import Normalizer
-from datasets.window import window_steps
 from models.weather_model import TokenModel
 from parallelisms.parallelize import LossPart, ParallelModel
 from parallelisms.token_shards import TokenShards

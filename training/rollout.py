@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datasets.window import split_sample
+from datasets.field_dataset import split_sample
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.batches import Batch

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from datasets.statistics import (
+    TABLES,
     Counting,
     Numbers,
     Source,
     Statistics,
+    Sums,
     as_trained,
     first_shift,
     stored_as_trained,
     stored_statistics,
-    sums_to_extend,
 )
-from datasets.sums import TABLES, Sums
 from durable_files import replacing
 from errors import UserError
 from jobs.heartbeat import activity
@@ -67,13 +67,13 @@ def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | Non
 
 
 def count_together(source: Source, cache: Path) -> Statistics:
-    """Called by all ranks, which end with the same statistics; cache: where earlier ones are.
+    """Called by all ranks, which end with the same statistics.
 
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
     ranks, folder = RankTree(), cache.parent / SAVED
     earlier: list[Sums] = []  # on rank 0
-    fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, cache, earlier))
+    fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
     counting = Counting(source, np.array_split(left, ranks.world)[ranks.rank], shift)
     own = folder / f"{fingerprint}.{attempt}.{ranks.rank}.npz"
@@ -85,24 +85,22 @@ def count_together(source: Source, cache: Path) -> Statistics:
         sums.merge(each)
     add_over_ranks(sums, ranks)
     ranks.close()
-    return replace(Statistics.of(sums, fingerprint), files=source.fields.file_marks(source.variables))
+    return Statistics.from_sums(sums, fingerprint)
 
 
-def begin(
-    folder: Path, source: Source, cache: Path, earlier: list[Sums]
-) -> tuple[str, int, np.ndarray, np.ndarray]:
+def begin(folder: Path, source: Source, earlier: list[Sums]) -> tuple[str, int, np.ndarray, np.ndarray]:
     """Of rank 0: the fingerprint, which costs looking at every file, the number of this attempt, the shift
     (V,), the dates that were counted before.
 
-    earlier: takes the sums over these, as one: of attempts that were killed, and of a run over fewer dates.
+    earlier: takes the sums over these, as one, of attempts that were killed.
     """
     saved = sorted(folder.glob(f"{source.fingerprint}.*.*.npz"))
-    for sums in (sums_to_extend(cache, source), *map(read_sums, saved)):
+    for sums in map(read_sums, saved):
         if sums and earlier:
             earlier[0].merge(sums)
         elif sums:
             earlier.append(sums)
-    done = np.array(earlier[0].looked if earlier else [], "datetime64[s]")
+    done = np.array(earlier[0].dates if earlier else [], "datetime64[s]")
     if len(done):
         logger.info(f"statistics: {len(done)} of {len(source.dates)} dates are counted already")
     attempt = 1 + max((int(path.name.split(".")[1]) for path in saved), default=0)
@@ -113,7 +111,7 @@ def begin(
 def read_sums(path: Path) -> Sums | None:
     try:
         with np.load(path) as stored:
-            return Sums.of_arrays(stored)
+            return Sums.from_arrays(stored)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None  # a disk that lost it: its dates are counted again
 
@@ -125,14 +123,15 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
         try:
             counting.go_on(ROUND_SECONDS)
         except UserError as error:
-            failure = error
+            failure = type(error), str(error)  # as from_first_rank sends it
         activity.progress()
         state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
         counted = counting.num_counted
         ranks.all_reduce(state)
         bar.update(int(state[1]))
         if state[2]:
-            raise cast(UserError, ranks.first_of(failure))
+            kind, text = cast(tuple[type[UserError], str], ranks.first_of(failure))
+            raise kind(text)
         if not state[0]:
             return
         if time.monotonic() - saved_at > save_every:
@@ -156,7 +155,7 @@ def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
     if ranks.world == 1:
         return
     small = {name: np.array(getattr(sums, name)) for name in TABLES}
-    told = ranks.share(ranks.gather((small, sums.found, sums.count.shape[1:] == (1, 1)))) or []
+    told = ranks.share(ranks.gather((small, sums.findings, sums.count.shape[1:] == (1, 1)))) or []
     if not all(whole for _, _, whole in told):
         sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
     for v in range(len(sums.total)):
@@ -164,4 +163,4 @@ def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
     ranks.all_reduce(torch.from_numpy(sums.count))
     for rank, (tables, found, _) in enumerate(told):
         if rank != ranks.rank:
-            sums.with_rows(tables).find(found)
+            sums.with_rows(tables).add_findings(found)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from archives.variables import named_by
 from checkpoints.checkpointer import Saves
 from checkpoints.run_state import RunState
 from config import Config
+from datasets.variables import named_by
 from jobs.host_memory import giving_memory_back
 from jobs.progress_bar import progress_bar
 from traces.profiler import span
@@ -70,7 +70,7 @@ class Validator:
         leads = sorted(hours // data.step_hours for hours in settings.lead_hours)
         mesh = self.model.mesh
         self.validation = Validation(
-            samples.dataset_a_lead("validation", leads, history=data.history),
+            samples.dataset_by_lead("validation", leads, history=data.history),
             leads,
             data.step_hours,
             area,
@@ -81,7 +81,7 @@ class Validator:
             members=members,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
-        fitted = samples.dataset_a_lead("train", leads, limit=FIT_SAMPLES)
+        fitted = samples.dataset_by_lead("train", leads, limit=FIT_SAMPLES)
         with giving_memory_back(area.device):
             self.baselines = fit_baselines(fitted, mean_field, area, leads, settings.local_batch_size)
 

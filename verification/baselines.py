@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archives.archive import Archive
+from datasets.archive import Archive
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader
 from verification.rollout import Forecast

@@ -19,17 +19,16 @@ import numpy as np
 import pandas as pd
 import zarr
 
-from archives.archive import Archive
-from archives.fields_by_name import FieldsByName
-from archives.files import find_files, open_file
-from archives.grid import Grid
-from archives.layouts import coordinate_role, stored_fields
-from archives.storage_options import NO_OPTIONS, Access
-from archives.stored_field import StoredField
-from archives.stores import all_levels, create_store
-from archives.variables import split_name
+from datasets.archive import Archive
+from datasets.fields import Field
+from datasets.files import OpenFile, find_files
+from datasets.grid import Grid
+from datasets.layouts import open_fields
+from datasets.remote import NO_OPTIONS, Access
 from datasets.statistics import stream
+from datasets.variables import split_name
 from errors import DataError
+from verification.stores import FieldsByName, all_levels, create_store
 
 DAYS, WINDOW = 366, 61
 SUMS_BYTES = 2**31  # of sums held at once
@@ -87,7 +86,7 @@ def compute_climatology(
     period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
     chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
     attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-    own_units = {name: archive.shown_units(name) for name in variables}
+    own_units = {name: archive.units(name) for name in variables}
     create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
     store, levels = zarr.open_group(path, mode="r+", zarr_format=2), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
@@ -143,7 +142,7 @@ def stored_fingerprint(path: Path) -> str | None:
 class Climatology(FieldsByName):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(self, path: str, fields: Sequence[StoredField], hours: np.ndarray) -> None:
+    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray) -> None:
         super().__init__(path, fields)
         self.hours = hours
 
@@ -165,12 +164,12 @@ class Climatology(FieldsByName):
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     """Open a climatology in WeatherBench2's schema; DataError naming the path where it is none."""
-    file = open_file(find_files(path)[0], access)
-    found, _ = stored_fields(file, CLIMATOLOGY_ROLES)
+    found, _ = open_fields(find_files(path)[0], None, access, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
-    names = [name for name in file.arrays if coordinate_role(file, name, CLIMATOLOGY_ROLES) == "hour"]
+    file = OpenFile.open(find_files(path)[0], access)[0]
+    names = [name for name in file.arrays if file.role(name, CLIMATOLOGY_ROLES) == "hour"]
     try:
         hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
     except (RuntimeError, ValueError, OSError) as error:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import xarray as xr
 from torch import Tensor
 
-from archives.grid import Grid
+from datasets.grid import Grid
 from errors import DataError
 from verification.matching import Pair
 from verification.score_tables import by_variable

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import xarray as xr
 from torch import Tensor
 
-from archives.archive import Archive
+from datasets.archive import Archive
 from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
@@ -102,7 +102,7 @@ def evaluate(
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
     leads = positions(whole_hours(forecast.leads), lead_hours)
     some_dates = positions(forecast.times, dates)
-    units = {name: truth.shown_units(name) for name in fields}
+    units = {name: truth.units(name) for name in fields}
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)

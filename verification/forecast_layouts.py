@@ -3,25 +3,20 @@
 They differ in names (`lat`, `prediction_timedelta` or `step`, `number` or `realization`), order of
 dimensions, direction of latitude and levels, units of the lead, precision of coordinates, and whether there
 is a lead of 0 h. All of it is found out from the content, by the code that reads analyses
-(archives/layouts.py).
+(datasets/fields.py).
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
-from archives.archive import find_files
-from archives.fields_by_name import FieldsByName
-from archives.files import StoredFile, open_file
-from archives.layouts import (
-    StoredField,
-    coordinate_role,
-    coordinate_times,
-    durations,
-    stored_fields,
-)
-from archives.storage_options import NO_OPTIONS, Access
+from datasets.fields import Field
+from datasets.files import ROLE_OF, OpenFile, coordinate_times, find_files
+from datasets.layouts import open_fields
+from datasets.remote import NO_OPTIONS, Access
 from errors import DataError
+from verification.stores import FieldsByName
 
 FORECAST_ROLES = {
     "prediction_timedelta": "lead",
@@ -49,12 +44,12 @@ class StoredForecast(FieldsByName):
         path: str,
         times: np.ndarray,
         leads: np.ndarray,
-        fields: Sequence[StoredField],
+        fields: Sequence[Field],
         unreadable: dict[str, str],
     ) -> None:
         super().__init__(path, fields, unreadable)
         self.times, self.leads = times, leads
-        members = max(axis_size(field, "number") for field in fields)
+        members = max(field.size("number") for field in fields)
         self.num_members = members if members > 1 else 0
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
@@ -78,8 +73,7 @@ def open_forecast(
         raise DataError(
             f"{path!r} holds {len(files)} files: name one store of forecasts, such as {files[0]!r}"
         )
-    file = open_file(files[0], access)
-    found, unreadable = stored_fields(file, FORECAST_ROLES, picks)
+    found, unreadable = open_fields(files[0], picks, access, FORECAST_ROLES)
     fields = [field for field in found if "lead" in field.roles]
     if not fields:
         reason = "; ".join(f"{name}: {why}" for name, why in list(unreadable.items())[:3])
@@ -87,6 +81,7 @@ def open_forecast(
             f"cannot read {path!r} as forecasts: no variable has a lead time (prediction_timedelta) beside "
             f"latitude and longitude{'; ' * bool(reason)}{reason}"
         )
+    file = OpenFile.open(files[0], access)[0]
     times, leads = initial_times(file, fields[0]), lead_times(file)
     for name, axis in (("time", times), ("lead time", leads)):
         if len(axis) > 1 and not (np.diff(axis) > np.timedelta64(0, "s")).all():
@@ -94,25 +89,20 @@ def open_forecast(
     return StoredForecast(path, times, leads, fields, unreadable)
 
 
-def axis_size(field: StoredField, role: str) -> int:
-    """Size of an axis of a field; 1 where it has none."""
-    return field.file.arrays[field.array].shape[field.roles.index(role)] if role in field.roles else 1
-
-
-def initial_times(file: StoredFile, field: StoredField) -> np.ndarray:
+def initial_times(file: OpenFile, field: Field) -> np.ndarray:
     """Initial dates (n,) datetime64[s]: the time axis, or the one date of all fields."""
     if field.times is not None:
         return field.times
-    named = [name for name in file.arrays if coordinate_role(file, name, FORECAST_ROLES) == "time"]
+    named = [name for name in file.arrays if file.role(name, ROLE_OF | FORECAST_ROLES) == "time"]
     single = [name for name in named if file.arrays[name].shape == () and name.lower() != "valid_time"]
     if not single:
         raise DataError(f"cannot read {file.path!r} as forecasts: it has no initial date")
     return np.atleast_1d(coordinate_times(file, single[0]))
 
 
-def lead_times(file: StoredFile) -> np.ndarray:
+def lead_times(file: OpenFile) -> np.ndarray:
     """Leads (L,) timedelta64[s] from timedeltas, or numbers with units; without units they are hours."""
-    names = [name for name in file.arrays if coordinate_role(file, name, FORECAST_ROLES) == "lead"]
+    names = [name for name in file.arrays if file.role(name, ROLE_OF | FORECAST_ROLES) == "lead"]
     values, attrs = file.fetch(names[0]), file.arrays[names[0]].attrs
     if values.dtype.kind == "m":
         return np.atleast_1d(values).astype("timedelta64[s]")
@@ -120,3 +110,12 @@ def lead_times(file: StoredFile) -> np.ndarray:
         return durations(np.atleast_1d(values), str(attrs.get("units", "hours")))
     except DataError as error:
         raise DataError(f"cannot read {file.path!r}: {names[0]!r}: {error}") from None
+
+
+def durations(values: np.ndarray, unit: str) -> np.ndarray:
+    """Return timedelta64[s] of numbers of a unit of time ("hours", "hour", "h"). Raises DataError."""
+    try:
+        scale = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
+    except ValueError:
+        raise DataError(f"its time has units {unit!r}, not those of a time such as 'hours'") from None
+    return np.round(values * scale).astype(np.int64).astype("timedelta64[s]")

@@ -24,10 +24,10 @@ import numpy as np
 import zarr
 from torch import Tensor
 
-from archives.grid import Grid
-from archives.stores import all_levels, create_store
-from archives.variables import group_levels
+from datasets.grid import Grid
+from datasets.variables import group_levels
 from errors import ConfigError
+from verification.stores import all_levels, create_store
 
 logger = logging.getLogger(__name__)
 FINISHED = ".finished"

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from archives.grid import Grid, latitude_bounds, longitude_bounds
+from datasets.grid import Grid, latitude_bounds, longitude_bounds
 
 COASTLINES = Path(__file__).with_name("coastlines.csv")
 STEPS = [1, 1.5, 2, 3, 6, 10]  # of ticks: 15, 20, 30, 60 degrees

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archives.archive import Archive
-from archives.grid import Grid
-from archives.regrid import Regridder
+from datasets.archive import Archive
+from datasets.grid import Grid
 from datasets.plausibility import refuse_fills
+from datasets.regrid import Regridder
 from verification.climatology import Climatology
 
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more only if a single field is larger

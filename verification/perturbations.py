@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from archives.grid import Grid
+from datasets.grid import Grid
 from datasets.spherical_harmonics import SphericalHarmonics
 
 TRUNCATION = 20  # the shortest wave is 2,000 km long: analyses err in whole weather systems, not in cells

@@ -13,8 +13,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from archives.grid import Grid
-from archives.variables import short_label
+from datasets.grid import Grid
+from datasets.variables import short_label
 from training.journal import read_records
 from verification.details import circumference, zonal_energy_spectrum
 from verification.maps import Land, draw_map, error_colours, field_colours

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from archives.variables import split_name
+from datasets.variables import split_name
 from errors import ConfigError
 from verification.details import MIDLATITUDES, mean_over_latitudes
 from verification.evaluation import Evaluation

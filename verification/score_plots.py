@@ -10,8 +10,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from archives.grid import Grid
-from archives.variables import named_by
+from datasets.grid import Grid
+from datasets.variables import named_by
 from verification.details import MIDLATITUDES, mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.maps import Land, draw_map, error_colours

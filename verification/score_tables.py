@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from archives.variables import group_levels, split_name, units
+from datasets.variables import group_levels, split_name, units
 
 
 def by_variable(

@@ -15,7 +15,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
 
-from archives.variables import short_label
+from datasets.variables import short_label
 from errors import DataError
 from verification.evaluation import Evaluation
 from verification.plots import save

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archives.grid import Grid, area_weights
-from archives.variables import nearest_name
+from datasets.grid import Grid, area_weights
+from datasets.variables import nearest_name
 from errors import ConfigError
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from datasets.field_dataset import FieldDataset
-from datasets.loader import EvaluationSampler, build_loader, in_one_line
-from datasets.window import split_sample
+from datasets.field_dataset import FieldDataset, split_sample
+from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
 from verification.rollout import Forecast
 from verification.scores import mean_squared_error, rmse
 from verification.validation_scores import ENSEMBLE, Scores, ensemble_errors
@@ -72,7 +71,7 @@ class Validation:
         errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in tables}
         losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
         for indices, (fields, times) in zip(
-            self.sampler.batches, in_one_line(iter(self.loader)), strict=True
+            self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True
         ):
             # -1: a date that is another rank's
             mine = [row for row, index in enumerate(indices) if index >= 0]
@@ -130,7 +129,7 @@ class Validation:
             self.variables,
             lead_hours,
             counts.tolist(),
-            [self.dataset.archive.shown_units(name) for name in self.variables],
+            [self.dataset.archive.units(name) for name in self.variables],
             {"model": tables["model"], **self.known},
             (losses.sum() / counts[0]).item(),
             of_ensemble,

@@ -1,0 +1,368 @@
+"""Analyses (ERA5 and similar) on one grid, whatever files they come from.
+
+`open_dataset` returns them as an xarray Dataset in normal form; `Archive` is the same for training: it reads
+the variables of a date from wherever they are, one array for all levels, a file for each variable or for each
+year.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from datasets.fields import Field
+from datasets.files import find_files
+from datasets.grid import Grid
+from datasets.layouts import open_fields
+from datasets.options import Region
+from datasets.remote import NO_OPTIONS, Access, is_url
+from datasets.store_reader import Task, find_reader
+from datasets.variables import full_name, nearest_name, plain_units, units
+from errors import DataError
+
+logger = logging.getLogger(__name__)
+COMPARED_DATES = 8  # of those that several files have
+# Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
+Location = tuple[int, Field, int]
+# What one array gives to a block: the field, a slice of its levels, and pairs (row of the output, position in
+# it).
+Part = tuple[Field, slice, list[tuple[int, int]]]
+
+
+class Group(NamedTuple):
+    """Variables that are read together, because they have the same time axes."""
+
+    outputs: tuple[int, ...]  # their rows in the output
+    owners: np.ndarray  # (T,) the time axis that has a date; -1: none
+    rows: np.ndarray  # (T,) the row of the date on that axis
+    parts: list[list[Part]]  # for each of the time axes
+
+
+class Archive:
+    """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
+
+    Where files cover different dates, `times` is their union and a variable is NaN where it is absent; `has`
+    tells where. It can be pickled; each process opens the files itself.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fields: Sequence[Field],
+        unreadable: Mapping[str, str] | None = None,
+        selection: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path, self.selection, self.unreadable = path, dict(selection or {}), dict(unreadable or {})
+        self.grid = _common_grid(path, fields, self.unreadable)
+        self._axes: list[np.ndarray] = []
+        self._locations: dict[str, list[Location]] = {}
+        self._static: dict[str, tuple[Field, int]] = {}
+        for field in fields:
+            self._add(field)
+        self.variables, self.static_variables = list(self._locations), list(self._static)
+        self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
+        self.times = self.times[~np.isnat(self.times)]
+        if not len(self.times):
+            names = [*self._static, *(f"{name} ({why})" for name, why in self.unreadable.items())][:6]
+            reason = f"nothing in it has a time axis with dates, only {', '.join(names) or 'no fields'}"
+            raise DataError(f"cannot read {path!r}: {reason}")
+        self._groups: dict[tuple[str, ...], list[Group]] = {}
+        dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
+        self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
+
+    def _add(self, field: Field) -> None:
+        if field.times is not None and not any(field.times is axis for axis in self._axes):
+            self._axes.append(field.times)
+        for position, name in enumerate(field.names):
+            if field.times is None:
+                self._static.setdefault(name, (field, position))
+            else:
+                axis = next(i for i, times in enumerate(self._axes) if times is field.times)
+                self._locations.setdefault(name, []).append((axis, field, position))
+
+    def __repr__(self) -> str:
+        span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"
+        return f"Archive({self.path!r}: {span}, grid {self.grid.shape}, {len(self.variables)} variables)"
+
+    def index(self, time: Any) -> int:
+        """Return the position in `times` of a date; DataError naming the nearest one."""
+        date = np.datetime64(time, "s")
+        i = int(np.searchsorted(self.times, date))
+        if i < len(self.times) and self.times[i] == date:
+            return i
+        nearest = self.times[np.argmin(np.abs(self.times - date))]
+        span = f"{self.times[0]} .. {self.times[-1]}"
+        raise DataError(f"{self.path!r} has no analysis of {date}; nearest: {nearest}; it has {span}")
+
+    def has(self, variables: Sequence[str]) -> np.ndarray:
+        """Return which dates (T,) bool have all these variables in some file; values may still be NaN."""
+        return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
+
+    def check(self, variables: Sequence[str]) -> None:
+        """Raise DataError if files differ in the units of a variable, or in its values at a date."""
+        compared: set[tuple[int, ...]] = set()
+        for name in variables:
+            locations = self._find(name)
+            fields = [field for _, field, _ in locations]
+            other = next((f for f in fields if plain_units(f.units) != plain_units(fields[0].units)), None)
+            if other:
+                places = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))
+                raise DataError(f"{self.path!r}: {name} has units {places}: convert one of them")
+            axes = tuple(id(field) for field in fields)
+            if axes not in compared:
+                compared.add(axes)
+                self._compare_repeats(name, locations)
+
+    def _compare_repeats(self, name: str, locations: Sequence[Location]) -> None:
+        dates = np.concatenate([self._axes[axis] for axis, _, _ in locations])
+        owners = np.concatenate(
+            [np.full(len(self._axes[axis]), i) for i, (axis, _, _) in enumerate(locations)]
+        )
+        rows = np.concatenate([np.arange(len(self._axes[axis])) for axis, _, _ in locations])
+        unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
+        repeated = unique[counts > 1]
+        for i in np.unique(np.linspace(0, max(len(repeated) - 1, 0), COMPARED_DATES).round().astype(int)):
+            places = np.flatnonzero(dates == repeated[i]) if len(repeated) else []
+            fields = []
+            for place in places:
+                _, field, position = locations[owners[place]]
+                fields.append(read_one(field, position, int(rows[place])))
+            if any(not np.array_equal(field, fields[0], equal_nan=True) for field in fields):
+                files = sorted({locations[owners[place]][1].path for place in places})
+                reason = f"{name} has different values at {repeated[i]} in {' and '.join(files[:2])}"
+                raise DataError(f"{self.path!r}: {reason}{' twice' * (len(files) == 1)}: remove one of them")
+
+    def files_state(self, variables: Sequence[str]) -> bytes:
+        """Return a digest of names, sizes and times of change of the files; b"" for URLs."""
+        states = self._file_lines(variables)
+        parts = [line for lines in states for line in lines]
+        # Another member or region of the same files is other data.
+        parts.append(repr(sorted(self.selection.items())).encode())
+        if self._find(variables[0])[0][1].orientation.region:
+            parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
+        return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
+
+    def _file_lines(self, variables: Sequence[str]) -> list[list[bytes]]:
+        arrays = {(field.path, field.array) for name in variables for _, field, _ in self._find(name)}
+        return [_file_lines(path, array) for path, array in sorted(arrays)]
+
+    def units(self, name: str) -> str:
+        """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
+        return self._find(name)[0][1].units or units(name)
+
+    def time_chunk(self, variables: Sequence[str]) -> int:
+        """Return how many dates are decoded together: reading fewer at once reads the same chunks again."""
+        return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
+
+    def field_of(self, name: str) -> Field:
+        """Return the array that has the first dates of a variable."""
+        return self._find(name)[0][1]
+
+    def group_by_array(self, variables: Sequence[str]) -> list[list[str]]:
+        """Return the variables in groups that are in one array of a file, each in the order given."""
+        groups: dict[Field, list[str]] = {}
+        for name in variables:
+            groups.setdefault(self.field_of(name), []).append(name)
+        return list(groups.values())
+
+    def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
+        """Return the variables (V, H, W) float32 at times[i], NaN where missing. Raises DataError."""
+        return self.read_block(i, i + 1, variables)[0]
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        """Return the variables (n, V, H, W) float32 at times[start:stop]; each array is read once."""
+        assert 0 <= start < stop <= len(self.times), f"{start} .. {stop - 1} of {len(self.times)} dates"
+        out = np.full((stop - start, len(variables), *self.grid.shape), np.nan, np.float32)
+        for task in self.tasks(start, out, variables):
+            task()
+        return out
+
+    def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
+        """Yield calls that fill `out` (n, V, H, W) from times[start] on, in any order, on any thread."""
+        stop = start + len(out)
+        for group in self._grouped(tuple(variables)):
+            owners, rows = group.owners[start:stop], group.rows[start:stop]
+            for a, b in _runs(owners, rows):
+                if owners[a] < 0:
+                    out[a:b, group.outputs] = np.nan
+                    continue
+                for part in group.parts[owners[a]]:
+                    yield from _part_tasks(part, int(rows[a]), out[a:b])
+
+    def reads_by_threads(self, variables: Sequence[str]) -> bool:
+        """Return True if all of these are in stores of datasets.convert, which threads read side by side."""
+        return all(find_reader(field) for name in variables for _, field, _ in self._find(name))
+
+    def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None.
+
+        Then `tasks` fill an array of float16 with the stored numbers.
+        """
+        fields = [[field for _, field, _ in self._find(name)] for name in variables]
+        stored = {field.raw.dtype for each in fields for field in each}
+        if stored != {np.dtype("float16")} or any(len(each) > 1 or each[0].decoding.fills for each in fields):
+            return None
+        decodings = [each[0].decoding for each in fields]
+        scales, offsets = ([getattr(each, key) for each in decodings] for key in ("scale", "offset"))
+        return np.array(scales, np.float32), np.array(offsets, np.float32)
+
+    def read_static(self, name: str) -> np.ndarray:
+        """Return a field without time (H, W) float32; of a variable with time, the first date's."""
+        if name in self._static:
+            return read_one(*self._static[name])
+        return self.read(int(np.argmax(self.has([name]))), [name])[0]
+
+    def _find(self, name: str) -> list[Location]:
+        """Return where a variable is, or raise DataError with the reason or the nearest name."""
+        if name in self._locations:
+            return self._locations[name]
+        if name in self._static:
+            raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
+        why = self.unreadable.get(full_name(name).partition(":")[0])
+        hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
+        raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
+
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        """Return the time axes of a variable; variables with the same ones are read together."""
+        return tuple(axis for axis, _, _ in self._find(name))
+
+    def _locate(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return for every date (T,) the first of these axes that has it (-1: none), and the row there."""
+        owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
+        for number, axis in enumerate(axes):
+            dates, first = np.unique(self._axes[axis], return_index=True)
+            dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
+            at = np.searchsorted(self.times, dates)
+            free = owners[at] < 0
+            owners[at[free]], rows[at[free]] = number, first[free]
+        return owners, rows
+
+    def _grouped(self, names: tuple[str, ...]) -> list[Group]:
+        """Return how to read these variables; computed once, because training reads the same ones again."""
+        if names not in self._groups:
+            outputs: dict[tuple[int, ...], list[int]] = {}
+            for output, name in enumerate(names):
+                outputs.setdefault(self._axes_of(name), []).append(output)
+            self._groups[names] = [
+                Group(tuple(own), *self._locate(axes), [self._parts(names, own, i) for i in range(len(axes))])
+                for axes, own in outputs.items()
+            ]
+        return self._groups[names]
+
+    def _parts(self, names: tuple[str, ...], outputs: Sequence[int], number: int) -> list[Part]:
+        """Return the slices of levels of arrays that give these output rows from one time axis."""
+        pairs: dict[Field, list[tuple[int, int]]] = {}
+        for output in outputs:
+            _, field, position = self._locations[names[output]][number]
+            pairs.setdefault(field, []).append((position, output))
+        return [part for field, own in pairs.items() for part in _level_slices(field, own)]
+
+
+def _part_tasks(part: Part, first: int, out: np.ndarray) -> Iterator[Task]:
+    """Yield calls that fill the part's rows of `out` (n, V, H, W) from row `first` of its time axis on."""
+    field, levels, pairs = part
+    if reader := find_reader(field):
+        yield from (
+            partial(reader.fill, first + date, fields[output])
+            for date, fields in enumerate(out)
+            for output, _ in pairs
+        )
+    else:
+        yield partial(_read_part, part, first, out)
+
+
+def _read_part(part: Part, first: int, out: np.ndarray) -> None:
+    field, levels, pairs = part
+    block = field.read(("time", "level"), {"time": slice(first, first + len(out)), "level": levels})
+    for output, position in pairs:
+        out[:, output] = block[:, position]
+
+
+def _level_slices(field: Field, pairs: list[tuple[int, int]]) -> Iterator[Part]:
+    """Yield slices that cover the (position, output) pairs of a field, without chunks that none needs."""
+    chunk, pairs = field.chunk("level"), sorted(pairs)
+    while pairs:
+        end = 1
+        while end < len(pairs) and pairs[end][0] // chunk - pairs[end - 1][0] // chunk <= 1:
+            end += 1
+        near, pairs = pairs[:end], pairs[end:]
+        first = near[0][0]
+        yield field, slice(first, near[-1][0] + 1), [(output, position - first) for position, output in near]
+
+
+def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield stretches [a, b) that are in one file on consecutive rows."""
+    broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
+    cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(owners)]
+    return zip(cuts[:-1], cuts[1:], strict=True)
+
+
+def read_one(field: Field, position: int, row: int = 0) -> np.ndarray:
+    """Return (H, W) float32: one level of a field, at one row of its time axis if it has one."""
+    slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}
+    return field.read(("time", "level"), slices)[0, 0].astype(np.float32)
+
+
+def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
+    """Return the grid of all fields, or raise DataError naming two files that differ."""
+    if not fields:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        raise DataError(f"cannot read {path!r}: no variable in it has latitude and longitude{reasons}")
+    first = fields[0]
+    for field in fields:
+        if not field.orientation.grid.same_as(first.orientation.grid):
+            files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, field))
+            raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
+    return first.orientation.grid
+
+
+def _file_lines(path: str, array: str) -> list[bytes]:
+    """Return name, size and time of change of each file that has an array; none for a URL."""
+    if is_url(path):
+        return []
+    root, lines = os.path.join(path, array) if os.path.isdir(path) else path, []
+    for name in sorted(list_files(root)):
+        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
+        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return lines
+
+
+def list_files(path: str) -> list[str]:
+    """Return all files below a folder; of a file, itself."""
+    if not os.path.isdir(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+
+
+def open_archive(
+    path: str,
+    selection: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
+    region: Region = (),
+) -> Archive:
+    """Open analyses: a Zarr store (folder or URL), a NetCDF, HDF5 or GRIB file, a folder or a glob of them.
+
+    selection: name of a dimension that is no axis of analyses -> the label that is read. access: options of
+    URLs. region: (north, west, south, east) in degrees, empty for the whole grid. Raises DataError, one line
+    naming path and reason, for anything that cannot be read as analyses on one grid, and ConfigError.
+    """
+    return Archive(path, *read_all_fields(path, selection, access, region), selection)
+
+
+def read_all_fields(
+    path: str,
+    selection: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
+    region: Region = (),
+) -> tuple[list[Field], dict[str, str]]:
+    """Return the fields of all files that a path means, and why other arrays cannot be read."""
+    fields, unreadable = [], {}
+    for name in find_files(path):
+        found, reasons = open_fields(name, selection, access)
+        fields += [field.crop(region) for field in found] if region else found
+        unreadable |= reasons
+    return fields, unreadable

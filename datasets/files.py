@@ -1,0 +1,263 @@
+"""Files of analyses: found, opened by xarray, and their coordinates.
+
+Nothing is decoded: datasets/layouts.py finds what the arrays mean.
+"""
+
+import difflib
+import glob
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from xarray.conventions import decode_cf_variable
+
+from datasets.codecs import register_codecs
+from datasets.options import find_position
+from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, open_store
+from errors import DataError
+
+DATA_FILES = (
+    ".nc",
+    ".nc4",
+    ".cdf",
+    ".netcdf",
+    ".h5",
+    ".hdf5",
+    ".he5",
+    ".grib",
+    ".grib1",
+    ".grib2",
+    ".grb",
+    ".grb2",
+)
+TRAINING_STORE = "rossby_training_store"  # attribute of the stores that datasets.convert writes
+# Lower-case names of dimensions. Other dimensions are read if they have one element or one is selected.
+ROLES = {
+    "time": ("time", "valid_time", "timestep", "dates"),
+    "level": ("level", "pressure_level", "isobaricinhpa", "plev", "pressure", "lev", "isobaric"),
+    "latitude": ("latitude", "lat", "nav_lat"),
+    "longitude": ("longitude", "lon", "nav_lon"),
+    "expver": ("expver",),
+}
+ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+
+
+def find_files(path: str) -> list[str]:
+    """Return the files of a path: itself, or what a folder or a glob contains. Raises DataError."""
+    path = path.removeprefix("file://")
+    try:
+        if is_url(path) or os.path.isfile(path) or is_zarr(path):
+            return [path]
+        if os.path.isdir(path):
+            inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+            found = [name for name in inside if name.lower().endswith(DATA_FILES) or is_zarr(name)]
+            folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
+            hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
+            reason = f"the folder contains no Zarr, NetCDF, HDF5 or GRIB{hint}"
+        else:
+            found, reason = sorted(glob.glob(path)), f"there is no such file or folder{_nearest_path(path)}"
+    except OSError as error:
+        raise DataError(f"cannot read {path!r}: {describe_error(error)}") from None
+    if not found:
+        raise DataError(f"cannot read {path!r}: {reason}")
+    return found
+
+
+def _nearest_path(path: str) -> str:
+    folder = os.path.dirname(os.path.abspath(path))
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(os.path.basename(path), names, n=1)
+    return f"; nearest: {os.path.join(os.path.dirname(path), close[0])!r}" if close else ""
+
+
+def is_zarr(path: str) -> bool:
+    """Return True for a local folder that is a Zarr store, of format 2 or 3."""
+    return any(os.path.exists(os.path.join(path, name)) for name in (".zgroup", ".zmetadata", "zarr.json"))
+
+
+def find_engine(path: str) -> str:
+    """Return xarray's engine for a file, from its first bytes. Raises DataError."""
+    if is_url(path) or is_zarr(path):
+        return "zarr"
+    if not os.path.isfile(path):  # a pipe or a device: reading it may never end
+        raise DataError(f"cannot read {path!r}: it is no regular file")
+    with open(path, "rb") as file:
+        start = file.read(8)
+    engines = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy", b"GRIB": "cfgrib"}
+    if start[:4] in engines:
+        return engines[start[:4]]
+    reasons = {b"": "it is empty", b"PK\x03\x04": "unzip it first"}
+    reason = reasons.get(start[:4], f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})")
+    raise DataError(f"cannot read {path!r}: {reason}")
+
+
+def _variables(dataset: xr.Dataset) -> dict[str, xr.Variable]:
+    return {str(name): variable for name, variable in dataset.variables.items()}
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """Arrays and attributes of one file, nothing of which is decoded."""
+
+    path: str
+    arrays: Mapping[str, xr.Variable]
+    attrs: Mapping[str, Any]
+    raw: Mapping[str, Any] = field(default_factory=dict)  # where something else than the arrays is read
+
+    @classmethod
+    def open(cls, path: str, access: Access = NO_OPTIONS) -> "list[OpenFile]":
+        """Open a file by xarray; GRIB gives one for each kind of level. Raises what the libraries raise."""
+        engine, options = find_engine(path), {"decode_cf": False, "chunks": None, "cache": False}
+        if engine == "zarr":
+            return [OpenFile._open_zarr(path, access, options)]
+        if engine == "cfgrib":
+            return cls._open_grib(path)
+        options |= {"phony_dims": "access"} if engine == "h5netcdf" else {}
+        dataset = xr.open_dataset(path, engine=engine, **options)  # type: ignore[arg-type]
+        return [OpenFile(path, _variables(dataset), dataset.attrs)]
+
+    @classmethod
+    def _open_zarr(cls, path: str, access: Access, options: Mapping[str, Any]) -> "OpenFile":
+        register_codecs()
+        store = open_store(path, access) if is_url(path) else path
+        with warnings.catch_warnings(action="ignore"):  # that its metadata are not consolidated
+            backend = xr.backends.ZarrStore.open_group(store, mode="r")  # type: ignore[arg-type]
+            dataset = xr.open_dataset(backend, **options)  # type: ignore[arg-type]
+        group: Any = backend.zarr_group
+        if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
+            raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
+        # Sorted: zarr lists arrays in the order in which their metadata arrive, another one on every rank.
+        arrays = dict(sorted(_variables(dataset).items()))
+        raw = {name: group[name] for name in arrays}
+        for name, variable in arrays.items():
+            # Zarr 2's fill value means "missing", as in xarray, but for 0: writers that set none
+            # give it to a store, and every sea cell of a land mask would be NaN.
+            if raw[name].metadata.zarr_format == 2 and variable.attrs.get("_FillValue") == 0:
+                del variable.attrs["_FillValue"]
+        return cls(path, arrays, dict(group.attrs), raw)
+
+    @classmethod
+    def _open_grib(cls, path: str) -> "list[OpenFile]":
+        try:
+            import cfgrib  # type: ignore[reportMissingImports]  # an extra
+        except (ImportError, RuntimeError) as error:  # RuntimeError: eccodes finds no library
+            raise DataError(f'it is GRIB ({describe_error(error)}): pip install -e ".[grib]"') from None
+        options = {"indexpath": "", "time_dims": ("valid_time",), "squeeze": False, "errors": "raise"}
+        try:
+            datasets = cfgrib.open_datasets(path, backend_kwargs=options, decode_cf=False, cache=False)
+        except Exception as error:  # eccodes has a class for each kind of damage
+            raise DataError(f"a GRIB message is damaged or cut short ({describe_error(error)})") from None
+        most = max((dataset.sizes["valid_time"] for dataset in datasets), default=0)
+        # What has a single date where others have more is constant.
+        constant = [
+            {"valid_time": 0} if dataset.sizes["valid_time"] == 1 < most else {} for dataset in datasets
+        ]
+        found = [dataset.isel(drop) for dataset, drop in zip(datasets, constant, strict=True)]
+        return [OpenFile(path, _variables(dataset), {}) for dataset in found]
+
+    def raw_array(self, name: str) -> Any:
+        """Return what is read slice by slice: zarr's array, otherwise xarray's variable."""
+        return self.raw.get(name, self.arrays[name])
+
+    def fetch(self, name: str) -> np.ndarray:
+        """Return all values of a coordinate as they are stored."""
+        return np.asarray(self.arrays[name].values)
+
+    def chunks(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape that is decoded together, if the array has chunks."""
+        encoding = self.arrays[name].encoding
+        return encoding.get("chunks") or encoding.get("chunksizes")
+
+    def role(self, dim: str, roles: Mapping[str, str]) -> str:
+        """Return the role of a dimension, by its name or its standard_name; "" for none."""
+        standard_name = self.arrays[dim].attrs.get("standard_name", "") if dim in self.arrays else ""
+        return roles.get(dim.lower()) or (standard_name if standard_name in ROLES else "")
+
+
+def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
+    found = [name for name in file.arrays if file.role(name, roles) == role]
+    for name in found:
+        if file.arrays[name].ndim == 1:
+            return name
+    shapes = [f"{name} of shape {file.arrays[name].shape}" for name in found]
+    raise DataError(
+        f"it has no one-dimensional {role}, only {', '.join(shapes or sorted(file.arrays)) or 'nothing'}"
+    )
+
+
+def dim_labels(file: OpenFile, dim: str) -> list[str] | None:
+    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; None if it has no coordinate.
+
+    A dimension of NetCDF 4 without a coordinate reads as zeros: labels that repeat are none.
+    """
+    if dim not in file.arrays or file.arrays[dim].ndim != 1:
+        return None
+    if " since " in str(file.arrays[dim].attrs.get("units", "")):
+        return coordinate_times(file, dim).astype(str).tolist()
+    labels = [
+        value.decode() if isinstance(value, bytes) else str(value) for value in file.fetch(dim).tolist()
+    ]
+    return labels if len(set(labels)) == len(labels) else None
+
+
+def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
+    """Return datetime64[s], rounded, of CF times ("hours since 1900-01-01"), or of hours since `reference`.
+
+    Raises DataError without units and for calendars other than that of analyses.
+    """
+    if variable.dtype.kind == "M":
+        return variable.values.astype("datetime64[s]")
+    units = str(variable.attrs.get("units", "")) or f"hours since {reference}"
+    calendar = str(variable.attrs.get("calendar", "standard"))
+    attrs = {"units": units, "calendar": calendar}
+    try:
+        coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
+        decoded = decode_cf_variable(
+            "time", xr.Variable(variable.dims, variable.values, attrs), decode_times=coder
+        )
+        times = decoded.values
+        if times.dtype.kind != "M":
+            raise ValueError("they are no dates")
+    except Exception as error:  # pandas and xarray raise their own
+        reason = f"units {variable.attrs.get('units')!r} and calendar {calendar!r}"
+        raise DataError(
+            f"its time has {reason}, which are not dates of analyses ({describe_error(error)})"
+        ) from None
+    half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
+    return (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
+
+
+def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
+    """Return a time coordinate; NaT outside the range that ARCO-ERA5 declares valid (its axis continues)."""
+    if name not in file.arrays:
+        raise DataError(f"its dimension {name!r} has no coordinate with dates")
+    reference = (
+        b"".join(np.atleast_1d(file.fetch("reftime")).tolist()).decode() if "reftime" in file.arrays else ""
+    )
+    times = decode_times(file.arrays[name], reference)
+    if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
+        first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
+        times = np.where((times >= first) & (times < last + 1), times, np.datetime64("NaT"))
+    return times
+
+
+def select_position(file: OpenFile, variable: xr.Variable, axis: int, selection: Mapping[str, str]) -> int:
+    name = str(variable.dims[axis])
+    return find_position(name, selection[name], dim_labels(file, name), variable.shape[axis])
+
+
+def check_dims(
+    file: OpenFile, variable: xr.Variable, roles: Sequence[str], selected: Mapping[int, int]
+) -> None:
+    """Raise DataError for dates as values, and for a dimension of which no element is selected."""
+    if " since " in str(variable.attrs.get("units", "")):
+        raise DataError(f"its units are {variable.attrs['units']!r}: dates")
+    for axis, (dim, size, role) in enumerate(zip(variable.dims, variable.shape, roles, strict=True)):
+        if not role and size > 1 and axis not in selected:
+            first = (dim_labels(file, str(dim)) or ["0"])[0]
+            fix = f"choose one with data.select = ['{dim}={first}']"
+            raise DataError(f"it has a dimension {dim} of size {size}; {fix}")

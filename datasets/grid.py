@@ -1,0 +1,156 @@
+"""Latitude-longitude grids: their cells and the one definition of the area weight.
+
+A grid point represents its cell; the cells' bounds are half-way between points. The area between two
+latitudes is proportional to the difference of their sines, so areas are differences of sin(latitude) times
+differences of longitude. Shapes: H latitudes, W longitudes. Degrees everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from errors import ConfigError
+
+# Coordinates stored as float32 are off by up to 4e-6 degrees at 90 and 1.5e-5 at 360.
+FLOAT32_DEGREES = 2e-5
+
+
+def equal_spacing(coordinate: np.ndarray) -> np.ndarray:
+    """Return the coordinate (N,) in float64, made exactly equidistant if it is so up to float32 rounding.
+
+    On a 0.1 degree grid float32 rounding alone would change a row's weight by 1e-4. Gaussian latitudes are
+    left as they are.
+    """
+    values = np.asarray(coordinate, np.float64)
+    regular = np.linspace(values[0], values[-1], len(values))
+    return regular if np.abs(values - regular).max() < FLOAT32_DEGREES else values
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A latitude-longitude grid: latitude (H,) north to south, longitude (W,) ascending, float64 degrees.
+
+    ValueError where a coordinate is not one-dimensional, too short, not in that order or out of range.
+    """
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+
+    def __post_init__(self):
+        for name, sign in (("latitude", -1), ("longitude", 1)):
+            values = np.asarray(getattr(self, name), np.float64)
+            if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
+                raise ValueError(
+                    f"{name} has shape {values.shape}: a grid needs two or more finite values on one axis"
+                )
+            if not (sign * np.diff(values) > 0).all():
+                raise ValueError(
+                    f"{name} has to be {'ascending' if sign > 0 else 'north to south'}, without repeats"
+                )
+            object.__setattr__(self, name, equal_spacing(values))
+        if np.abs(self.latitude).max() > 90 + FLOAT32_DEGREES:
+            raise ValueError(f"latitude reaches {np.abs(self.latitude).max():g} degrees: the poles are at 90")
+        if self.longitude[-1] - self.longitude[0] > 360 - FLOAT32_DEGREES:
+            raise ValueError("longitude goes round the globe more than once: drop the repeated columns")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (H, W)."""
+        return len(self.latitude), len(self.longitude)
+
+    @property
+    def periodic(self) -> bool:
+        """True if the longitudes go round the globe: the last column's eastern neighbour is the first."""
+        return is_periodic(self.longitude)
+
+    def same_as(self, other: "Grid") -> bool:
+        """Return True if both grids have the same points, to 1e-3 degrees; longitudes modulo 360."""
+        if self.shape != other.shape:
+            return False
+        turn = (self.longitude - other.longitude + 180) % 360 - 180
+        return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= 1e-3
+
+    def crop(self, region: Sequence[float]) -> "tuple[Grid, slice, np.ndarray]":
+        """Return the points inside (north, west, south, east), with their rows and columns in this grid.
+
+        Raises ConfigError for fewer than two rows or columns.
+        """
+        north, west, south, east = region
+        rows = np.flatnonzero((self.latitude >= south - 1e-6) & (self.latitude <= north + 1e-6))
+        offset = (self.longitude - west + 1e-6) % 360 - 1e-6  # degrees east of `west`
+        width = 360.0 if east - west >= 360 else (east - west) % 360
+        columns = np.flatnonzero(offset <= width + 1e-6)
+        if len(rows) < 2 or len(columns) < 2:
+            found = f"{len(rows)} x {len(columns)} points of the grid are in it"
+            raise ConfigError(f"data.region = {list(region)}: {found}; two of each are needed")
+        columns = columns[np.argsort(offset[columns], kind="stable")]
+        longitude = self.longitude[columns]
+        longitude = longitude + 360 * np.round((west + offset[columns] - longitude) / 360)
+        if longitude[-1] >= 360 and longitude[0] >= 180:
+            longitude = longitude - 360
+        chosen = slice(int(rows[0]), int(rows[-1]) + 1)
+        return Grid(self.latitude[chosen], longitude), chosen, columns
+
+
+def global_grid(shape: tuple[int, int]) -> Grid:
+    """Return a global grid of (H, W) cells of one size, without rows on the poles."""
+    (rows, columns), half = shape, 90 / shape[0]
+    return Grid(np.linspace(90 - half, half - 90, rows), np.arange(columns) * 360 / columns)
+
+
+def is_periodic(longitude: np.ndarray) -> bool:
+    """Return True if ascending longitudes (W,) of even spacing cover 360 degrees, to a tenth of a column."""
+    spacing = (longitude[-1] - longitude[0]) / (len(longitude) - 1)
+    return bool(abs(len(longitude) * spacing - 360) < 0.1 * spacing)
+
+
+def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
+    """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends.
+
+    A side with its last row within one spacing of the pole ends at the pole: no other row can represent
+    that cap. A row further away belongs to a regional grid, and that ends half a cell beyond the row:
+    extending it to the pole would give the edge row of a map of Europe the weight of the whole Arctic.
+    """
+    values = equal_spacing(latitude)
+    if len(values) < 2:
+        raise ValueError(f"latitude has {len(values)} rows: the bounds of cells need two or more")
+    middle = (values[1:] + values[:-1]) / 2
+    return np.concatenate(
+        [[_outer_bound(values[0], values[1])], middle, [_outer_bound(values[-1], values[-2])]]
+    )
+
+
+def _outer_bound(edge: float, inner: float) -> float:
+    """Return the end of the cells beyond the row at `edge` with the neighbour `inner`."""
+    spacing = edge - inner
+    pole = np.copysign(90.0, spacing)
+    near_pole = abs(pole - edge) <= abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
+    return float(pole if near_pole else edge + spacing / 2)
+
+
+def area_weights(latitude: np.ndarray) -> np.ndarray:
+    """Return the weights of the rows (H,), float64: w_i = sin(upper_i) - sin(lower_i), over their mean.
+
+    The area of a sphere between two latitudes is 2 pi R^2 (sin(upper) - sin(lower)) (Archimedes), so the
+    weighted mean of a field is its mean over area. A row on the pole keeps its half cell; cos(latitude) would
+    give it 0. Any direction. Loss, scores and regridding all use this function. Source: WeatherBench2,
+    get_lat_weights.
+    """
+    areas = np.abs(np.diff(np.sin(np.deg2rad(latitude_bounds(latitude)))))
+    return areas / areas.mean()
+
+
+def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
+    """Return the columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
+
+    If the columns go round the globe the last bound is the first + 360; otherwise they end half a cell
+    beyond.
+    """
+    values = equal_spacing(longitude)
+    middle = (values[1:] + values[:-1]) / 2
+    if is_periodic(values):
+        seam = (values[0] + values[-1] - 360) / 2
+        return np.concatenate([[seam], middle, [seam + 360]])
+    first, last = values[0] - (middle[0] - values[0]), values[-1] + (values[-1] - middle[-1])
+    return np.concatenate([[first], middle, [last]])

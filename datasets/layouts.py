@@ -1,0 +1,146 @@
+"""Arrays of a file as fields in normal form; the layout is found from the content."""
+
+import os
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from datasets.adapters import open_anemoi, open_tutorial
+from datasets.fields import Field, find_decoding, find_orientation
+from datasets.files import (
+    ROLE_OF,
+    TRAINING_STORE,
+    OpenFile,
+    check_dims,
+    coordinate_times,
+    find_coordinate,
+    select_position,
+)
+from datasets.remote import NO_OPTIONS, Access, describe_error
+from datasets.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name, unit_conversion
+from errors import ConfigError, DataError
+
+HECTOPASCALS = {"pa": 0.01, "pascal": 0.01, "pascals": 0.01, "kpa": 10.0, "bar": 1000.0} | dict.fromkeys(
+    ("", "hpa", "mb", "mbar", "millibar", "millibars", "hectopascal", "hectopascals"), 1.0
+)
+# NCAR's storm of January 1996 names p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
+# reduced to mean sea level. The others come with u500 and v500 and are the fields at the ground.
+STORM = {
+    "p": "mean_sea_level_pressure",
+    "t": "2m_temperature",
+    "u": "10m_u_component_of_wind",
+    "v": "10m_v_component_of_wind",
+}
+
+
+def open_fields(
+    path: str,
+    selection: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
+    more_roles: Mapping[str, str] | None = None,
+) -> tuple[list[Field], dict[str, str]]:
+    """Return the fields of one file, and for each array on a grid that cannot be read, the reason.
+
+    selection: name of a dimension without a role -> the label that is read. more_roles: lower-case name of a
+    dimension -> its role, in forecasts and climatologies. Raises DataError, ConfigError (the selection).
+    """
+    roles, selection, fields, unreadable = ROLE_OF | dict(more_roles or {}), selection or {}, [], {}
+    try:
+        with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
+            for file in OpenFile.open(path, access):
+                if file.arrays.keys() == {"fields"} and file.arrays["fields"].ndim == 4:
+                    fields += open_tutorial(file)
+                elif (
+                    "data" in file.arrays and "cell" in file.arrays["data"].dims and "variables" in file.attrs
+                ):
+                    fields += open_anemoi(file, selection)
+                else:
+                    fields += _named_fields(file, roles, selection, unreadable)
+    except ConfigError:
+        raise
+    except DataError as error:
+        raise (
+            error if str(error).startswith("cannot read") else DataError(f"cannot read {path!r}: {error}")
+        ) from None
+    except Exception as error:  # every library raises its own
+        raise DataError(f"cannot read {path!r}: {describe_error(error)}") from None
+    return fields, unreadable
+
+
+def _named_fields(
+    file: OpenFile, roles_of: Mapping[str, str], selection: Mapping[str, str], unreadable: dict[str, str]
+) -> list[Field]:
+    """Return the arrays with named dimensions; why others cannot be read is added to `unreadable`."""
+    north, east = (find_coordinate(file, role, roles_of) for role in ("latitude", "longitude"))
+    _refuse_radians(file, north, east)
+    orientation = find_orientation(file.fetch(north), file.fetch(east))
+    fields, times = [], {}
+    for name, variable in file.arrays.items():
+        dims = [str(dim) for dim in variable.dims]
+        roles = tuple(file.role(dim, roles_of) for dim in dims)
+        if not {"latitude", "longitude"} <= set(roles) or variable.dtype.kind not in "fiub":
+            continue
+        selected = {
+            i: select_position(file, variable, i, selection) for i, dim in enumerate(dims) if dim in selection
+        }
+        time_dim = dims[roles.index("time")] if "time" in roles else None
+        if time_dim and time_dim not in times:
+            times[time_dim] = coordinate_times(file, time_dim)
+        names = _find_names(file, name, dims[roles.index("level")] if "level" in roles else None, roles_of)
+        try:
+            check_dims(file, variable, roles, selected)
+            units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
+            decoding = find_decoding(name, variable, conversion)
+        except DataError as error:
+            unreadable[names[0].partition(":")[0]] = str(error)
+            continue
+        own = (orientation, decoding, units, tuple(dims), file.chunks(name), selected)
+        fields.append(Field(file.path, name, file.raw_array(name), names, roles, times.get(time_dim), *own))
+    return fields
+
+
+def _refuse_radians(file: OpenFile, north: str, east: str) -> None:
+    """Raise DataError if the units are radians, or the globe is 3.14 high and 6.28 wide."""
+    values = [file.fetch(name) for name in (north, east)]
+    spans = [
+        float(np.ptp(v)) * len(v) / max(len(v) - 1, 1) for v in values
+    ]  # with the half cells at the ends
+    is_globe = abs(spans[0] / np.pi - 1) < 0.03 and abs(spans[1] / (2 * np.pi) - 1) < 0.03
+    units = [str(file.arrays[name].attrs.get("units", "")).lower() for name in (north, east)]
+    if is_globe or any(each.startswith("rad") for each in units):
+        span = f"{north} from {values[0].min():.4g} to {values[0].max():.4g}"
+        raise DataError(f"its {span} is in radians: write latitudes and longitudes in degrees")
+
+
+def _find_names(
+    file: OpenFile, name: str, level_dim: str | None, roles: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the names of an array, one for each level; a scalar level coordinate is a level."""
+    scalars = [each for each, a in file.arrays.items() if a.shape == () and file.role(each, roles) == "level"]
+    if TRAINING_STORE in file.attrs and "variable" in file.arrays[name].attrs:
+        return (str(file.arrays[name].attrs["variable"]),)
+    if "reftime" in file.arrays and name in STORM and not level_dim:
+        digits = re.search(r"\d+", os.path.basename(file.path))
+        return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)
+    if name == "LSMASK":
+        return ("land_sea_mask",)
+    full = SHORT_NAMES.get(name, name) if level_dim else full_name(name)
+    if level_dim or (scalars and full in ON_LEVELS):
+        return tuple(join_name(full, level) for level in _read_levels(file, level_dim or scalars[0]))
+    # z without a level is the surface's: CDS single levels, and most files of static fields.
+    return ("geopotential_at_surface" if name == "z" else full,)
+
+
+def _read_levels(file: OpenFile, name: str) -> list[int]:
+    """Return pressure levels as whole hPa."""
+    if name not in file.arrays:
+        raise DataError(f"its dimension {name!r} has no coordinate with pressures")
+    values = np.atleast_1d(file.fetch(name)).astype(np.float64)
+    units = str(file.arrays[name].attrs.get("units", "")).strip().lower()
+    if units not in HECTOPASCALS:
+        raise DataError(f"its {name!r} has units {units!r}, which are no pressure: write levels in hPa")
+    values = values * (HECTOPASCALS[units] if units or not values.max() > 1100 else 0.01)
+    if not (np.abs(values - np.round(values)).max() <= 1e-3 and values.min() >= 0.5):
+        raise DataError(f"its {name!r} has levels that are not whole hPa: {values.tolist()}")
+    return [int(value) for value in np.round(values)]

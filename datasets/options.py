@@ -1,0 +1,156 @@
+"""Settings of [data] that are written as text: periods, selections, regions, storage options.
+
+Standard library and TOML only: the check of a command line imports this module and answers within a second.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import tomli
+
+from errors import SECRET_NAME, ConfigError, refuse
+
+SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
+INSTEAD = "the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or a credentials file"
+Region = Sequence[float]  # north, west, south, east in degrees; empty: all
+
+
+def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] | None:
+    """Return the first and last instant of ["2001-01-01", "2007-12-31"], or None without a period.
+
+    Dates with an offset are converted to UTC; the result has no offset, as in numpy. A last date without an
+    hour includes that day. Raises ConfigError naming `key`.
+    """
+    if not period:
+        return None
+    if len(period) != 2:
+        refuse(key, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
+    first, last = (_parse_date(key, text) for text in period)
+    if is_whole_day(period[1]):
+        last += timedelta(days=1, seconds=-1)
+    if last < first:
+        refuse(key, list(period), "the last date is before the first; exchange them")
+    return first, last
+
+
+def _parse_date(key: str, text: str) -> datetime:
+    try:
+        date = datetime.fromisoformat(text)
+        return date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date
+    except (ValueError, OverflowError):
+        refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+
+
+def is_whole_day(text: str) -> bool:
+    """Return True for a date that is written without an hour."""
+    return len(text) <= len("2001-01-01")
+
+
+def check_disjoint(periods: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError if two of the periods (key -> dates) have an instant in common."""
+    spans = {key: span for key, text in periods.items() if (span := parse_period(key, text))}
+    keys = list(spans)
+    for i, one in enumerate(keys):
+        for other in keys[i + 1 :]:
+            if spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]:
+                earlier = min(one, other, key=lambda key: spans[key])
+                day = periods[earlier][1]
+                why = f"; the end {day!r} has no hour and includes that day" if is_whole_day(day) else ""
+                reason = f"overlaps {one} = {list(periods[one])}{why}; move one of them"
+                refuse(other, list(periods[other]), reason)
+
+
+def parse_selection(texts: Sequence[str]) -> dict[str, str]:
+    """Return {"member": "0"} for ["member=0"]. Raises ConfigError."""
+    selection: dict[str, str] = {}
+    for text in texts:
+        name, equals, label = (part.strip() for part in text.partition("="))
+        if not (name and equals and label):
+            refuse(SELECT, list(texts), 'name a dimension and one of its labels, for example ["member=0"]')
+        if name in selection:
+            refuse(SELECT, list(texts), f"{name!r} occurs twice; remove one of them")
+        selection[name] = label
+    return selection
+
+
+def find_position(dim: str, label: str, labels: Sequence[str] | None, size: int) -> int:
+    """Return the position of a label on a dimension; without labels it is a number from 0 on.
+
+    A date may be abbreviated ("2020-01-01") where it means a single label. Raises ConfigError.
+    """
+    known = [str(number) for number in range(size)] if labels is None else list(labels)
+    matches = [i for i, each in enumerate(known) if _is_same_label(each, label)]
+    prefixed = [i for i, each in enumerate(known) if "T" in each and each.startswith(label)]
+    matches = matches or (prefixed if len(prefixed) == 1 else [])
+    if not matches:
+        choice = ", ".join(known[:5]) + (f" ... {known[-1]}" if len(known) > 5 else "")
+        refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
+    return matches[0]
+
+
+def _is_same_label(text: str, label: str) -> bool:
+    try:
+        return text == label or float(text) == float(label)
+    except ValueError:
+        return False
+
+
+def check_selection(selection: Mapping[str, str], dims: Mapping[str, int], path: str) -> None:
+    """Raise ConfigError for a selected dimension that is not in `dims` (name -> size)."""
+    for name in selection:
+        if name not in dims:
+            choice = ", ".join(f"{dim} ({size})" for dim, size in dims.items()) or "none"
+            fix = f"{path!r} has no such dimension to select from, only {choice}; remove it or name one"
+            raise ConfigError(f"{SELECT} = {name!r}: {fix}")
+
+
+def check_region(key: str, region: Sequence[float]) -> None:
+    """Raise ConfigError unless `region` is empty or (north, west, south, east) in degrees."""
+    if not region:
+        return
+    if len(region) != 4:
+        refuse(key, list(region), "four numbers expected: north, west, south, east, in degrees")
+    north, west, south, east = region
+    if not -90 <= south < north <= 90:
+        refuse(key, list(region), "north has to be above south, both from -90 to 90")
+    if not (-360 <= west <= 360 and -360 <= east <= 360) or west == east:
+        refuse(key, list(region), "west and east have to be two longitudes from -360 to 360")
+
+
+def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Return {"anon": True} for ["anon=true"]; values are TOML if possible, secrets always text.
+
+    Raises ConfigError, which never contains a secret.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            reason = 'write an option of the store and its value, for example ["anon=true"]'
+            refuse(STORAGE_OPTIONS, [name] if equals else "...", reason)
+        if name in options:
+            refuse(STORAGE_OPTIONS, name, "occurs twice; remove one of them")
+        if value.strip("\"'") == "***":
+            refuse(STORAGE_OPTIONS, f"{name}=***", f"secrets are not saved; give it again, or in {INSTEAD}")
+        options[name] = _parse_option(name, value)
+    return options
+
+
+def _parse_option(name: str, text: str) -> Any:
+    if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
+        return text.strip("\"'")
+    try:
+        value = tomli.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    if secrets := [key for key in _nested_names(value) if re.fullmatch(SECRET_NAME, key, re.IGNORECASE)]:
+        refuse(STORAGE_OPTIONS, name, f"{secrets[0]} would be saved with it; give it in {INSTEAD}")
+    return value if isinstance(value, bool | int | float | str | list | dict) else text
+
+
+def _nested_names(value: Any) -> list[str]:
+    if not isinstance(value, dict):
+        return []
+    return [name for key, inner in value.items() for name in [key, *_nested_names(inner)]]

@@ -1,0 +1,170 @@
+"""Fast reading of the stores of datasets.convert: a chunk for each date, in shards, blosc and CRC-32C.
+
+zarr-python serves every array, at some milliseconds and copies for each chunk; training reads millions of
+them. Here a field is one read of its file and one call of its codec, which releases Python's lock, into the
+memory of the batch.
+"""
+
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import google_crc32c
+import numpy as np
+from numcodecs import blosc  # type: ignore[reportAttributeAccessIssue]  # compiled
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
+
+from datasets.codecs import check_blosc_size
+from datasets.fields import Field, warn_missing_chunk
+from datasets.remote import is_url
+from errors import DataError
+
+Task = Callable[[], None]
+ABSENT = 2**64 - 1  # offset of a chunk that a shard does not contain
+DECODED_SIZE = slice(4, 8)  # of blosc's header
+MAX_OPEN_FILES = 96  # of a process, which may open 256 on some systems
+
+
+class _OpenFile:
+    """A file that is closed with the last reference to it."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class _OpenFiles:
+    """The files that were read last: opening one for each chunk costs a quarter of the rate."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, path: str) -> _OpenFile:
+        with self.lock:
+            if path in self.files:
+                self.files.move_to_end(path)
+                return self.files[path]
+        file = _OpenFile(path)
+        with self.lock:
+            self.files[path] = file
+            if len(self.files) > MAX_OPEN_FILES:
+                self.files.popitem(last=False)
+        return file
+
+
+_FILES, _THREAD = _OpenFiles(), threading.local()
+
+
+class StoreReader:
+    """Reads the fields of one array. Called from many threads; one belongs to one process."""
+
+    def __init__(self, field: Field) -> None:
+        array = field.raw
+        self.field, self.shape, self.dtype = field, array.chunks[1:], array.dtype
+        self.dates_per_shard, self.nbytes = array.shards[0], int(np.prod(array.chunks)) * array.dtype.itemsize
+        self.folder = os.path.join(field.path, array.path)
+        self.encode_key = array.metadata.encode_chunk_key
+        self.indexes: dict[int, np.ndarray] = {}
+
+    def fill(self, row: int, out: np.ndarray) -> None:
+        """Fill `out` (H, W) with the field at a row of the time axis; NaN if the store has no chunk for it.
+
+        float32 gets physical values, float16 the stored numbers. Raises DataError naming file and date.
+        """
+        shard, position = divmod(row, self.dates_per_shard)
+        direct = self.field.orientation.is_identity and out.dtype == self.dtype and out.flags.c_contiguous
+        direct &= out.dtype == np.float16 or (self.field.decoding.scale, self.field.decoding.offset) == (1, 0)
+        target = out if direct else np.empty(self.shape, self.dtype)
+        try:
+            found = self._decode(shard, position, target)
+        except (MemoryError, DataError):
+            raise
+        except Exception as error:  # blosc, struct and the system raise their own
+            raise self.field.unreadable(error, row) from None
+        if not found:
+            warn_missing_chunk(self.field, row)
+            out.fill(np.nan)
+        elif not direct:
+            values = target if out.dtype == np.float16 else self.field.decoding.decode(target)
+            out[...] = self.field.orientation.apply(values)
+
+    def _decode(self, shard: int, position: int, target: np.ndarray) -> bool:
+        """Decode a chunk into `target`; False if there is none."""
+        path = os.path.join(self.folder, self.encode_key((shard, 0, 0)))
+        try:
+            file = _FILES.get(path)
+        except FileNotFoundError:
+            return False
+        if shard not in self.indexes:
+            self.indexes[shard] = self._read_index(file)
+        offset, length = (int(number) for number in self.indexes[shard][position])
+        if offset == ABSENT:
+            return False
+        content = _read(file, offset, length)
+        checked = _without_checksum(content)
+        if int.from_bytes(checked[DECODED_SIZE], "little") != self.nbytes:
+            raise ValueError(f"a chunk of another size than {self.nbytes} bytes")
+        check_blosc_size(checked)
+        blosc.decompress(checked, target.reshape(-1).view(np.uint8))
+        return True
+
+    def _read_index(self, file: _OpenFile) -> np.ndarray:
+        """Return (dates, 2): offset and length of each chunk, from the end of a shard."""
+        size = 16 * self.dates_per_shard + 4
+        content = _read(file, max(0, os.fstat(file.descriptor).st_size - size), size)
+        return np.frombuffer(bytes(_without_checksum(content)), "<u8").reshape(-1, 2)
+
+
+def _read(file: _OpenFile, offset: int, length: int) -> memoryview:
+    """Return bytes in memory that this thread reuses for its next read. Raises EOFError."""
+    memory = getattr(_THREAD, "memory", None)
+    if memory is None or len(memory) < length:
+        memory = _THREAD.memory = memoryview(
+            bytearray(min(length, os.fstat(file.descriptor).st_size) + length // 4)
+        )
+    done = 0
+    while done < length and (count := os.preadv(file.descriptor, [memory[done:length]], offset + done)):
+        done += count
+    if done < length:
+        raise EOFError(f"{done} of {length} bytes are there")
+    return memory[:length]
+
+
+def _without_checksum(content: memoryview) -> memoryview:
+    if len(content) < 4 or google_crc32c.value(bytes(content[:-4])) != struct.unpack("<I", content[-4:])[0]:
+        raise ValueError("the checksum does not match")
+    return content[:-4]
+
+
+_READERS: WeakKeyDictionary[Field, StoreReader | None] = WeakKeyDictionary()
+
+
+def find_reader(field: Field) -> StoreReader | None:
+    """Return the fast reader of a field, None if its array is not one that datasets.convert writes."""
+    if field not in _READERS:
+        _READERS[field] = StoreReader(field) if _is_ours(field) else None
+    return _READERS[field]
+
+
+def _is_ours(field: Field) -> bool:
+    array: Any = field.raw
+    if (
+        is_url(field.path)
+        or field.times is None
+        or not getattr(array, "shards", None)
+        or field.decoding.fills
+    ):
+        return False
+    sharding = array.metadata.codecs[0]
+    inner = [type(codec) for codec in sharding.codecs] if isinstance(sharding, ShardingCodec) else []
+    blosc_types = [each for each in inner[1:2] if issubclass(each, BloscCodec)]
+    layout = (array.chunks[0], *array.chunks[1:]) == (1, *array.shape[1:]) == (1, *array.shards[1:])
+    return bool(blosc_types) and inner[::2] == [BytesCodec, Crc32cCodec] and layout and array.ndim == 3

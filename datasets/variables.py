@@ -1,0 +1,251 @@
+"""Names and units of variables: WeatherBench2's, with a level in hPa after a colon ("geopotential:500").
+
+The short names of GRIB and of the Climate Data Store are translated on reading, and back to labels ("z500")
+for tables and plots. Sources: WeatherBench2's data guide; ECMWF's parameter database; the CDS NetCDF files of
+2018-2024 and since 2024; NCEP's reanalyses at NOAA's PSL (hgt is a height in m there and keeps its name).
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from errors import ConfigError, DataError
+
+# WeatherBench2 name -> units and short names, of which the first is the label: t2m, not GRIB's 2t.
+ON_LEVELS = {  # in WeatherBench2 and the CDS
+    "geopotential": ("m2 s-2", "z"),
+    "temperature": ("K", "t air"),
+    "u_component_of_wind": ("m s-1", "u uwnd"),
+    "v_component_of_wind": ("m s-1", "v vwnd"),
+    "specific_humidity": ("kg kg-1", "q shum"),
+    "vertical_velocity": ("Pa s-1", "w omega"),
+    "relative_humidity": ("%", "r rhum"),
+    "vorticity": ("s-1", "vo"),
+    "divergence": ("s-1", "d"),
+    "potential_vorticity": ("K m2 kg-1 s-1", "pv"),
+    "ozone_mass_mixing_ratio": ("kg kg-1", "o3"),
+    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc"),
+    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc"),
+    "fraction_of_cloud_cover": ("1", "cc"),
+    "wind_speed": ("m s-1", "ws"),
+}
+ON_ONE_SURFACE = {
+    "2m_temperature": ("K", "t2m 2t"),
+    "2m_dewpoint_temperature": ("K", "d2m 2d"),
+    "10m_u_component_of_wind": ("m s-1", "u10 10u"),
+    "10m_v_component_of_wind": ("m s-1", "v10 10v"),
+    "10m_wind_speed": ("m s-1", "ws10"),
+    "100m_u_component_of_wind": ("m s-1", "u100 100u"),
+    "100m_v_component_of_wind": ("m s-1", "v100 100v"),
+    "mean_sea_level_pressure": ("Pa", "msl"),
+    "surface_pressure": ("Pa", "sp"),
+    "total_column_water_vapour": ("kg m-2", "tcwv"),
+    "total_column_water": ("kg m-2", "tcw"),
+    "total_cloud_cover": ("1", "tcc"),
+    "total_precipitation": ("m", "tp"),
+    "total_precipitation_6hr": ("m", "tp6"),
+    "total_precipitation_24hr": ("m", "tp24"),
+    "sea_surface_temperature": ("K", "sst"),
+    "skin_temperature": ("K", "skt"),
+    "sea_ice_cover": ("1", "siconc ci"),
+    "snow_depth": ("m", "sd"),
+    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1"),
+    "soil_temperature_level_1": ("K", "stl1"),
+    "toa_incident_solar_radiation": ("J m-2", "tisr"),
+    "surface_net_solar_radiation": ("J m-2", "ssr"),
+    "surface_net_thermal_radiation": ("J m-2", "str"),
+    "surface_solar_radiation_downwards": ("J m-2", "ssrd"),
+    "surface_sensible_heat_flux": ("J m-2", "sshf"),
+    "surface_latent_heat_flux": ("J m-2", "slhf"),
+    "land_sea_mask": ("1", "lsm"),
+    "geopotential_at_surface": ("m2 s-2", "zs"),
+    "soil_type": ("1", "slt"),
+    "standard_deviation_of_orography": ("m", "sdor"),
+    "slope_of_sub_gridscale_orography": ("1", "slor"),
+}
+VARIABLES = ON_LEVELS | ON_ONE_SURFACE
+# Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
+OFTEN_ZERO = set(
+    """
+    fraction_of_cloud_cover specific_cloud_liquid_water_content specific_cloud_ice_water_content
+    total_precipitation total_precipitation_6hr total_precipitation_24hr total_cloud_cover
+    sea_ice_cover snow_depth volumetric_soil_water_layer_1 toa_incident_solar_radiation
+    surface_net_solar_radiation surface_solar_radiation_downwards land_sea_mask
+    geopotential_at_surface soil_type standard_deviation_of_orography
+    slope_of_sub_gridscale_orography
+    """.split()
+)
+LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
+SHORT_NAMES = {short: name for name, (_, shorts) in VARIABLES.items() for short in shorts.split()}
+
+
+def full_name(text: str) -> str:
+    """Return the name of an array or channel: "z500", "z_500" and "Z500hPa" -> "geopotential:500".
+
+    Unknown names are kept. Levels below 20 hPa need the "_" or the unit: t2 and q2 are at 2 m in many models.
+    """
+    name = text if text in SHORT_NAMES or text in VARIABLES else text.lower()
+    if name in SHORT_NAMES or name in VARIABLES:
+        return SHORT_NAMES.get(name, name)
+    match = re.fullmatch(r"([a-z]\w*?)(_?)(\d+)_?(hpa|mb|mbar)?", name)
+    base = SHORT_NAMES.get(match[1], match[1]) if match else ""
+    if match and base in ON_LEVELS and int(match[3]) >= (1 if match[2] or match[4] else LOWEST_BARE_LEVEL):
+        return join_name(base, int(match[3]))
+    return text
+
+
+def split_name(text: str) -> tuple[str, int | None]:
+    """Return ("geopotential", 500) for "geopotential:500", None as the level of a name without one.
+
+    Raises ConfigError for an empty name and for a level that is not a positive whole number.
+    """
+    name, colon, level = text.partition(":")
+    if name and name == name.strip() and not colon:
+        return name, None
+    if not name.strip() or not level.isdecimal() or int(level) == 0:
+        raise ConfigError(f"variable {text!r} is not a name or name:level in hPa, as in 'geopotential:500'")
+    return name.strip(), int(level)
+
+
+def join_name(name: str, level: int | None) -> str:
+    """Return "geopotential:500" for ("geopotential", 500); the inverse of split_name."""
+    return name if level is None else f"{name}:{level}"
+
+
+def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
+    """Return name -> level -> position: {"geopotential": {500: 0, 850: 1}, "2m_temperature": {None: 2}}."""
+    grouped: dict[str, dict[int | None, int]] = {}
+    for position, variable in enumerate(variables):
+        name, level = split_name(variable)
+        grouped.setdefault(name, {})[level] = position
+    return grouped
+
+
+def units(variable: str) -> str:
+    """Return the units of a variable with or without level ("m2 s-2"), "" for an unknown name."""
+    return VARIABLES.get(split_name(variable)[0], ("", ""))[0]
+
+
+SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
+    **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
+    **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin"), "K"),
+    **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "c"), "degC"),
+    **dict.fromkeys(("pascal", "pascals"), "Pa"),
+    **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa"), "hPa"),
+    **dict.fromkeys(("m/s", "m/sec", "meters/second", "metres/second"), "m s-1"),
+    **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
+    **dict.fromkeys(("pa/s", "pascal/s", "pascals/s"), "Pa s-1"),
+    **dict.fromkeys(("m2/s2", "m^2/s^2", "m^2 s^-2"), "m2 s-2"),
+    **dict.fromkeys(("gpm", "metres", "meters", "m of water equivalent"), "m"),
+    **dict.fromkeys(("g/kg", "grams/kg", "gram/kg"), "g kg-1"),
+    **dict.fromkeys(("kg/m2", "kg/m^2"), "kg m-2"),
+    "kg/kg": "kg kg-1",
+    "j/m^2": "J m-2",
+    "percent": "%",
+}
+
+
+class UnitConversion(NamedTuple):
+    """value in our units = value * factor + offset."""
+
+    factor: float = 1.0
+    offset: float = 0.0
+
+
+CONVERSIONS = {  # (units of the data, ours)
+    ("degC", "K"): UnitConversion(1.0, 273.15),
+    ("hPa", "Pa"): UnitConversion(100.0),
+    ("hPa s-1", "Pa s-1"): UnitConversion(100.0),
+    ("knot", "m s-1"): UnitConversion(1852 / 3600),
+    ("km h-1", "m s-1"): UnitConversion(1 / 3.6),
+    ("m", "m2 s-2"): UnitConversion(9.80665),  # geopotential height
+    ("dam", "m2 s-2"): UnitConversion(98.0665),
+    ("g kg-1", "kg kg-1"): UnitConversion(1e-3),
+    ("1", "kg kg-1"): UnitConversion(),
+    ("1", "m3 m-3"): UnitConversion(),
+    ("%", "1"): UnitConversion(0.01),
+    ("1", "%"): UnitConversion(100.0),
+    ("mm", "m"): UnitConversion(1e-3),
+    ("kg m-2", "m"): UnitConversion(1e-3),  # of water
+    ("mm", "kg m-2"): UnitConversion(),  # of water
+}
+
+
+def plain_units(text: str) -> str:
+    """Return units as this project writes them: "m**2 s**-2" -> "m2 s-2"; unknown ones are kept."""
+    plain = " ".join(text.replace("**", "").split())
+    return SPELLINGS.get(plain.lower(), SPELLINGS.get(text.strip().lower(), plain))
+
+
+def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
+    """Return the units of a variable here and the conversion from those of the data ("" : the same).
+
+    An unknown variable keeps the units of the data. Raises DataError if there is no conversion.
+    """
+    ours, theirs = units(variable), plain_units(text)
+    if not ours:
+        return text, UnitConversion()
+    if theirs in ("", ours):
+        return ours, UnitConversion()
+    if (theirs, ours) not in CONVERSIONS:
+        raise DataError(f"its units {text!r} cannot be converted to {ours!r}; correct the attribute")
+    return ours, CONVERSIONS[theirs, ours]
+
+
+def short_label(variable: str) -> str:
+    """Return a label for tables and plots: "geopotential:500" -> "z500", "2m_temperature" -> "t2m".
+
+    Wind at 10 hPa becomes "u10hPa", because "u10" is the wind 10 m above the ground. Unknown names are kept.
+    """
+    name, level = split_name(variable)
+    if name not in VARIABLES:
+        return variable
+    label = f"{VARIABLES[name][1].split()[0]}{'' if level is None else level}"
+    return label + "hPa" if SHORT_NAMES.get(label, name) != name else label
+
+
+def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
+    """Return the names with every atmospheric variable without a level on all `levels` (hPa), in their order.
+
+    Without levels nothing is expanded. Raises ConfigError for a variable that occurs twice.
+    """
+    expanded = []
+    for text in names:
+        name, level = split_name(text)
+        if level is None and name in ON_LEVELS and levels:
+            expanded += [join_name(name, int(each)) for each in levels]
+        else:
+            expanded.append(join_name(name, level))
+    twice = next((name for i, name in enumerate(expanded) if name in expanded[:i]), None)
+    if twice is not None:
+        raise ConfigError(
+            f"variable {twice!r} is listed twice; name it once, with its level or through the levels"
+        )
+    return expanded
+
+
+def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return those of `names` that are chosen, in that order: by whole names, or all levels of one."""
+    return [name for choice in chosen for name in names if choice in (name, name.partition(":")[0])]
+
+
+def nearest_name(name: str, candidates: Iterable[str]) -> str:
+    """Return the candidate to suggest for a missing name as the end of an error: "; nearest: 'x'" or "".
+
+    Short names count too ("z500" suggests "geopotential:500"); for a missing level the nearest level is
+    taken.
+    """
+    known, name = list(candidates), full_name(name)
+    if name in known:
+        return f"; nearest: {name!r}"
+    base, colon, level = name.partition(":")
+    same = [text for text in known if text.partition(":")[0] == base and ":" in text]
+    if colon and level.isdecimal() and same:
+        best = min(same, key=lambda text: abs(int(text.partition(":")[2]) - int(level)))
+        return f"; nearest: {best!r}"
+    if same:
+        return f"; nearest: {same[0]!r}"
+    by_label = {short_label(text): text for text in known}
+    close = difflib.get_close_matches(name, known + list(by_label), n=1, cutoff=0.5)
+    return f"; nearest: {by_label.get(close[0], close[0])!r}" if close else ""

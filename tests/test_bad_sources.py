@@ -1,0 +1,298 @@
+"""Sources whose numbers would be wrong without a word: converted, read right, or refused in one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+from command_line import load_config
+from datasets import files
+from datasets.archive import open_archive
+from datasets.open_dataset import open_dataset
+from datasets.selection import open_selection
+from errors import ConfigError, DataError
+from jobs.start_checks import open_checked
+from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
+from tests.started_jobs import write_config
+
+T2M, Z500 = "2m_temperature", "geopotential:500"
+
+
+@pytest.fixture(scope="module")
+def truth() -> xr.Dataset:
+    return analyses()
+
+
+def refusal(path: str, variable: str = T2M) -> str:
+    """Return the one line with which opening, checking or reading fails."""
+    with pytest.raises((DataError, ConfigError)) as error:
+        archive = open_archive(path)
+        archive.check([variable])
+        archive.read(0, [variable])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("axis", ["latitude", "longitude", "time"])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_coordinates_longer_than_the_arrays_are_refused(tmp_path, truth, axis, zarr_format):
+    """They were read: the surplus rows were memory that nobody had written."""
+    path = zarr_chunked(tmp_path / "a.zarr", truth[[T2M]], {"time": 1}, zarr_format)
+    array: Any = zarr.open_group(path, mode="r+", use_consolidated=False)[axis]
+    step = array[1] - array[0]
+    array.resize((array.shape[0] + 3,))
+    array[-3:] = array[-4] + step * np.arange(1, 4)
+    if zarr_format == 2:
+        zarr.consolidate_metadata(path, zarr_format=2)
+    assert axis in refusal(path)
+
+
+def test_an_array_larger_than_its_grid_is_refused(tmp_path, truth):
+    path = Path(zarr_chunked(tmp_path / "a.zarr", truth[[T2M]], {"time": 1}, 3))
+    metadata = path / T2M / "zarr.json"
+    content = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps(content | {"shape": [5, 200_000, 400_000]}))
+    assert T2M in refusal(str(path)) or "latitude" in refusal(str(path))
+
+
+def with_units(ds: xr.Dataset, name: str, units: str, factor: float = 1.0) -> xr.Dataset:
+    return ds.assign({name: (ds[name] * factor).assign_attrs(units=units)})
+
+
+def test_units_that_differ_between_files_are_converted(tmp_path, truth):
+    ds = with_units(truth[["geopotential", T2M]], "geopotential", "m2 s-2")
+    for year, part in ds.groupby("time.year"):
+        other = with_units(part, "geopotential", "m", 1 / 9.80665) if year == 2020 else part
+        other.to_netcdf(tmp_path / f"{year}.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path))
+    archive.check(archive.variables)
+    block = archive.read_block(0, 5, [Z500])[:, 0]
+    np.testing.assert_allclose(block, truth.geopotential.sel(level=500), rtol=1e-6, atol=1e-6)
+    assert archive.units(Z500) == "m2 s-2"
+
+
+def test_units_of_unknown_variables_may_not_differ(tmp_path, truth):
+    ds = truth[[T2M]].rename({T2M: "own"})
+    for year, part in ds.groupby("time.year"):
+        with_units(part, "own", "mm" if year == 2020 else "m").to_netcdf(tmp_path / f"{year}.nc")
+    text = refusal(str(tmp_path), "own")
+    assert "'mm'" in text and "'m'" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "factor", "offset"),
+    [
+        (T2M, "degC", 1.0, 273.15),
+        (T2M, "celsius", 1.0, 273.15),
+        ("geopotential", "gpm", 9.80665, 0.0),
+        ("10m_u_component_of_wind", "knots", 1852 / 3600, 0.0),
+        ("mean_sea_level_pressure", "hPa", 100.0, 0.0),
+        ("specific_humidity", "g/kg", 1e-3, 0.0),
+        ("geopotential", "m**2 s**-2", 1.0, 0.0),
+    ],
+)
+def test_known_units_are_converted(tmp_path, truth, name, units, factor, offset):
+    source = "geopotential" if name in ("geopotential", "specific_humidity") else T2M
+    ds = with_units(truth[[source]].rename({source: name}), name, units)
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    full = f"{name}:500" if "level" in ds[name].dims else name
+    found = open_archive(str(tmp_path / "a.nc")).read_block(0, 5, [full])[:, 0]
+    field = truth[source].values[:, 0] if ":" in full else truth[source].values
+    np.testing.assert_allclose(found, field.astype("f8") * factor + offset, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "units"), [(T2M, "m s-1"), ("geopotential", "K"), (T2M, "furlong")])
+def test_other_units_are_refused_with_both_names(tmp_path, truth, name, units):
+    with_units(truth, name, units).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    text = refusal(str(tmp_path / "a.nc"), Z500 if name == "geopotential" else name)
+    assert repr(units) in text and ("'K'" in text or "'m2 s-2'" in text)
+
+
+def packed(tmp_path: Path, stored: np.ndarray, **attributes: Any) -> str:
+    coords = analyses().drop_vars("level").coords
+    axes = ("time", "latitude", "longitude")
+    ds = xr.Dataset({T2M: (axes, stored, attributes)}, {name: coords[name] for name in axes})
+    ds.to_netcdf(tmp_path / "packed.nc", engine="h5netcdf")
+    return str(tmp_path / "packed.nc")
+
+
+def test_unsigned_integers(tmp_path):
+    """`_Unsigned = "true"`: stored -1 is 65535."""
+    stored = np.full((5, 6, 8), -1, "i2")
+    stored[0] = 100
+    scale = {"scale_factor": 0.01, "_Unsigned": "true"}
+    block = open_archive(packed(tmp_path, stored, **scale)).read_block(0, 5, [T2M])[:, 0]
+    np.testing.assert_allclose(block[0], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(block[1:], 655.35, rtol=1e-6)
+
+
+def test_a_fill_value_written_as_unsigned_is_missing(tmp_path):
+    stored = np.full((5, 6, 8), 2731, "i2")
+    stored[1, 2, 3] = -32767
+    path = packed(tmp_path, stored, scale_factor=0.1, missing_value=np.int32(32769))
+    block = open_archive(path).read_block(0, 5, [T2M])[:, 0]
+    assert np.isnan(block[1, 2, 3]) and np.isfinite(block).sum() == block.size - 1
+
+
+def test_a_fill_value_outside_its_type_is_refused(tmp_path):
+    path = packed(tmp_path, np.full((5, 6, 8), 2731, "i2"), scale_factor=0.1, missing_value=1e20)
+    assert "_FillValue 1e+20 does not fit its type int16" in refusal(path)
+
+
+@pytest.mark.parametrize("scale", [np.array([1.0, 2.0]), np.nan, "ten"])
+def test_a_scale_that_is_no_number_is_refused(tmp_path, scale):
+    assert "scale_factor" in refusal(packed(tmp_path, np.zeros((5, 6, 8), "i2"), scale_factor=scale))
+
+
+@pytest.mark.parametrize(
+    ("levels", "units"), [([50, 85, 100], "kPa"), ([0.5, 0.85, 1.0], "bar"), ([50000, 85000, 100000], "Pa")]
+)
+def test_levels_of_other_pressures_are_converted(tmp_path, truth, levels, units):
+    ds = truth.assign_coords(level=("level", np.array(levels, "f8"), {"units": units}))
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    np.testing.assert_array_equal(open_archive(str(tmp_path / "a.nc")).read_block(0, 5, NAMES), values(truth))
+
+
+@pytest.mark.parametrize(
+    ("levels", "units"), [([500, 850, 1000], "m"), ([1, 2, 3], "1"), ([500, np.nan, 1000], "hPa")]
+)
+def test_levels_that_are_no_pressures_are_refused(tmp_path, truth, levels, units):
+    ds = truth.assign_coords(level=("level", np.array(levels, "f8"), {"units": units}))
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert "level" in refusal(str(tmp_path / "a.nc"))
+
+
+def test_files_that_overlap_with_other_values_are_refused(tmp_path, truth):
+    ds = truth[[T2M]]
+    ds.isel(time=slice(0, 4)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    ds.isel(time=slice(3, 5)).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path))
+    archive.check([T2M])  # the same values twice are one date
+    assert len(archive.times) == 5
+    del archive
+    (tmp_path / "b.nc").unlink()
+    (ds.isel(time=slice(3, 5)) + 1).to_netcdf(tmp_path / "c.nc", engine="h5netcdf")
+    text = refusal(str(tmp_path))
+    assert "a.nc" in text and "c.nc" in text and "2020-01-01T00:00:00" in text
+
+
+def unreadable_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def refuse(folder: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(files.os, "listdir", refuse)
+    return str(path)
+
+
+def unreadable_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    analyses()[[T2M]].to_netcdf(path / "a.nc", engine="h5netcdf")
+    monkeypatch.setattr("builtins.open", refuse)
+    return str(path / "a.nc")
+
+
+@pytest.mark.parametrize("make", [unreadable_folder, unreadable_file])
+def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, make: Callable):
+    """Root may read everything, so that the system's answer is made here."""
+    assert "Permission denied" in refusal(make(tmp_path, monkeypatch))
+
+
+# -- configurations
+
+
+def options_of(tmp_path: Path, *options: str) -> list[str]:
+    config = tmp_path / "tiny.toml"
+    return ["--job.config_file", str(config if config.exists() else write_config(tmp_path)), *options]
+
+
+def test_a_predicted_variable_is_no_static_one(tmp_path):
+    static = ["--data.static_variables", '["2m_temperature"]', "--data.variables", '["2m_temperature"]']
+    with pytest.raises(ConfigError, match="data.static_variables = '2m_temperature'"):
+        load_config(options_of(tmp_path, *static))
+
+
+def test_a_run_inside_the_store_that_it_reads_is_refused(tmp_path):
+    config = load_config(options_of(tmp_path))
+    inside = ["--job.dump_folder", str(Path(config.data.path) / "run")]
+    with pytest.raises(ConfigError, match="job.dump_folder .* inside the store"):
+        open_checked(load_config(options_of(tmp_path, *inside)))
+
+
+def test_overlapping_periods_name_the_day_that_they_share(tmp_path):
+    periods = ["--data.train_period", '["2020-01-01", "2020-01-06"]']
+    periods += ["--data.validation_period", '["2020-01-06T12", "2020-01-09"]']
+    with pytest.raises(ConfigError, match="'2020-01-06' has no hour and includes that day"):
+        load_config(options_of(tmp_path, *periods))
+    test = ["--data.test_period", '["2020-01-03", "2020-01-04"]']
+    with pytest.raises(ConfigError, match="data.test_period .*overlaps data.train_period"):
+        load_config(options_of(tmp_path, "--data.train_period", '["2020-01-01", "2020-01-06"]', *test))
+
+
+def test_a_test_period_is_not_trained_on(tmp_path, truth):
+    path = weatherbench(tmp_path, truth)
+    text = f"""
+[data]
+path = "{path}"
+variables = ["2m_temperature"]
+validation_period = ["2019-12-31", "2019-12-31T06"]
+test_period = ["2020-01-01", "2020-01-01"]
+[model]
+patch_size = [1, 1]
+"""
+    (tmp_path / "a.toml").write_text(text)
+    data = load_config(["--job.config_file", str(tmp_path / "a.toml")]).data
+    assert open_selection(data, (1, 1), ()).train.tolist() == [1, 2]
+
+
+def test_removed_keys_are_accepted_at_their_default(tmp_path):
+    """A run's config.toml of an earlier version has every key."""
+    config = write_config(tmp_path)
+    text = config.read_text()
+    config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = ""\ndisk_cache_gib = 100.0\n', 1))
+    load_config(["--job.config_file", str(config)])
+    config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = "/tmp/x"\n', 1))
+    with pytest.raises(ConfigError, match="data.disk_cache_path = .*removed.*datasets.convert"):
+        load_config(["--job.config_file", str(config)])
+
+
+# -- xarray
+
+
+def test_open_dataset_is_lazy_and_equal(tmp_path, truth):
+    """Every kind of index gives what the same index gives of the whole."""
+    ds = open_dataset(weatherbench(tmp_path, truth))
+    assert (
+        ds["temperature"].dims == ("time", "level", "latitude", "longitude") and not ds.temperature._in_memory
+    )
+    expected = truth.temperature.transpose(*ds.temperature.dims)
+    for index in (
+        {"time": 2},
+        {"time": slice(None, None, -2), "level": 1},
+        {"time": [0, 3, 1], "level": [2, 0], "longitude": slice(2, 5)},
+        {"time": slice(3, 3)},
+        {"latitude": 3, "longitude": [7, 0]},
+    ):
+        np.testing.assert_array_equal(ds.temperature.isel(index).values, expected.isel(index).values)
+    assert ds.land_sea_mask.dims == ("latitude", "longitude")
+    with pytest.raises(ConfigError, match="data.region"):
+        open_dataset(weatherbench(tmp_path / "b", truth), region=(10.0, 0.0, 9.0, 1.0))
+
+
+def test_a_region_across_the_seam(tmp_path, truth):
+    (tmp_path / "in").mkdir()
+    ds = open_dataset(file_a_year(tmp_path / "in", truth), region=(80.0, -90.0, -20.0, 50.0))
+    assert ds.longitude.values.tolist() == [-90, -45, 0, 45] and ds.latitude.values.tolist() == [
+        75,
+        45,
+        15,
+        -15,
+    ]
+    expected = truth[T2M].values[:, :4][..., [6, 7, 0, 1]]
+    np.testing.assert_array_equal(ds[T2M].values, expected)

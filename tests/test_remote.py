@@ -1,0 +1,249 @@
+"""Data behind URLs: against a real S3 server (moto's) that is slow and fails; what goes wrong in one line."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import forecast
+from command_line import load_config, to_toml
+from datasets import remote
+from datasets.archive import open_archive
+from datasets.options import parse_storage_options
+from datasets.remote import Access
+from errors import ConfigError, DataError, without_secrets
+from tests.s3_server import ROOT, S3Server
+from tests.sample_archives import NAMES, analyses, values, weatherbench, zarr3
+from tests.test_damaged_data import store
+from tests.test_forecast import write_archive
+from train import train
+from verification.climatology import open_climatology
+from verification.forecast_layouts import open_forecast
+
+URL = "s3://bucket/wb.zarr"
+BACKOFF = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(seconds=1), "base": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Analyses in Zarr 2 and 3, without consolidated metadata, and ten days to train on."""
+    path = tmp_path_factory.mktemp("stores")
+    truth = analyses()
+    weatherbench(path, truth)
+    zarr3(path, truth)
+    store(path / "holed.zarr", "zlib").unlink()
+    (path / "training").mkdir()
+    write_archive(path / "training")
+    return path
+
+
+@pytest.fixture(scope="module")
+def started(folder) -> Iterator[S3Server]:
+    stores = {name: folder / name for name in ("wb.zarr", "three.zarr", "holed.zarr")}
+    stores["ten.zarr"] = folder / "training/wb.zarr"
+    with S3Server({f"bucket/{name}": path for name, path in stores.items()}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started, monkeypatch) -> S3Server:
+    """Quick and reliable again, asked by nobody."""
+    monkeypatch.setitem(remote.RETRIES, "backoff", BACKOFF)
+    started.set(latency=0.0, error_rate=0.0)
+    started.requests()
+    return started
+
+
+@pytest.mark.parametrize("name", ["wb.zarr", "three.zarr"])
+def test_failures_and_latency_cost_no_value(server, folder, name):
+    server.set(latency=0.02, error_rate=0.1)
+    archive = open_archive(f"s3://bucket/{name}", access=Access(server.options))
+    for _ in range(4):
+        np.testing.assert_array_equal(archive.read_block(0, 5, NAMES), values(analyses()))
+    assert len(server.requests()) > 60
+
+
+def test_a_missing_chunk_is_missing_there_too(server):
+    """It reads as zeros: then the store is asked. This one has no consolidated metadata, and is listed."""
+    archive = open_archive("s3://bucket/holed.zarr", access=Access(server.options))
+    found = archive.read_block(0, 5, ["2m_temperature"])[:, 0]
+    assert np.isnan(found[2]).all() and np.isfinite(found[[0, 1, 3, 4]]).all()
+
+
+def configuration(folder: Path, run: Path, *options: str) -> list[str]:
+    path = folder / "tiny.toml"
+    path.write_text("""
+[data]
+variables = ["geopotential:500", "2m_temperature"]
+train_period = ["2020-01-01", "2020-01-06"]
+validation_period = ["2020-01-07", "2020-01-10"]
+cache_gib = 0.0
+[model]
+attention_backend = "sdpa"
+patch_size = [3, 4]
+dim = 16
+num_layers = 2
+num_heads = 2
+[training]
+steps = 3
+local_batch_size = 4
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+enable = true
+async_mode = "disabled"
+[validation]
+lead_hours = [6]
+plots = false
+[forecast]
+period = ["2020-01-07", "2020-01-07T06"]
+num_steps = 20
+""")
+    return ["--job.config_file", str(path), "--job.dump_folder", str(run), *options]
+
+
+def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp_path):
+    """The losses are those of local files, to the bit, and the forecasts too."""
+    local = configuration(tmp_path, tmp_path / "local", "--data.path", str(folder / "training/wb.zarr"))
+    options = ["--data.path", "s3://bucket/ten.zarr", *server.arguments]
+    remote = configuration(tmp_path, tmp_path / "remote", *options)
+    server.set(latency=0.005, error_rate=0.1)
+    for arguments in (local, remote):
+        train(load_config(arguments))
+        assert forecast.forecast(load_config(arguments)) == 0
+    here, there = (json_lines(tmp_path / run / "metrics.jsonl") for run in ("local", "remote"))
+    assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
+    assert any("val/loss" in each for each in there)
+    chunks = [
+        (tmp_path / run / "forecast.zarr/geopotential/0.0.0.0.0").read_bytes() for run in ("local", "remote")
+    ]
+    assert chunks[0] == chunks[1]
+
+
+def test_forecasts_and_climatologies_may_be_behind_urls_too(server, folder, tmp_path):
+    truth, leads = analyses()[["2m_temperature"]], np.array([6, 12], "timedelta64[h]")
+    made = truth.expand_dims(prediction_timedelta=leads.astype("timedelta64[ns]"), axis=1)
+    hours = truth.isel(time=slice(0, 4)).rename(time="hour").assign_coords(hour=[0, 6, 12, 18])
+    for name, dataset in (("forecast.zarr", made), ("climatology.zarr", hours)):
+        dataset.to_zarr(tmp_path / name, zarr_format=2, consolidated=True)
+        upload(server, tmp_path / name, f"bucket/{name}")
+    access = Access(server.options, "s3")
+    found = open_forecast("s3://bucket/forecast.zarr", access=access)
+    assert found.leads.tolist() == leads.astype("timedelta64[s]").tolist() and len(found.times) == 5
+    fields = found.read_block(slice(0, 5), slice(0, 2), ["2m_temperature"])
+    np.testing.assert_array_equal(fields[:, 1, 0], truth["2m_temperature"].values)
+    assert open_climatology("s3://bucket/climatology.zarr", access).hours.tolist() == [0, 6, 12, 18]
+
+
+def upload(server: S3Server, folder: Path, key: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            server.put(f"{key}/{path.relative_to(folder)}", path.read_bytes())
+
+
+def json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- what goes wrong
+
+
+def first_error(url: str, *options: str) -> str:
+    """One line, within ten seconds or so."""
+    began = time.monotonic()
+    with pytest.raises(DataError) as error:
+        open_archive(url, access=Access(options))
+    assert time.monotonic() - began < 20 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_errors_of_a_store_are_one_line(server):
+    anonymous, endpoint = server.options
+    for url in ("s3://nowhere/x.zarr", "s3://bucket/x.zarr"):
+        assert "Zarr" in first_error(url, *server.options) or "found" in first_error(url, *server.options)
+    options = ("key=AKIAEXAMPLE", "secret=topsecret", endpoint)
+    refused = first_error("s3://forbidden/x.zarr", *options)
+    assert "topsecret" not in refused and "AKIAEXAMPLE" not in refused
+    assert "forbidden" in first_error("s3://forbidden/x.zarr", *server.options)
+
+
+def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
+    monkeypatch.setitem(remote.RETRIES, "max_retries", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"endpoint_url=http://127.0.0.1:{free.getsockname()[1]}"
+    assert "cannot read 's3://bucket/wb.zarr'" in first_error(URL, "anon=true", endpoint)
+
+
+def test_a_store_that_ends_during_a_run_is_one_line(server, monkeypatch):
+    monkeypatch.setitem(remote.RETRIES, "max_retries", 1)
+    archive = open_archive(URL, access=Access(server.options))
+    server.set(error_rate=1.0)
+    with pytest.raises(DataError, match="s3://bucket/wb.zarr: geopotential at .* cannot be read") as error:
+        archive.read_block(0, 5, NAMES)
+    assert "\n" not in str(error.value)
+
+
+def test_a_program_ends_with_2(server, tmp_path):
+    began = time.monotonic()
+    options = ["--data.path", "s3://nowhere/x.zarr", *server.arguments]
+    command = [sys.executable, "forecast.py", *configuration(tmp_path, tmp_path / "run", *options)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = [line for line in ended.stderr.splitlines() if line]
+    assert ended.returncode == 2 and len(lines) == 1, ended.stderr
+    assert lines[0].startswith("rossby: cannot read 's3://nowhere/x.zarr'") and time.monotonic() - began < 60
+
+
+# -- options, secrets
+
+
+def test_options_are_toml_or_text():
+    found = parse_storage_options(["anon=true", "endpoint_url=http://h:5000", "key=123", "retries = 4"])
+    assert found == {"anon": True, "endpoint_url": "http://h:5000", "key": "123", "retries": 4}
+    assert parse_storage_options(["client_kwargs={region_name = 'x'}"]) == {
+        "client_kwargs": {"region_name": "x"}
+    }
+    for wrong in (["anon"], ["anon="], ["anon=true", "anon=false"], ["secret=***"], ["c={token='s3cr'}"]):
+        with pytest.raises(ConfigError, match="data.storage_options = ") as error:
+            parse_storage_options(wrong)
+        assert "s3cr" not in str(error.value)
+
+
+def test_options_are_for_the_protocol_of_the_data():
+    access = Access(("anon=true",), "s3")
+    assert access.options_for("s3://b/x") == access.options_for("simplecache::s3://b/x") == {"anon": True}
+    assert access.options_for("gs://b/x") == {}
+
+
+def test_secrets_are_not_written_down():
+    options = ["key=AKIA1", "secret=s3cr", "token=anon", 'password="pw d"', "anon=false"]
+    text = to_toml(load_config(["--data.storage_options", json.dumps(options)]))
+    assert not any(secret in text for secret in ("AKIA1", "s3cr", "pw d"))
+    assert '"secret=***"' in text and '"token=anon"' in text and '"anon=false"' in text
+    assert without_secrets(f"data.storage_options = {options!r}").count("***") == 3
+    assert without_secrets("data.select = ['monkey=1']") == "data.select = ['monkey=1']"
+
+
+def test_without_credentials_requests_are_not_signed(monkeypatch, tmp_path):
+    for name in (*remote.AWS_VARIABLES, "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(remote, "MACHINE", tmp_path)
+    options = remote._obstore_options
+    for protocol in ("s3", "gs"):
+        assert options(protocol, {})[0] == {"skip_signature": True}
+    assert options("gs", {"token": "anon"})[0] == {"skip_signature": True}
+    assert "skip_signature" not in options("s3", {"key": "x", "secret": "y"})[0]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    (tmp_path / "product_name").write_text("Google Compute Engine\n")
+    assert options("s3", {})[0] == {} == options("gs", {})[0]
+    store = remote.open_store("gs://weatherbench2/datasets/era5.zarr", Access(("skip_signature=true",)))
+    assert "GCSStore" in str(store)

@@ -1,0 +1,102 @@
+"""Stores of forecasts and climatologies in WeatherBench2's schema: read by names, and created empty."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+import zarr
+from numcodecs import Blosc
+
+from datasets.fields import Field
+from datasets.grid import Grid
+from datasets.variables import full_name, group_levels, nearest_name, split_name, units
+from errors import DataError
+
+COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
+
+
+class FieldsByName:
+    """Fields of one file with other axes than analyses have: `variables` on a `grid`, north to south.
+
+    It can be pickled; each process opens the file itself.
+    """
+
+    def __init__(
+        self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
+    ) -> None:
+        """unreadable: name of an array -> why it is none of the fields."""
+        self.path, self.unreadable, self.grid = path, dict(unreadable or {}), fields[0].orientation.grid
+        self._fields = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
+        self.variables = list(self._fields)
+
+    def read_fields(
+        self, variables: Sequence[str], axes: Sequence[str], slices: Mapping[str, slice]
+    ) -> np.ndarray:
+        """Return (*axes, V, H, W) float32, NaN where missing: each array is read once for all its levels.
+
+        slices: of some axes, all of the others. Raises DataError for a variable that is not there.
+        """
+        rows: dict[Field, list[tuple[int, int]]] = {}
+        for row, name in enumerate(variables):
+            if name not in self._fields:
+                why = self.unreadable.get(full_name(name).partition(":")[0])
+                hint = f": {why}" if why else nearest_name(name, self.variables)
+                raise DataError(f"{self.path!r} has no {name!r}{hint}")
+            field, position = self._fields[name]
+            rows.setdefault(field, []).append((row, position))
+        out = np.empty(0, np.float32)
+        for field, pairs in rows.items():
+            first, last = (pick(position for _, position in pairs) for pick in (min, max))
+            block = field.read((*axes, "level"), {**slices, "level": slice(first, last + 1)})
+            if not out.size:
+                out = np.empty((*block.shape[:-3], len(variables), *self.grid.shape), np.float32)
+            for row, position in pairs:
+                out[..., row, :, :] = block[..., position - first, :, :]
+        return out
+
+
+def all_levels(variables: Sequence[str]) -> list[int]:
+    """Return the levels of all variables, ascending (hPa): the arrays of a store have them in common."""
+    own = group_levels(variables).values()
+    return sorted({level for levels in own for level in levels if level is not None})
+
+
+def create_store(
+    path: str | Path,
+    variables: Sequence[str],
+    grid: Grid,
+    axes: Mapping[str, np.ndarray],
+    chunks: Mapping[str, int],
+    attributes: Mapping[str, str],
+    own_units: Mapping[str, str] | None = None,
+) -> None:
+    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
+
+    axes: name -> coordinate; chunks: name of an axis -> how many of it are in a chunk, else all of them;
+    own_units: of variables that the project does not know.
+    """
+    levels = all_levels(variables)
+    coords = {
+        **axes,
+        **({"level": ("level", levels, {"units": "hPa"})} if levels else {}),
+        "latitude": ("latitude", grid.latitude, {"units": "degrees_north"}),
+        "longitude": ("longitude", grid.longitude, {"units": "degrees_east"}),
+    }
+    given = {split_name(name)[0]: text for name, text in (own_units or {}).items()}
+    empty = xr.Dataset(coords=coords, attrs=dict(attributes))
+    empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
+    for name, own in group_levels(variables).items():
+        dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
+        zarr.create_array(
+            str(path),
+            name=name,
+            shape=tuple(empty.sizes[dim] for dim in dims),
+            chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
+            dtype="float32",
+            compressors=COMPRESSOR,
+            fill_value=np.nan,
+            zarr_format=2,
+            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, "")},
+        )
+    zarr.consolidate_metadata(str(path), zarr_format=2)
