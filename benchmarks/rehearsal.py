@@ -208,7 +208,6 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
         """The newest save is complete, and steps were taken after it."""
         return bool(complete_steps(outputs / "checkpoints")) and last_step(outputs) >= KILLED_AFTER
 
-    period = ["--period", date(0)[:10], date(config.data.step_hours * (TRAIN_DATES - 1))[:10]]
     unet = config.model.name == "unet"
     tiles = {n: ["--parallelism.domain_parallel_tiles", TILES[n]] if unet else [] for n in TILES}
     train = ["./run_train.sh", *keys]
@@ -218,7 +217,7 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
     plan = dry if unet else ["--cluster", f"cpu{RANKS}", "--json"]
     stages = [
         write_store(config, store),
-        run("preflight of the data", [*python, "-m", "datasets.convert", str(store), "--check", *period], {}),
+        run("description of the data", [*python, "-m", "datasets.describe", str(store)], {}),
         run("plan", [*python, "plan.py", *keys, *plan], {}),
         run(
             f"statistics, training on {RANKS}, killed",

@@ -28,6 +28,7 @@ import dask.base
 import numpy as np
 import xarray as xr
 import zarr
+from dask import config as dask_config
 from dask.callbacks import Callback
 from dask.delayed import delayed
 from tqdm import tqdm
@@ -54,7 +55,8 @@ OF_A_RUN = ("source", "period")  # that may differ when dates are appended
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 Row = dict[str, Any]  # statistics of a variable
 Done = Callable[[str, list[Row]], None]
-warnings.filterwarnings("ignore", message="Consolidated metadata")  # which Zarr 3 does not specify
+# Zarr 3 does not specify consolidated metadata, and the journal is no array.
+warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -200,7 +202,8 @@ def merge(rows: Sequence[Row]) -> list[Row]:
     for row in merged.values():
         weight = row["weight"] or math.nan
         row["mean"] = row["total"] / weight
-        row["standard_deviation"] = math.sqrt(max(0.0, row["squares"] / weight - row["mean"] ** 2))
+        variance = row["squares"] / weight - row["mean"] ** 2
+        row["standard_deviation"] = math.sqrt(variance) if not variance < 0 else 0.0
     return list(merged.values())
 
 
@@ -254,7 +257,7 @@ class Conversion:
             from datasets.regrid import Regridder  # torch takes seconds
 
             whole = parse_grid(options.grid)
-            self.grid = whole.crop(region)[0] if region else whole
+            self.grid = whole.crop(region, "--region")[0] if region else whole
             self.regridder = Regridder(self.archive.grid, self.grid, method=options.method)
 
     @property
@@ -268,7 +271,14 @@ class Conversion:
             return fields
         import torch
 
-        return self.regridder(torch.from_numpy(fields)).numpy()
+        # Field by field: the regridder works in float64.
+        flat = (
+            torch.from_numpy(fields).flatten(end_dim=-3)
+            if fields.ndim > 2
+            else torch.from_numpy(fields)[None]
+        )
+        regridded = np.stack([self.regridder(field).numpy() for field in flat])
+        return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
 
     def run(self) -> None:
         """Write the dates that the store lacks. Raises ConfigError, DataError, RunFailed."""
@@ -370,7 +380,7 @@ class Conversion:
     def plan_parts(self, times: np.ndarray, start: int) -> dict[str, Part]:
         """Return the parts of times[start:]: a shard of variables that the source stores together."""
         shards = self.group[array_name(self.names[0])].shards
-        dates, most = shards[0], max(1, PART_BYTES // (8 * math.prod(shards)))
+        dates, most = shards[0], max(1, PART_BYTES // (4 * math.prod(shards)))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
         cuts = [start, *range((start // dates + 1) * dates, len(times), dates), len(times)]
@@ -385,8 +395,7 @@ class Conversion:
             [self.archive.index(time) for time in group["time"][start:stop].astype("datetime64[s]")]
         )
         packings = [find_packing(group[array_name(name)]) for name in names]
-        # xarray packs in the precision of what it gets: float64, so that values are rounded once.
-        values = np.empty((len(names), len(rows), *self.grid.shape), "f8" if any(packings) else "f4")
+        values = np.empty((len(names), len(rows), *self.grid.shape), np.float32)
         for block in split_blocks(self.archive, names, rows):
             fields = self.fit(self.archive.read_block(rows[block][0], rows[block][-1] + 1, names))
             values[:, block] = fields.swapaxes(0, 1)
@@ -450,7 +459,7 @@ def run_parts(
     scheduler = "processes" if options.workers > 1 else "synchronous"
     ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
     try:
-        with _Report(done), dask.base.config.set(ending):
+        with _Report(done), dask_config.set(ending):
             dask.base.compute(*tasks, scheduler=scheduler, num_workers=options.workers, chunksize=1)
     except BrokenProcessPool:
         reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"

@@ -71,7 +71,7 @@ class Grid:
         turn = (self.longitude - other.longitude + 180) % 360 - 180
         return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= 1e-3
 
-    def crop(self, region: Sequence[float]) -> "tuple[Grid, slice, np.ndarray]":
+    def crop(self, region: Sequence[float], key: str = "data.region") -> "tuple[Grid, slice, np.ndarray]":
         """Return the points inside (north, west, south, east), with their rows and columns in this grid.
 
         Raises ConfigError for fewer than two rows or columns.
@@ -83,7 +83,7 @@ class Grid:
         columns = np.flatnonzero(offset <= width + 1e-6)
         if len(rows) < 2 or len(columns) < 2:
             found = f"{len(rows)} x {len(columns)} points of the grid are in it"
-            raise ConfigError(f"data.region = {list(region)}: {found}; two of each are needed")
+            raise ConfigError(f"{key} = {list(region)}: {found}; two of each are needed")
         columns = columns[np.argsort(offset[columns], kind="stable")]
         longitude = self.longitude[columns]
         longitude = longitude + 360 * np.round((west + offset[columns] - longitude) / 360)
