@@ -1,8 +1,7 @@
 """Analyses (ERA5 and similar) on one grid, whatever files they come from.
 
-`open_dataset` returns them as an xarray Dataset in normal form; `Archive` is the same for training: it reads
-the variables of a date from wherever they are, one array for all levels, a file for each variable or for each
-year.
+`Archive` reads the variables of a date from wherever they are: one array for all levels, a file for each
+variable or for each year. datasets/open_dataset.py gives the same as an xarray Dataset.
 """
 
 import hashlib
@@ -61,8 +60,9 @@ class Archive:
         self._axes: list[np.ndarray] = []
         self._locations: dict[str, list[Location]] = {}
         self._static: dict[str, tuple[Field, int]] = {}
+        numbers: dict[int, int] = {}  # id of a time coordinate -> its number in _axes
         for field in fields:
-            self._add(field)
+            self._add(field, numbers)
         self.variables, self.static_variables = list(self._locations), list(self._static)
         self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
         self.times = self.times[~np.isnat(self.times)]
@@ -74,15 +74,16 @@ class Archive:
         dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
         self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
 
-    def _add(self, field: Field) -> None:
-        if field.times is not None and not any(field.times is axis for axis in self._axes):
+    def _add(self, field: Field, numbers: dict[int, int]) -> None:
+        if field.times is None:
+            for position, name in enumerate(field.names):
+                self._static.setdefault(name, (field, position))
+            return
+        axis = numbers.setdefault(id(field.times), len(self._axes))
+        if axis == len(self._axes):
             self._axes.append(field.times)
         for position, name in enumerate(field.names):
-            if field.times is None:
-                self._static.setdefault(name, (field, position))
-            else:
-                axis = next(i for i, times in enumerate(self._axes) if times is field.times)
-                self._locations.setdefault(name, []).append((axis, field, position))
+            self._locations.setdefault(name, []).append((axis, field, position))
 
     def __repr__(self) -> str:
         span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"

@@ -19,7 +19,7 @@ from numcodecs import blosc  # type: ignore[reportAttributeAccessIssue]  # compi
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
 from datasets.codecs import check_blosc_size
-from datasets.fields import Field, warn_missing_chunk
+from datasets.fields import Field
 from datasets.remote import is_url
 from errors import DataError
 
@@ -90,8 +90,7 @@ class StoreReader:
         except Exception as error:  # blosc, struct and the system raise their own
             raise self.field.unreadable(error, row) from None
         if not found:
-            warn_missing_chunk(self.field, row)
-            out.fill(np.nan)
+            out.fill(np.nan)  # zarr writes no chunk for a field without values
         elif not direct:
             values = target if out.dtype == np.float16 else self.field.decoding.decode(target)
             out[...] = self.field.orientation.apply(values)

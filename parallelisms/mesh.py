@@ -67,7 +67,6 @@ class Mesh:
     ranks: Tensor  # global ranks by their coordinates on all five axes
     grid: DeviceMesh
     parameters: DeviceMesh
-    same_samples: dist.ProcessGroup | None  # those that read the same; None: this rank alone does
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.grid.get_group(axis)
@@ -91,8 +90,7 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every group that this rank trains in."""
         axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
-        sharing = [self.same_samples] if self.same_samples else []
-        return [dist.distributed_c10d._get_default_group(), *axes, *sharing]
+        return [dist.distributed_c10d._get_default_group(), *axes]
 
     def picture(self) -> str:
         """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
@@ -115,9 +113,7 @@ def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] =
     flat = ranks.flatten(2, 3)  # (pp, dp_replicate, fsdp, tp)
     sharded = ("fsdp",) if degrees.uses_fsdp else ()  # over one rank, where replicas split their model by tp
     parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), sharded)
-    sharing = ranks.permute(1, 2, 0, 3, 4).reshape(degrees.dp, -1).tolist()
-    own = dist.new_subgroups_by_enumeration(sharing)[0] if len(sharing[0]) > 1 else None
-    mesh = Mesh(degrees, ranks, grid, parameters, own)  # type: ignore[reportArgumentType]  # all are in one
+    mesh = Mesh(degrees, ranks, grid, parameters)
     take_timeout(mesh.groups, device_type)
     return mesh
 
