@@ -3,6 +3,7 @@
 Nothing is decoded: datasets/layouts.py finds what the arrays mean.
 """
 
+import atexit
 import difflib
 import glob
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from xarray.backends.file_manager import FILE_CACHE
 from xarray.conventions import decode_cf_variable
 
 from datasets.codecs import register_codecs
@@ -93,6 +95,14 @@ def find_engine(path: str) -> str:
     reasons = {b"": "it is empty", b"PK\x03\x04": "unzip it first"}
     reason = reasons.get(start[:4], f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})")
     raise DataError(f"cannot read {path!r}: {reason}")
+
+
+@atexit.register
+def _close_files() -> None:
+    """Close NetCDF 4 files: h5netcdf 1.8 does so in __del__, with a TypeError when h5py is gone already."""
+    for file in list(FILE_CACHE.values()):
+        if type(file).__module__.startswith("h5netcdf"):
+            file.close()
 
 
 def _variables(dataset: xr.Dataset) -> dict[str, xr.Variable]:
