@@ -94,8 +94,8 @@ class TwoLayerModel:
         n = self.transform.zonal_number
         sharpness = (n * (n + 1) / (TRUNCATION * (TRUNCATION + 1))) ** 4
         self.damping = (1 / (1 + 2 * self.p.step / self.p.diffusion_time * sharpness))[:, None, None]
-        # Radiative equilibrium: the shear u1 - u2, largest at 42 degrees, where 22 mu^4 (1 - mu^2)^2.5 is 1, and
-        # the depth h1 in thermal-wind balance, g' dh1/dlat = -f a shear.
+        # Radiative equilibrium: the shear u1 - u2, largest at 42 degrees, where 22 mu^4 (1 - mu^2)^2.5 = 1,
+        # and the depth h1 in thermal-wind balance, g' dh1/dlat = -f a shear.
         mu = np.append(self.mu, np.linspace(-1, 1, 4001))
         shear = np.where(mu > 0, self.p.jet_north, self.p.jet_south) * 22.0 * mu**4 * (1 - mu**2) ** 2.5
         jets, mu, shear = shear[:NUM_LAT], mu[NUM_LAT:], shear[NUM_LAT:]
@@ -136,7 +136,7 @@ class TwoLayerModel:
         return state
 
     def compute_tendencies(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return d/dt of a state by motion of `now` and forcing of `before`: leapfrog amplifies damping at `now`."""
+        """Return d/dt of a state: motion at `now` and forcing at `before`, as leapfrog amplifies damping."""
         fields, u, v = self.transform.compute_winds(now[:, :, [0, 1, 4, 5, 6]], now[:, :, :2], now[:, :, 2:4])
         fields[:, :, :2] += self.coriolis
         fluxes = [wind[:, :, [0, 1, 0, 1, 1]] * fields for wind in (u, v)]  # with the wind of the same layer
@@ -236,6 +236,6 @@ def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
             dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS).assign_attrs({FINGERPRINT: fingerprint})
             dataset.to_zarr(partial, mode="w", zarr_format=2, consolidated=True)
             shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)  # only now is the store complete
+            partial.rename(path)  # only a complete store gets this name
             logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)
     return path
