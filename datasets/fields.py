@@ -249,16 +249,18 @@ class Field:
     ) -> Iterator[tuple[slice, ...]]:
         """Yield the parts of `stored` with chunks that are not in the Zarr store and read as its fill value.
 
-        A fill value of NaN needs no test. Cloud, rain and masks may be left out where they are zero.
+        Of an array with shards, the shards: writers leave out chunks of fill values inside one. A fill value
+        of NaN needs no test. Cloud, rain and masks may be left out where they are zero.
         """
         fill = getattr(self.raw, "fill_value", None)
-        if fill is None or fill != fill or self.raw.shards or self.names[0].partition(":")[0] in OFTEN_ZERO:
+        if fill is None or fill != fill or self.names[0].partition(":")[0] in OFTEN_ZERO:
             return
+        chunks = self.raw.shards or self.raw.chunks  # files of the store
         spans = [
             each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
             for each, size in zip(key, self.raw.shape, strict=True)
         ]
-        parts = [list(_split_span(*span, chunk)) for span, chunk in zip(spans, self.raw.chunks, strict=True)]
+        parts = [list(_split_span(*span, chunk)) for span, chunk in zip(spans, chunks, strict=True)]
         dims = [i for i, each in enumerate(key) if isinstance(each, slice)]  # that `stored` has
         for chosen in product(*parts):
             inside = tuple(chosen[i][1] for i in dims)

@@ -155,6 +155,22 @@ def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, caplog):
     assert caplog.text.count(f"chunks, the first at {DATE}, are not in the store") == 1
 
 
+def test_a_missing_shard_is_no_field_of_zeros(tmp_path):
+    store(tmp_path / "data.zarr", "zarr3")
+    root = zarr.open_group(str(tmp_path / "data.zarr"), use_consolidated=False)
+    root.create_array(
+        "2m_temperature",
+        data=fields(),
+        chunks=(1, 6, 8),
+        shards=(2, 6, 8),
+        dimension_names=("time", "latitude", "longitude"),
+        overwrite=True,
+    )
+    (tmp_path / "data.zarr/2m_temperature/c/1/0/0").unlink()  # dates 2 and 3
+    block = open_archive(str(tmp_path / "data.zarr")).read_block(0, 5, ["2m_temperature"])[:, 0]
+    assert np.isnan(block[2:4]).all() and np.isfinite(block[[0, 1, 4]]).all()
+
+
 def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
     """Docker gives /dev/shm 64 MB: what loader processes read goes through a pipe."""
     store(tmp_path / "data.zarr", "lzma")
