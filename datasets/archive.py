@@ -139,17 +139,14 @@ class Archive:
 
     def files_state(self, variables: Sequence[str]) -> bytes:
         """Return a digest of names, sizes and times of change of the files; b"" for URLs."""
-        states = self._file_lines(variables)
+        arrays = {(field.path, field.array) for name in variables for _, field, _ in self._find(name)}
+        states = [_file_lines(path, array) for path, array in sorted(arrays)]
         parts = [line for lines in states for line in lines]
         # Another member or region of the same files is other data.
         parts.append(repr(sorted(self.selection.items())).encode())
         if self._find(variables[0])[0][1].orientation.region:
             parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
-
-    def _file_lines(self, variables: Sequence[str]) -> list[list[bytes]]:
-        arrays = {(field.path, field.array) for name in variables for _, field, _ in self._find(name)}
-        return [_file_lines(path, array) for path, array in sorted(arrays)]
 
     def units(self, name: str) -> str:
         """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
@@ -300,6 +297,26 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
     cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(owners)]
     return zip(cuts[:-1], cuts[1:], strict=True)
+
+
+def consecutive(indices: np.ndarray) -> list[np.ndarray]:
+    """Return the stretches of indices (n,) that follow one another without a gap."""
+    return np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+
+
+def usual_hours(times: np.ndarray) -> float:
+    """Return the most common interval between dates. Raises DataError for a single date."""
+    if len(times) < 2:
+        raise DataError("it has one date: nothing to train on")
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
+
+
+def find_gaps(times: np.ndarray) -> np.ndarray:
+    """Return the dates that the usual interval would have between the first and the last."""
+    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
+    wide = np.flatnonzero(np.diff(times) > step)
+    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
 
 
 def read_one(field: Field, position: int, row: int = 0) -> np.ndarray:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
-from datasets.archive import Archive, open_archive
+from datasets.archive import Archive, consecutive, open_archive
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
 from datasets.grid import Grid, area_weights, global_grid
@@ -212,9 +212,12 @@ def split_blocks(archive: Archive, names: Sequence[str], rows: np.ndarray) -> It
     most = max(1, BLOCK_BYTES // (4 * len(names) * math.prod(archive.grid.shape)))
     chunk = archive.time_chunk(names)
     most = most // chunk * chunk or most  # whole chunks of the source, where they fit
-    for run in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
-        for i in range(run[0], run[-1] + 1, most):
-            yield slice(i, min(i + most, run[-1] + 1))
+    start = 0
+    for run in consecutive(rows):
+        stop = start + len(run)
+        for i in range(start, stop, most):
+            yield slice(i, min(i + most, stop))
+        start = stop
 
 
 def find_packing(array: Any) -> Decoding | None:
@@ -272,11 +275,7 @@ class Conversion:
         import torch
 
         # Field by field: the regridder works in float64.
-        flat = (
-            torch.from_numpy(fields).flatten(end_dim=-3)
-            if fields.ndim > 2
-            else torch.from_numpy(fields)[None]
-        )
+        flat = torch.from_numpy(fields).reshape(-1, *fields.shape[-2:])
         regridded = np.stack([self.regridder(field).numpy() for field in flat])
         return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
 

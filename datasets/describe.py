@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from command_line import OneLineParser
-from datasets.archive import Archive, list_files, read_all_fields
+from datasets.archive import Archive, find_gaps, list_files, read_all_fields, usual_hours
 from datasets.files import find_files
 from datasets.grid import Grid, latitude_bounds
 from datasets.layouts import open_fields
@@ -161,21 +161,6 @@ def measure_rate(archive: Archive) -> str:
 
 
 # -- problems
-
-
-def usual_hours(times: np.ndarray) -> float:
-    """Return the most common interval between two dates. Raises DataError for a single date."""
-    if len(times) < 2:
-        raise DataError("it has one date: nothing to train on")
-    steps, counts = np.unique(np.diff(times), return_counts=True)
-    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
-
-
-def find_gaps(times: np.ndarray) -> np.ndarray:
-    """Return the dates that the usual interval would have between the first and the last."""
-    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
-    wide = np.flatnonzero(np.diff(times) > step)
-    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
 
 
 def find_missing_dates(archive: Archive) -> Iterator[Finding]:

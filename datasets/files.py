@@ -189,6 +189,7 @@ class OpenFile:
 
 
 def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
+    """Return the name of the one-dimensional coordinate of a role. Raises DataError."""
     found = [name for name in file.arrays if file.role(name, roles) == role]
     for name in found:
         if file.arrays[name].ndim == 1:
@@ -256,6 +257,7 @@ def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
 
 
 def select_position(file: OpenFile, variable: xr.Variable, axis: int, selection: Mapping[str, str]) -> int:
+    """Return the position that is selected on a dimension. Raises ConfigError."""
     name = str(variable.dims[axis])
     return find_position(name, selection[name], dim_labels(file, name), variable.shape[axis])
 

@@ -60,9 +60,9 @@ def open_fields(
     except ConfigError:
         raise
     except DataError as error:
-        raise (
-            error if str(error).startswith("cannot read") else DataError(f"cannot read {path!r}: {error}")
-        ) from None
+        if str(error).startswith("cannot read"):
+            raise
+        raise DataError(f"cannot read {path!r}: {error}") from None
     except Exception as error:  # every library raises its own
         raise DataError(f"cannot read {path!r}: {describe_error(error)}") from None
     return fields, unreadable
@@ -103,9 +103,8 @@ def _named_fields(
 def _refuse_radians(file: OpenFile, north: str, east: str) -> None:
     """Raise DataError if the units are radians, or the globe is 3.14 high and 6.28 wide."""
     values = [file.fetch(name) for name in (north, east)]
-    spans = [
-        float(np.ptp(v)) * len(v) / max(len(v) - 1, 1) for v in values
-    ]  # with the half cells at the ends
+    # With the half cells at the ends.
+    spans = [float(np.ptp(v)) * len(v) / max(len(v) - 1, 1) for v in values]
     is_globe = abs(spans[0] / np.pi - 1) < 0.03 and abs(spans[1] / (2 * np.pi) - 1) < 0.03
     units = [str(file.arrays[name].attrs.get("units", "")).lower() for name in (north, east)]
     if is_globe or any(each.startswith("rad") for each in units):

@@ -8,7 +8,7 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from datasets.archive import Archive, open_archive
+from datasets.archive import Archive, consecutive, open_archive
 from datasets.variables import group_levels, join_name, units
 
 ATTRIBUTES = {
@@ -69,13 +69,10 @@ class _LazyArray(BackendArray):
         dates = np.atleast_1d(np.arange(len(self.archive.times))[key[0]])
         names = np.atleast_1d(np.array(self.names)[key[1]] if self.has_level else self.names).tolist()
         block = np.empty((len(dates), len(names), *self.archive.grid.shape), np.float32)
-        for first, stop in _runs(dates):
-            block[first:stop] = self.archive.read_block(int(dates[first]), int(dates[stop - 1]) + 1, names)
+        first = 0
+        for run in consecutive(dates) if len(dates) else ():
+            stop = first + len(run)
+            block[first:stop] = self.archive.read_block(int(run[0]), int(run[-1]) + 1, names)
+            first = stop
         axes = (key[0], key[1] if self.has_level else 0)
         return block[(*(slice(None) if isinstance(axis, slice) else 0 for axis in axes), *key[-2:])]
-
-
-def _runs(dates: np.ndarray) -> list[tuple[int, int]]:
-    """Return stretches [first, stop) of consecutive dates."""
-    cuts = [0, *(np.flatnonzero(np.diff(dates) != 1) + 1).tolist(), len(dates)]
-    return [(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]

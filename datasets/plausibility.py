@@ -13,12 +13,10 @@ from datasets.variables import split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-Findings = dict[
-    tuple[str, str], tuple[int, np.datetime64]
-]  # (variable, kind) -> number of values, first date
-LARGEST = (
-    1e15  # of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30
-)
+# (variable, kind) -> number of values, first date
+Findings = dict[tuple[str, str], tuple[int, np.datetime64]]
+# Of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30.
+LARGEST = 1e15
 FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
 # Wider than analyses on any level, in the units of datasets/variables.py.
 RANGES = {

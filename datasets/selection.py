@@ -16,7 +16,7 @@ import torch
 
 from config import Data
 from datasets import simulated
-from datasets.archive import Archive, open_archive, read_all_fields, read_one
+from datasets.archive import Archive, find_gaps, open_archive, read_all_fields, read_one
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
@@ -99,7 +99,7 @@ class Selection:
         times, left_out = self.archive.times[dates], int(np.isin(dates, empty).sum())
         return (
             f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
-            f"{_count_missing(times)} dates missing in between, "
+            f"{len(find_gaps(times))} dates missing in between, "
             f"{left_out} left out for fields without a value, "
             f"{len(dates) - left_out - len(samples)} without the dates that follow"
             f"{' or come before' if self.history > 1 else ''}"
@@ -114,14 +114,7 @@ class Selection:
         return self.archive.read_static(name) if exists else None
 
     def _dates(self, period: str) -> np.ndarray:
-        return {"train": self.train, "validation": self.validation}[period]
-
-
-def _count_missing(times: np.ndarray) -> int:
-    """Return the number of dates that the most common interval would have in between and that are missing."""
-    intervals = np.diff(times).astype(int)
-    usual = np.bincount(np.searchsorted(np.unique(intervals), intervals)).argmax()
-    return int((intervals / np.unique(intervals)[usual] - 1).clip(min=0).round().sum())
+        return getattr(self, period)
 
 
 def open_selection(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 
+from datasets.archive import consecutive
 from datasets.grid import Grid
 from datasets.plausibility import Findings, count_implausible, log_findings, log_missing, refuse_fill
 from durable_files import replacing
@@ -396,9 +397,8 @@ class Counting:
         read = np.union1d(own, np.intersect1d(before, source.dates))
         self.fields = stream(source.fields, source.variables, read) if len(own) else iter(())
         self.sums = Sums.zeros(source.variables, shift, source.fields.grid.shape)
-        self.recent: dict[
-            np.datetime64, np.ndarray
-        ] = {}  # fields of the last model step, none of which is empty
+        # Fields of the last model step, none of which is empty.
+        self.recent: dict[np.datetime64, np.ndarray] = {}
 
     def go_on(self, seconds: float = float("inf")) -> int:
         """Read for so long, and at least one date; return how many are left."""
@@ -443,7 +443,7 @@ def stream(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> Iter
     """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
     first = archive.read_block(int(dates[0]), int(dates[0]) + 1, variables)
     longest = max(1, BLOCK_BYTES // first.nbytes)
-    for run in np.split(dates, np.flatnonzero(np.diff(dates) != 1) + 1):
+    for run in consecutive(dates):
         for part in np.split(run, range(longest, len(run), longest)):
             block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
             yield from zip(part.tolist(), block, strict=True)
