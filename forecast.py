@@ -36,7 +36,7 @@ from checkpoints.weights_alone import check_target, write_weights
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
-from datasets.selection import Selection, initial_dates, open_fields
+from datasets.selection import Selection, initial_dates, open_without_periods
 from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
@@ -138,7 +138,7 @@ def open_data(config: Config) -> Selection:
     # A forecast is one run, whatever replicas trained it.
     check_machine(replace(config, fault_tolerance=FaultTolerance()))
     check_folder("job.dump_folder", config.job_folder)
-    selection = open_fields(config.data, config.model.patch_size)
+    selection = open_without_periods(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection
 

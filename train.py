@@ -65,10 +65,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     keep_freed_memory(device)
     if degrees.world > 1:
         logger.info(f"{degrees.world} ranks\n{mesh.picture()}")
-    held = RunFolder(config, selection)  # from here on nobody else writes into it
+    run_folder = RunFolder(config, selection)  # from here on nobody else writes into it
 
     # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
-    samples = Samples(selection, config.data, folder, held.trained)
+    samples = Samples(selection, config.data, folder, run_folder.trained)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     fields = Fields.of(selection, samples.statistics)
     assembly = assemble(config, fields, mesh, device, folder)
@@ -80,7 +80,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
     saves: Checkpointer | NoCheckpoints = NoCheckpoints()
     if config.checkpoint.enable:
-        about = held.about(samples.statistics, asdict(degrees))
+        about = run_folder.about(samples.statistics, asdict(degrees))
         saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), about)
     if not resume(saves, run) and config.checkpoint.initial_load_path:
         start_from(Path(config.checkpoint.initial_load_path), run, config)
@@ -91,7 +91,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     batches = build_batches(train_set, config, run, (dp_rank, dp), global_batch, device)
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
-    held.begin(progress.step, asdict(degrees))
+    run_folder.begin(progress.step, asdict(degrees))
     metrics = Metrics(
         folder,
         resume_step=progress.step,
@@ -134,8 +134,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 continue
             step = progress.step + 1
             seed_step(training.seed, step, dp_rank)
-            taken = train_step(step, batches, objective, model, update, others)
-            if taken is None:  # a replica was lost: the same samples again, with those that are left
+            result = train_step(step, batches, objective, model, update, others)
+            if result is None:  # a replica was lost: the same samples again, with those that are left
                 continue
             progress.advance(batches.samples)
             metrics.count(progress.global_batch * others.present // others.number, batches)
@@ -150,8 +150,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             assembly.fingerprints.compare(step, due.save)
             if due.log:
                 with span("log"):
-                    dist.all_reduce(taken.loss)
-                    metrics.log_step(step, taken.loss / degrees.dp, taken.grad_norm, update, device)
+                    dist.all_reduce(result.loss)
+                    metrics.log_step(step, result.loss / degrees.dp, result.grad_norm, update, device)
                     saves.poll()
             if due.collect:
                 gc.collect(1)
@@ -177,7 +177,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         if is_first and not unsaved:
             tell(farewell(decision.stop, progress.step, saves.saves))
         metrics.close()
-        leave(watchdog, agreement, held)
+        leave(watchdog, agreement, run_folder)
         end(EXIT_SAVED, unsaved)
     scores = validator.scores(progress.step, last=True)
     if best and scores:
@@ -185,7 +185,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     metrics.close()
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
-    leave(watchdog, agreement, held)
+    leave(watchdog, agreement, run_folder)
     end(0, unsaved)
 
 
@@ -197,12 +197,12 @@ def end(code: int, unsaved: str) -> None:
         sys.exit(code)
 
 
-def leave(watchdog: Watchdog, agreement: Agreement, held: RunFolder) -> None:
+def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder) -> None:
     """All ranks together."""
     watchdog.stop()
     agreement.close()
     dist.barrier()
-    held.release()
+    run_folder.release()
     dist.destroy_process_group()
 
 

@@ -299,26 +299,6 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(cuts[:-1], cuts[1:], strict=True)
 
 
-def consecutive(indices: np.ndarray) -> list[np.ndarray]:
-    """Return the stretches of indices (n,) that follow one another without a gap."""
-    return np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-
-
-def usual_hours(times: np.ndarray) -> float:
-    """Return the most common interval between dates. Raises DataError for a single date."""
-    if len(times) < 2:
-        raise DataError("it has one date: nothing to train on")
-    steps, counts = np.unique(np.diff(times), return_counts=True)
-    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
-
-
-def find_gaps(times: np.ndarray) -> np.ndarray:
-    """Return the dates that the usual interval would have between the first and the last."""
-    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
-    wide = np.flatnonzero(np.diff(times) > step)
-    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
-
-
 def read_one(field: Field, position: int, row: int = 0) -> np.ndarray:
     """Return (H, W) float32: one level of a field, at one row of its time axis if it has one."""
     slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}

@@ -35,7 +35,8 @@ from tqdm import tqdm
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
-from datasets.archive import Archive, consecutive, open_archive
+from datasets.archive import Archive, open_archive
+from datasets.dates import consecutive
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
 from datasets.grid import Grid, area_weights, global_grid

@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 
 from command_line import OneLineParser
-from datasets.archive import Archive, find_gaps, list_files, read_all_fields, usual_hours
+from datasets.archive import Archive, list_files, read_all_fields
+from datasets.dates import find_gaps, usual_hours
 from datasets.files import find_files
 from datasets.grid import Grid, latitude_bounds
 from datasets.layouts import open_fields

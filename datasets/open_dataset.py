@@ -8,7 +8,8 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from datasets.archive import Archive, consecutive, open_archive
+from datasets.archive import Archive, open_archive
+from datasets.dates import consecutive
 from datasets.variables import group_levels, join_name, units
 
 ATTRIBUTES = {

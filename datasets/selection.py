@@ -16,7 +16,8 @@ import torch
 
 from config import Data
 from datasets import simulated
-from datasets.archive import Archive, find_gaps, open_archive, read_all_fields, read_one
+from datasets.archive import Archive, open_archive, read_all_fields, read_one
+from datasets.dates import find_gaps
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
@@ -121,7 +122,7 @@ def open_selection(
     data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int], rollout_steps: int = 1
 ) -> Selection:
     """Open `data.path` and check what the configuration says of it. Raises ConfigError or DataError."""
-    opened = open_fields(data, patch_size)
+    opened = open_without_periods(data, patch_size)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
     nothing = np.zeros(0, int)
@@ -132,19 +133,19 @@ def open_selection(
     return selection
 
 
-def open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
+def open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
     """Open `data.path` without looking at its periods: a forecast may start from analyses of other years.
 
     Raises ConfigError or DataError, which says where the data come from: a configuration travels without
     them.
     """
     try:
-        return _open_fields(data, patch_size)
+        return _open_without_periods(data, patch_size)
     except DataError as error:
         raise DataError(f"{error}; data.source: {data.source}") if data.source else error from None
 
 
-def _open_fields(data: Data, patch_size: tuple[int, int]) -> Selection:
+def _open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
     check_forcings(data.forcings)
     variables = expand_levels(data.variables, data.levels)
     selection, access, names = parse_selection(data.select), access_of(data), data.static_variables

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 
-from datasets.archive import consecutive
+from datasets.dates import consecutive
 from datasets.grid import Grid
 from datasets.plausibility import Findings, count_implausible, log_findings, log_missing, refuse_fill
 from durable_files import replacing

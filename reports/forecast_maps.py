@@ -12,7 +12,7 @@ from PIL import Image
 
 from command_line import load_config
 from datasets.grid import Grid
-from datasets.selection import Selection, open_fields
+from datasets.selection import Selection, open_without_periods
 from errors import DataError
 from reports.figures import embedded
 from reports.run import Run
@@ -51,7 +51,7 @@ def first_forecast(run: Run) -> Shown:
     if not store.exists():
         raise DataError("no forecast.zarr in the folder; forecast.py writes one")
     config = load_config(["--job.config_file", str(run.folder / "config.toml")], checked=False)
-    selection, forecast = open_fields(config.data, (1, 1)), open_forecast(str(store))
+    selection, forecast = open_without_periods(config.data, (1, 1)), open_forecast(str(store))
     truth = selection.archive
     if forecast.grid.shape != truth.grid.shape:
         raise DataError(f"the forecasts are on {forecast.grid.shape} points, {config.data.path!r} on others")

@@ -321,7 +321,7 @@ def test_no_file_names_a_place_on_this_machine() -> None:
 
 
 def test_the_tour_is_short_and_the_map_is_whole() -> None:
-    """README.md: a sample's way in at most 2,000 lines; every folder of the house has its room on the map."""
+    """README.md: a sample's way in at most 2,000 lines; every folder is in its layout."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 130
     tour = text.partition("## The tour")[2].partition("\n## ")[0]
@@ -329,5 +329,5 @@ def test_the_tour_is_short_and_the_map_is_whole() -> None:
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in named}
     assert len(lines) > 9 and sum(lines.values()) <= 2000, lines
     rooms = {path.parent.name for path in sources().values() if path.parent != ROOT}
-    missing = [room for room in rooms if f"{room}/" not in text.partition("## The house")[2]]
-    assert not missing, f"README.md's map lacks {missing}"
+    missing = [room for room in rooms if f"{room}/" not in text.partition("## Repository layout")[2]]
+    assert not missing, f"README.md's layout lacks {missing}"

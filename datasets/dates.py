@@ -1,0 +1,25 @@
+"""Helpers for series of dates (T,) datetime64[s] and for indices into them."""
+
+import numpy as np
+
+from errors import DataError
+
+
+def consecutive(indices: np.ndarray) -> list[np.ndarray]:
+    """Return the stretches of indices (n,) that follow one another without a gap."""
+    return np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+
+
+def usual_hours(times: np.ndarray) -> float:
+    """Return the most common interval between dates. Raises DataError for a single date."""
+    if len(times) < 2:
+        raise DataError("it has one date: nothing to train on")
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
+
+
+def find_gaps(times: np.ndarray) -> np.ndarray:
+    """Return the dates that the usual interval would have between the first and the last."""
+    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
+    wide = np.flatnonzero(np.diff(times) > step)
+    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
