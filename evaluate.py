@@ -52,9 +52,10 @@ import xarray as xr
 
 from config import Config
 from datasets.archive import Archive, open_archive
+from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
-from datasets.options import parse_period, parse_selection
+from datasets.options import parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs
@@ -206,11 +207,8 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
 
 def dates_inside(times: np.ndarray, period: tuple[str, ...]) -> np.ndarray:
     """Return the initial dates in data.test_period, all without one. Raises ConfigError if there are none."""
-    span = parse_period("data.test_period", period)
-    if not span:
-        return times
-    inside = times[(times >= np.datetime64(span[0], "s")) & (times <= np.datetime64(span[1], "s"))]
-    if not len(inside):
+    inside = times[is_inside(times, "data.test_period", period)]
+    if period and not len(inside):
         fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
         reason = f"no initial date of the forecasts is in it; {fix}"
         raise ConfigError(f"data.test_period = {list(period)}: {reason}")

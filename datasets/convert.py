@@ -36,11 +36,11 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
 from datasets.archive import Archive, open_archive
-from datasets.dates import consecutive
+from datasets.dates import consecutive, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
 from datasets.grid import Grid, area_weights, global_grid
-from datasets.options import check_region, check_selection, parse_period, parse_selection
+from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
 from durable_files import append_whole
@@ -97,8 +97,7 @@ def choose_variables(archive: Archive, options: Namespace) -> list[str]:
 
 def choose_dates(archive: Archive, names: Sequence[str], period: Sequence[str]) -> np.ndarray:
     """Return the dates (n,) in a period on which the archive has one of the variables. Raises ConfigError."""
-    first, last = parse_period("--period", period) or (archive.times[0], archive.times[-1])
-    chosen = (archive.times >= np.datetime64(first, "s")) & (archive.times <= np.datetime64(last, "s"))
+    chosen = is_inside(archive.times, "--period", period)
     chosen &= np.any([archive.has([name]) for name in names], axis=0)
     if not chosen.any():
         refuse("--period", list(period), f"no date of it is in {archive}; name another")

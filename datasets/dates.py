@@ -1,8 +1,20 @@
 """Helpers for series of dates (T,) datetime64[s] and for indices into them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from datasets.options import parse_period
 from errors import DataError
+
+
+def is_inside(times: np.ndarray, key: str, period: Sequence[str]) -> np.ndarray:
+    """Return which dates (T,) bool are in a period, all of them without one. Raises ConfigError."""
+    span = parse_period(key, period)
+    if not span:
+        return np.ones(len(times), bool)
+    first, last = (np.datetime64(end, "s") for end in span)
+    return (times >= first) & (times <= last)
 
 
 def consecutive(indices: np.ndarray) -> list[np.ndarray]:

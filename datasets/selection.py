@@ -17,7 +17,7 @@ import torch
 from config import Data
 from datasets import simulated
 from datasets.archive import Archive, open_archive, read_all_fields, read_one
-from datasets.dates import find_gaps
+from datasets.dates import find_gaps, is_inside
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
@@ -303,10 +303,7 @@ def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inside(times: np.ndarray, key: str, period: tuple[str, ...]) -> np.ndarray:
-    if not period:
-        return np.zeros(0, int)
-    first, last = _ends(key, period)
-    return np.flatnonzero((times >= first) & (times <= last))
+    return np.flatnonzero(is_inside(times, key, period)) if period else np.zeros(0, int)
 
 
 def _ends(key: str, period: tuple[str, ...]) -> tuple[np.datetime64, np.datetime64]:
