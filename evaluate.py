@@ -58,7 +58,7 @@ from datasets.grid import area_weights
 from datasets.options import parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
-from datasets.statistics import Source, fingerprint_of, sampled_pairs
+from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from jobs.progress_bar import progress_bar
@@ -196,8 +196,8 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
     area = area_weights(archive.grid.latitude)
     source = Source(archive, variables, selection.train, selection.step, area)
     source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
-    caches = [folder / "statistics.npz", folder / OWN_FOLDER / "statistics.npz"]  # the run's is not ours
-    statistics = load_or_count(caches, source)
+    own = folder / OWN_FOLDER / "statistics.npz"  # the run's are only read
+    statistics = stored_statistics(folder / "statistics.npz", source) or load_or_count(own, source)
     samples = selection.samples_by_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)

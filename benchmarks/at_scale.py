@@ -58,7 +58,6 @@ from checkpoints.writer import METADATA, Finish, Finisher, Written
 from command_line import load_config
 from config import Comm
 from datasets.archive import open_archive
-from datasets.statistics import Sums
 from jobs.launch import listen
 from jobs.preemption import Agreement
 from jobs.rank_tree import FANOUT, RankTree
@@ -68,7 +67,6 @@ from models.initialization import initial_value
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh
 from parallelisms.peer_messages import PeerUnpickler, read_plainly
-from training.shared_statistics import add_over_ranks
 
 ROOT = Path(__file__).parent.parent
 SIZES = (8, 64, 512, 4096)
@@ -498,29 +496,6 @@ def time_signature(table: Table) -> None:
 # -- what is left of a start
 
 
-def simulate_statistics(table: Table) -> None:
-    """What a rank does with the sums over a thousand dates, of which each rank has counted its part."""
-    for world in SIZES:
-        told = [(sums_of(dates), {}, True) for dates in np.array_split(np.arange(1000), world)]
-        ranks = LoneRank(world, [lambda _, told=told: told])
-        sums = Sums(
-            [f"v{v}" for v in range(17)], np.zeros(17), np.zeros((17, 1, 1)), np.zeros((17, 1, 1), int)
-        )
-        started = time.process_time()
-        add_over_ranks(sums, ranks)  # type: ignore[arg-type]
-        seconds = time.process_time() - started - ranks.made_up
-        table.add("statistics: sums of all ranks joined", "s", world, seconds, "s")
-        table.add(
-            "  rounds of their fields, messages in a row", "", world, 18 * messages_in_a_row(world), "s"
-        )
-
-
-def sums_of(dates: np.ndarray) -> dict[str, np.ndarray]:
-    shapes = {"looked": (), "missing": (17,), "state": (17, 3), "change": (17, 3)}
-    tables = {name: np.zeros((len(dates), *shape)) for name, shape in shapes.items()}
-    return tables | {"looked": dates.astype("datetime64[s]")}
-
-
 def time_weights(table: Table) -> None:
     """One block's weights by one thread, times the blocks."""
     block = {name: shape for name, shape in weights().items() if name.startswith("blocks.0.")}
@@ -568,7 +543,6 @@ def main() -> int:
     for world in SIZES[:-1]:
         simulate_save(table, world, world, "FSDP")
     time_signature(table)
-    simulate_statistics(table)
     time_weights(table)
     count_opens(table)
     table.record()

@@ -91,7 +91,7 @@ def count(path: str, cache: Path) -> tuple[Statistics, float]:
     archive, step = open_archive(path), np.timedelta64(6 * 3600, "s")
     dates, area = np.arange(len(archive.times)), area_weights(archive.grid.latitude)
     started = time.monotonic()
-    statistics = load_or_count([cache], Source(archive, VARIABLES, dates, step, area))
+    statistics = load_or_count(cache, Source(archive, VARIABLES, dates, step, area))
     return statistics, time.monotonic() - started
 
 

@@ -25,7 +25,7 @@ from datasets.files import find_files
 from datasets.grid import Grid, latitude_bounds
 from datasets.layouts import open_fields
 from datasets.options import check_selection, parse_selection
-from datasets.plausibility import count_implausible, undeclared_fill
+from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
 from datasets.variables import OFTEN_ZERO, ON_LEVELS, group_levels, join_name
 from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
@@ -224,8 +224,9 @@ def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tup
             yield name, "no value at all"
         elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
             yield name, "one value everywhere"
-        for kind in count_implausible(values, finite, name):
-            yield name, f"values {kind}"
+        for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
+            if count:
+                yield name, f"values {kind}"
 
 
 # -- the section

@@ -13,8 +13,6 @@ from datasets.variables import split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-# (variable, kind) -> number of values, first date
-Findings = dict[tuple[str, str], tuple[int, np.datetime64]]
 # Of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30.
 LARGEST = 1e15
 FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
@@ -67,20 +65,29 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
     return fill
 
 
-def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> dict[str, int]:
-    """Return kind -> number of implausible values; `finite` are the finite ones of `values`."""
-    counts = {"infinite": int(np.isinf(values).sum()) if finite.size < values.size else 0}
+def implausible_kinds(name: str) -> tuple[str, str]:
+    """Return the names of what `count_implausible` counts: "infinite", "outside 170 to 340 K"."""
     low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
-    if finite.size and not (low <= finite.min() and finite.max() <= high):
-        counts[f"outside {low:g} to {high:g} {units(name)}"] = int(((finite < low) | (finite > high)).sum())
-    return {kind: count for kind, count in counts.items() if count}
+    return "infinite", f"outside {low:g} to {high:g} {units(name)}"
 
 
-def log_findings(findings: Findings) -> None:
-    """Log one line for each variable and kind."""
-    for (name, kind), (count, first) in findings.items():
-        hint = "; check its units" if kind.startswith("outside") else "; counted as missing"
-        logger.warning(f"data.path: {name}: {count} values {kind}, the first at {first}{hint}")
+def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> tuple[int, int]:
+    """Return how many values are infinite, and how many of the finite ones are outside the usual range."""
+    infinite = int(np.isinf(values).sum()) if finite.size < values.size else 0
+    low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
+    if not finite.size or low <= finite.min() and finite.max() <= high:
+        return infinite, 0
+    return infinite, int(((finite < low) | (finite > high)).sum())
+
+
+def log_implausible(variables: Sequence[str], dates: np.ndarray, counts: np.ndarray) -> None:
+    """Log a line for each variable and kind of implausible values with counts (n, V, 2) on dates (n,)."""
+    for name, columns in zip(variables, np.moveaxis(counts, 0, 2), strict=True):
+        for kind, column in zip(implausible_kinds(name), columns, strict=True):
+            if column.any():
+                hint = "; check its units" if kind.startswith("outside") else "; counted as missing"
+                first = f"the first at {dates[np.flatnonzero(column)[0]]}"
+                logger.warning(f"data.path: {name}: {int(column.sum())} values {kind}, {first}{hint}")
 
 
 def log_missing(variables: Sequence[str], dates: np.ndarray, missing: np.ndarray) -> None:

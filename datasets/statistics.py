@@ -1,29 +1,28 @@
-"""Statistics of the training period: moments of the variables, and how a part of the dates is counted.
+"""Statistics of the training period: moments of the variables, summed over dates.
 
-The share of a date is the same number on every rank, and shares are added in float64: so the sums of any
-number of ranks, threads or attempts agree to its rounding. Shapes: V variables, H latitudes, W longitudes, n
-dates.
+Each date has a row of moments, which is the same on every rank; rows are added in the order of the dates, in
+float64. So any number of ranks, threads or attempts gives the same statistics. Shapes: V variables, H
+latitudes, W longitudes, n dates.
 """
 
 import hashlib
-import json
 import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
 from datasets.dates import consecutive
 from datasets.grid import Grid
-from datasets.plausibility import Findings, count_implausible, log_findings, log_missing, refuse_fill
+from datasets.plausibility import count_implausible, log_implausible, log_missing, refuse_fill
 from durable_files import replacing
 from errors import DataError
 
@@ -31,7 +30,9 @@ logger = logging.getLogger(__name__)
 Numbers = dict[str, list[float]]  # mean, std, change_std -> one number for each variable
 BLOCK_BYTES = 2**28  # of fields read at once while streaming
 ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
-TABLES = ("dates", "missing", "state", "change")
+# Columns of a row: cells without a value, infinite ones, ones outside the variable's range; weight, first and
+# second moment of the state (around the shift) and of its change over a model step.
+MISSING, IMPLAUSIBLE, STATE, CHANGE, NUM_COLUMNS = 0, slice(1, 3), slice(3, 6), slice(6, 9), 9
 SAMPLED_DATES = 16  # dates that represent all where files have no size and time of change
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 SAME = 1e-9  # relative: another processor adds up other last digits of the same fields
@@ -48,97 +49,64 @@ class Fields(Protocol):
     def files_state(self, variables: Sequence[str]) -> bytes: ...
 
 
-class Share(NamedTuple):
-    """The share of one variable at one date."""
-
-    moments: np.ndarray  # (3,) weight, first and second moment around the shift
-    missing: int  # cells without a value
-    implausible: dict[str, int]
-
-
 @dataclass
 class Sums:
     """Sums over dates; a date on which a variable has no value at all counts in none of them."""
 
-    variables: list[str]
+    variables: np.ndarray  # (V,) names
     # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
     shift: np.ndarray
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
-    # a row for each date, in the order in which they were read
-    dates: list[np.datetime64] = field(default_factory=list)
-    missing: list[np.ndarray] = field(default_factory=list)  # (V,) cells without a value
-    state: list[np.ndarray] = field(default_factory=list)  # (V, 3) moments
-    change: list[np.ndarray] = field(default_factory=list)  # (V, 3), over a model step
-    findings: Findings = field(default_factory=dict)
+    dates: list[np.datetime64] = field(default_factory=list)  # in the order in which they were read
+    rows: list[np.ndarray] = field(default_factory=list)  # (V, NUM_COLUMNS) of each date
 
     @classmethod
     def zeros(cls, variables: Sequence[str], shift: np.ndarray, shape: tuple[int, int]) -> Self:
         """Return the sums over no date; shift (V,) is near the means, shape (H, W)."""
         num = len(variables)
-        return cls(list(variables), shift, np.zeros((num, *shape)), np.zeros((num, 1, 1), np.int64))
+        return cls(np.array(variables), shift, np.zeros((num, *shape)), np.zeros((num, 1, 1), np.int64))
 
-    def add(self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, rows: np.ndarray) -> bool:
+    def add(self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray) -> bool:
         """Add fields (V, H, W) of a date; False if one of them is empty, so that nothing counts.
 
-        before: the fields a model step earlier, None if they are not there or one is empty; rows: (H,)
-        weights. Raises DataError for an undeclared fill value.
+        before: the fields a model step earlier, None if they are not there or one is empty; area: weights of
+        rows (H,). Raises DataError for an undeclared fill value.
         """
-        num = len(self.variables)
-        args = ([date] * num, self.variables, now, self.shift, [rows] * num)
-        shares = list(_pool().map(compute_share, *args))
-        missing = np.array([share.missing for share in shares])
-        counts = not (missing == now[0].size).any()
-        changed = np.zeros((num, 3))
-        if before is not None and counts:
-            changed = np.array(list(_pool().map(change_moments, now, before, [rows] * num)))
+        columns, every = np.zeros((len(now), NUM_COLUMNS)), range(len(now))
+        names = self.variables.tolist()
+        columns[:, : STATE.stop] = list(
+            _pool().map(lambda v: state_columns(date, names[v], now[v], float(self.shift[v]), area), every)
+        )
+        has_values = not (columns[:, MISSING] == now[0].size).any()
+        if not has_values:
+            columns[:, STATE] = 0
+        elif before is not None:
+            columns[:, CHANGE] = list(_pool().map(lambda v: change_moments(now[v], before[v], area), every))
         self.dates.append(date)
-        self.missing.append(missing)
-        self.state.append(np.array([share.moments for share in shares]) * counts)
-        self.change.append(changed)
-        for name, share in zip(self.variables, shares, strict=True):
-            self.add_findings({(name, kind): (n, date) for kind, n in share.implausible.items()})
-        if counts:
-            self.count = self.count + (np.isfinite(now) if missing.any() else 1)
+        self.rows.append(columns)
+        if has_values:
+            self.count = self.count + (np.isfinite(now) if columns[:, MISSING].any() else 1)
             list(_pool().map(_add_valid, self.total, now))
-        return counts
-
-    def add_findings(self, findings: Findings) -> None:
-        """Add implausible values that were found elsewhere."""
-        for key, (count, date) in findings.items():
-            before, first = self.findings.get(key, (0, date))
-            self.findings[key] = before + count, min(first, date)
+        return has_values
 
     def merge(self, other: Self) -> None:
         """Add the sums over other dates."""
         self.total, self.count = self.total + other.total, self.count + other.count
-        self.with_rows({name: getattr(other, name) for name in TABLES}).add_findings(other.findings)
+        self.dates += other.dates
+        self.rows += other.rows
 
-    def with_rows(self, tables: Mapping[str, Iterable[Any]]) -> Self:
-        """Return these sums with the rows of other dates; the fields of these are added elsewhere."""
-        for name in TABLES:
-            getattr(self, name).extend(tables[name])
-        return self
-
-    def table(self, name: str) -> np.ndarray:
-        """Return the rows of all dates, in the order of the dates."""
-        order = np.argsort(np.array(self.dates, "datetime64[s]"))
-        return np.array(getattr(self, name))[order]
-
-    @property
-    def empty_dates(self) -> np.ndarray:
-        """The dates on which a variable has no value at all."""
-        return self.table("dates")[(self.table("missing") == self.total[0].size).any(axis=1)]
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the dates (n,), in order, and their rows (n, V, NUM_COLUMNS)."""
+        dates = np.array(self.dates, "datetime64[s]")
+        order = np.argsort(dates)
+        return dates[order], np.array(self.rows).reshape(-1, len(self.variables), NUM_COLUMNS)[order]
 
     def moments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (V,) each: mean, standard deviation, and that of the change over a model step."""
-        mean, std = _mean_and_std(self.table("state").sum(axis=0))
-        return self.shift + mean, std, _mean_and_std(self.table("change").sum(axis=0))[1]
-
-    def constant(self) -> np.ndarray:
-        """Return (V,) bool: variables that are one number everywhere."""
-        weight, first, second = self.table("state").sum(axis=0).T
-        return second / weight - (first / weight) ** 2 <= (ROUNDING * self.shift) ** 2
+        sums = self.table()[1].sum(axis=0)
+        mean, std = _mean_and_std(sums[:, STATE])
+        return self.shift + mean, std, _mean_and_std(sums[:, CHANGE])[1]
 
     def mean_field(self) -> np.ndarray:
         """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
@@ -146,27 +114,11 @@ class Sums:
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the sums as arrays for a file, without pickles."""
-        findings = [[*key, n, str(date)] for key, (n, date) in self.findings.items()]
-        tables = {name: np.array(getattr(self, name)) for name in TABLES}
-        texts = {"variables": np.array(json.dumps(self.variables)), "found": np.array(json.dumps(findings))}
-        return {"shift": self.shift, "total": self.total, "count": self.count} | tables | texts
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Self:
-        """Return the sums that `arrays` gave. Raises KeyError or ValueError for anything else."""
-        tables = {name: list(arrays[name]) for name in TABLES}
-        numbers: dict[str, Any] = {name: arrays[name] for name in ("shift", "total", "count")}
-        found = json.loads(str(arrays["found"]))
-        findings = {(name, kind): (n, np.datetime64(date)) for name, kind, n, date in found}
-        return cls(json.loads(str(arrays["variables"])), **numbers, findings=findings).with_rows(tables)
-
-
-def compute_share(
-    date: np.datetime64, name: str, values: np.ndarray, shift: float, rows: np.ndarray
-) -> Share:
-    """Return the share of a variable's field (H, W) with weights of rows (H,). Raises DataError."""
+def state_columns(
+    date: np.datetime64, name: str, values: np.ndarray, shift: float, area: np.ndarray
+) -> list[float]:
+    """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
     valid = np.isfinite(values)
     whole = bool(valid.all())
     finite = values if whole else values[valid]
@@ -174,24 +126,24 @@ def compute_share(
     anomaly = np.subtract(values, shift, dtype=np.float64)
     if not whole:
         anomaly[~valid] = 0
-    moments = _weighted(anomaly, None if whole else valid, rows)
-    return Share(moments, valid.size - finite.size, count_implausible(values, finite, name))
+    moments = _weighted(anomaly, None if whole else valid, area)
+    return [valid.size - finite.size, *count_implausible(values, finite, name), *moments]
 
 
-def change_moments(now: np.ndarray, before: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return (3,): weight, first and second moment of the change between two fields (H, W)."""
+def change_moments(now: np.ndarray, before: np.ndarray, area: np.ndarray) -> list[float]:
+    """Return weight, first and second moment of the change between two fields (H, W)."""
     change = np.subtract(now, before, dtype=np.float64)
     valid = np.isfinite(change)
     if valid.all():
-        return _weighted(change, None, rows)
+        return _weighted(change, None, area)
     change[~valid] = 0
-    return _weighted(change, valid, rows)
+    return _weighted(change, valid, area)
 
 
-def _weighted(values: np.ndarray, valid: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-    count = np.full(len(rows), values.shape[1]) if valid is None else valid.sum(axis=1)
+def _weighted(values: np.ndarray, valid: np.ndarray | None, area: np.ndarray) -> list[float]:
+    count = np.full(len(area), values.shape[1]) if valid is None else valid.sum(axis=1)
     by_row = count, values.sum(axis=1), np.einsum("hw,hw->h", values, values)
-    return np.array([float(rows @ sums) for sums in by_row])
+    return [float(area @ sums) for sums in by_row]
 
 
 def _add_valid(total: np.ndarray, values: np.ndarray) -> None:
@@ -235,26 +187,21 @@ class Statistics:
 
         Raises DataError if no date, or no two of them a step apart, have values of all variables.
         """
-        dates = sums.table("dates")
-        log_findings(sums.findings)
-        log_missing(sums.variables, dates, sums.table("missing"))
-        for name, subject in (("state", "date has"), ("change", "two dates a model step apart have")):
-            if not sums.table(name)[..., 0].any():
+        names, (dates, rows) = sums.variables.tolist(), sums.table()
+        missing = rows[:, :, MISSING].astype(int)
+        log_implausible(names, dates, rows[:, :, IMPLAUSIBLE])
+        log_missing(names, dates, missing)
+        for columns, subject in ((STATE, "date has"), (CHANGE, "two dates a model step apart have")):
+            if not rows[:, :, columns.start].any():
                 why = f"no {subject} values of all of them among the {len(dates)} that count"
-                raise DataError(f"data.variables = {sums.variables}: {why}; look at data.train_period")
+                raise DataError(f"data.variables = {names}: {why}; look at data.train_period")
         mean, std, change_std = sums.moments()
-        for v in np.flatnonzero(sums.constant()):
-            logger.warning(f"data.path: {sums.variables[v]} is {mean[v]:g} in all cells on all dates")
-        return cls(
-            mean,
-            std,
-            change_std,
-            sums.mean_field(),
-            sums.empty_dates,
-            dates,
-            fingerprint,
-            sums.table("missing"),
-        )
+        weight, first, second = rows[:, :, STATE].sum(axis=0).T
+        constant = second / weight - (first / weight) ** 2 <= (ROUNDING * sums.shift) ** 2
+        for v in np.flatnonzero(constant):
+            logger.warning(f"data.path: {names[v]} is {mean[v]:g} in all cells on all dates")
+        empty = dates[(missing == sums.total[0].size).any(axis=1)]
+        return cls(mean, std, change_std, sums.mean_field(), empty, dates, fingerprint, missing)
 
     @property
     def numbers(self) -> Numbers:
@@ -301,13 +248,10 @@ class Source:
         return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 
-def stored_statistics(caches: Sequence[Path], source: Source) -> Statistics | None:
-    """Return the first stored statistics of the same data and dates."""
-    for cache in caches:
-        stored = read_statistics(cache)
-        if stored and stored.fingerprint == source.fingerprint:
-            return stored
-    return None
+def stored_statistics(cache: Path, source: Source) -> Statistics | None:
+    """Return stored statistics if they are of the same data and dates."""
+    stored = read_statistics(cache)
+    return stored if stored and stored.fingerprint == source.fingerprint else None
 
 
 def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[Statistics | None, np.ndarray]:

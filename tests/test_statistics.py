@@ -83,12 +83,12 @@ def source_of(path: str, count: int = 5) -> Source:
 
 def test_cache_is_used_for_the_same_data_only(one_rank, archive, tmp_path, monkeypatch):
     cache, source = tmp_path / "run" / "statistics.npz", source_of(archive.path)
-    first = load_or_count([cache], source)
+    first = load_or_count(cache, source)
     with monkeypatch.context() as patched:
         patched.setattr("training.shared_statistics.count_together", lambda *_: pytest.fail("counted"))
-        again = load_or_count([tmp_path / "none.npz", cache], source)
+        again = load_or_count(cache, source)
     np.testing.assert_array_equal(first.std, again.std)
-    other = load_or_count([cache], source_of(archive.path, 4))
+    other = load_or_count(cache, source_of(archive.path, 4))
     assert other.fingerprint != first.fingerprint
 
 
@@ -101,19 +101,19 @@ def warm(path: str) -> None:
 def test_a_change_in_the_middle_is_seen(one_rank, tmp_path):
     """First and last date stay as they were: a look at these alone would pass it."""
     path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
-    before = load_or_count([cache], source_of(path))
+    before = load_or_count(cache, source_of(path))
     warm(path)
-    after = load_or_count([cache], source_of(path))
+    after = load_or_count(cache, source_of(path))
     assert after.mean[NAMES.index("2m_temperature")] > before.mean[NAMES.index("2m_temperature")] + 0.5
 
 
 def test_a_damaged_cache_is_said_and_made_anew(one_rank, archive, tmp_path, caplog):
     cache, source = tmp_path / "statistics.npz", source_of(archive.path)
-    whole = load_or_count([cache], source)
+    whole = load_or_count(cache, source)
     size = cache.stat().st_size
     for left in (0, size // 2, size - 1):
         cache.write_bytes(cache.read_bytes()[:left])
-        np.testing.assert_array_equal(load_or_count([cache], source).mean, whole.mean)
+        np.testing.assert_array_equal(load_or_count(cache, source).mean, whole.mean)
         assert cache.stat().st_size == size
     assert caplog.text.count("is damaged") == 3
 
@@ -122,17 +122,17 @@ def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
     """Through dates that have come since, a copy of the data, a lost file; not through other fields."""
     caplog.set_level("INFO")
     path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
-    first = load_or_count([cache], source_of(path, 4))
-    grown = load_or_count([cache], source_of(path, 5), first.numbers)
+    first = load_or_count(cache, source_of(path, 4))
+    grown = load_or_count(cache, source_of(path, 5), first.numbers)
     assert grown.numbers == first.numbers and len(grown.dates) == 4
     os.utime(next(Path(path, "2m_temperature").glob("[0-9]*")))  # as a copy has it
-    assert load_or_count([cache], source_of(path, 5), first.numbers).numbers == first.numbers
+    assert load_or_count(cache, source_of(path, 5), first.numbers).numbers == first.numbers
     assert "other files than before, with the same statistics" in caplog.text
     cache.unlink()
-    assert load_or_count([cache], source_of(path, 4), first.numbers).numbers == first.numbers
+    assert load_or_count(cache, source_of(path, 4), first.numbers).numbers == first.numbers
     warm(path)
     with pytest.raises(DataError, match="mean of 2m_temperature is .* here and was .*; take the data"):
-        load_or_count([cache], source_of(path, 4), first.numbers)
+        load_or_count(cache, source_of(path, 4), first.numbers)
 
 
 # -- dates in pairs
@@ -200,7 +200,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def of_a_rank(path: str, cache: Path, count: int) -> Statistics:
-    return load_or_count([cache], source_of(path, count))
+    return load_or_count(cache, source_of(path, count))
 
 
 def equal_to_rounding(one: Statistics, other: Statistics) -> None:
@@ -237,7 +237,7 @@ def interrupted(path: str, cache: Path) -> str:
         patch.setattr(source.fields, "read_block", failing)
         patch.setattr(shared_statistics, "ROUND_SECONDS", 0.0)
         with pytest.raises(DataError) as error:
-            load_or_count([cache], source)
+            load_or_count(cache, source)
     return str(error.value)
 
 
@@ -262,7 +262,7 @@ def killed_half_way(source: Source, cache: Path) -> int:
         patch.setattr(Counting, "go_on", dies)
         patch.setattr(shared_statistics, "SAVE_SECONDS", -1.0)
         with pytest.raises(KeyboardInterrupt):
-            load_or_count([cache], source)
+            load_or_count(cache, source)
     return len(calls)
 
 
@@ -270,7 +270,7 @@ def test_a_killed_count_goes_on_where_it_stood(one_rank, tmp_path, caplog):
     caplog.set_level("INFO")
     path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
     killed_half_way(source_of(path), cache)
-    again = load_or_count([cache], source_of(path))
+    again = load_or_count(cache, source_of(path))
     assert "of 5 dates are counted already" in caplog.text
     equal_to_rounding(again, compute(source_of(path)))
     assert not (tmp_path / "saved_statistics").exists()
@@ -286,11 +286,11 @@ def files_of(folder: Path, dates: range) -> str:
 
 def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
     cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
-    load_or_count([cache], source_of(path, 3))
+    load_or_count(cache, source_of(path, 3))
     files_of(tmp_path, range(3, 5))
     warmer = analyses().isel(time=[1]).drop_vars("land_sea_mask") + 5
     warmer.to_netcdf(tmp_path / "1.nc", engine="h5netcdf")
-    equal_to_rounding(load_or_count([cache], source_of(path)), compute(source_of(path)))
+    equal_to_rounding(load_or_count(cache, source_of(path)), compute(source_of(path)))
 
 
 def test_a_change_counts_only_between_two_dates_with_values(tmp_path):

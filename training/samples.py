@@ -38,7 +38,7 @@ class Samples:
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
         source = Source(self.archive, variables, selection.train, selection.step, self.area)
         source = replace(source, dates=sampled_pairs(source, data.statistics_dates))
-        self.statistics = load_or_count([folder / "statistics.npz"], source, trained)
+        self.statistics = load_or_count(folder / "statistics.npz", source, trained)
         self.empty = {
             "train": self.statistics.empty_in(self.archive.times),
             "validation": from_first_rank(

@@ -8,7 +8,6 @@ import logging
 import shutil
 import time
 import zipfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from datasets.statistics import (
-    TABLES,
     Counting,
     Numbers,
     Source,
@@ -42,19 +40,17 @@ ROUND_SECONDS, SAVE_SECONDS = 5.0, 60.0
 SAVED = "saved_statistics"  # folder in the run's: what unfinished attempts have counted
 
 
-def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | None = None) -> Statistics:
-    """Statistics of a source, from the first of `caches` that are of the same data; else counted, and written
-    to the last. Called by all ranks.
+def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -> Statistics:
+    """Return the statistics of a source from the file `cache`; if it is of other data, count and write them.
 
-    trained: those that the run's weights were trained with, and that are kept whatever dates have come since.
-    DataError: the fields of their dates are others now.
+    Called by all ranks. trained: those that the run's weights were trained with; they stay, whatever dates
+    were added since. Raises DataError if the fields of their dates have changed.
     """
-    cache = caches[-1]
     if trained:
         found, dates = from_first_rank(lambda: stored_as_trained(cache, source, trained))
         source = replace(source, dates=dates)
     else:
-        found = from_first_rank(lambda: stored_statistics(caches, source))
+        found = from_first_rank(lambda: stored_statistics(cache, source))
     if found:
         return found
     counted = count_together(source, cache)
@@ -89,10 +85,9 @@ def count_together(source: Source, cache: Path) -> Statistics:
 
 
 def begin(folder: Path, source: Source, earlier: list[Sums]) -> tuple[str, int, np.ndarray, np.ndarray]:
-    """Of rank 0: the fingerprint, which costs looking at every file, the number of this attempt, the shift
-    (V,), the dates that were counted before.
+    """Return, on rank 0, the fingerprint, the number of this attempt, the shift (V,) and the dates counted.
 
-    earlier: takes the sums over these, as one, of attempts that were killed.
+    The sums over the dates that killed attempts have counted are appended, as one, to `earlier`.
     """
     saved = sorted(folder.glob(f"{source.fingerprint}.*.*.npz"))
     for sums in map(read_sums, saved):
@@ -109,11 +104,14 @@ def begin(folder: Path, source: Source, earlier: list[Sums]) -> tuple[str, int, 
 
 
 def read_sums(path: Path) -> Sums | None:
+    """Return the sums that `save` wrote, None from a damaged file: its dates are counted again."""
     try:
         with np.load(path) as stored:
-            return Sums.from_arrays(stored)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None  # a disk that lost it: its dates are counted again
+            arrays: dict[str, Any] = {name: stored[name] for name in stored}
+            arrays.update(dates=list(arrays["dates"]), rows=list(arrays["rows"]))
+            return Sums(**arrays)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
@@ -142,25 +140,24 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
 
 
 def save(sums: Sums, path: Path) -> None:
-    """A full disk is said by who writes what cannot be counted again."""
+    """Write the sums so far; a full disk is only logged here."""
+    arrays: dict[str, Any] = vars(sums) | {"dates": np.array(sums.dates), "rows": np.array(sums.rows)}
     try:
-        with replacing(path) as beside:
-            np.savez(beside, **cast(dict[str, Any], sums.arrays()))
+        with replacing(path) as partial:
+            np.savez(partial, **arrays)
     except OSError as error:
         logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
 
 
 def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
-    """Every rank gets the sums of all. Fields travel one variable at a time: together they may be large."""
+    """Give every rank the sums of all. Fields are sent one variable at a time: together they may be large."""
     if ranks.world == 1:
         return
-    small = {name: np.array(getattr(sums, name)) for name in TABLES}
-    told = ranks.share(ranks.gather((small, sums.findings, sums.count.shape[1:] == (1, 1)))) or []
-    if not all(whole for _, _, whole in told):
-        sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
+    sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
     for v in range(len(sums.total)):
         ranks.all_reduce(torch.from_numpy(sums.total[v]))
-    ranks.all_reduce(torch.from_numpy(sums.count))
-    for rank, (tables, found, _) in enumerate(told):
+        ranks.all_reduce(torch.from_numpy(sums.count[v]))
+    for rank, (dates, rows) in enumerate(ranks.share(ranks.gather((sums.dates, sums.rows))) or []):
         if rank != ranks.rank:
-            sums.with_rows(tables).add_findings(found)
+            sums.dates += dates
+            sums.rows += rows
