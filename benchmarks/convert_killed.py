@@ -73,9 +73,9 @@ def digest(path: Path) -> str:
 
 
 def parts_done(target: Path) -> str:
-    """What a kill has left: how many parts the journal has, or that there is none yet, or no longer."""
-    if (target / "conversion.jsonl").exists():
-        return f"{(target / 'conversion.jsonl').read_text().count(chr(10))} parts done"
+    """What a kill has left: how many parts are done, or that there is none yet, or no longer."""
+    if (target / "conversion").exists():
+        return f"{len(list((target / 'conversion').glob('[0-9a-f]*.json')))} parts done"
     return "complete" if (target / "zarr.json").exists() else "not begun"
 
 

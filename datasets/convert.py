@@ -9,6 +9,7 @@ needs about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or 
 
 import ctypes
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import signal
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -26,12 +27,12 @@ from typing import Any
 
 import dask.base
 import numpy as np
+import pandas as pd
 import xarray as xr
 import zarr
 from dask import config as dask_config
-from dask.callbacks import Callback
 from dask.delayed import delayed
-from tqdm import tqdm
+from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
@@ -43,20 +44,21 @@ from datasets.grid import Grid, area_weights, global_grid
 from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
-from durable_files import append_whole
+from durable_files import write_durably
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 
-JOURNAL = "conversion.jsonl"  # while a conversion is not complete: a line for each part that is on the disk
-SHARD_DATES, SHARD_BYTES, PART_BYTES, BLOCK_BYTES = 512, 2**28, 2**31, 2**28  # at most
+DONE = "conversion"  # folder in a store that is not complete: a file with the statistics of each part
+SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
 AXES = ("time", "latitude", "longitude")
-SUMS, LARGEST = ("weight", "total", "squares", "missing_dates"), ("maximum", "largest_error")
+# Statistics of a variable, and how those of two parts are merged.
+MERGED_BY = dict.fromkeys(("weight", "total", "squares", "missing_dates"), "sum")
+MERGED_BY |= {"minimum": "min", "maximum": "max", "largest_error": "max"}
 OF_A_RUN = ("source", "period")  # that may differ when dates are appended
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 Row = dict[str, Any]  # statistics of a variable
-Done = Callable[[str, list[Row]], None]
-# Zarr 3 does not specify consolidated metadata, and the journal is no array.
+# Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
 
@@ -119,7 +121,7 @@ def check_target(target: Path, source: str) -> None:
     for file in (Path(name).resolve() for name in files):
         if target.resolve().is_relative_to(file) or file.is_relative_to(target.resolve()):
             refuse("TARGET", str(target), f"it contains SOURCE {str(file)!r} or is inside it; name another")
-    known = (target / JOURNAL).exists() or TRAINING_STORE in read_attributes(target)
+    known = (target / DONE).exists() or TRAINING_STORE in read_attributes(target)
     if target.exists() and not known and not (target.is_dir() and not any(target.iterdir())):
         refuse(
             "TARGET", str(target), "it exists and is no store of datasets.convert; name another or remove it"
@@ -183,41 +185,19 @@ def summarize(name: str, values: np.ndarray, area: np.ndarray, error: float = 0.
     """Return the statistics of a field (H, W); area: weights (H, 1), error: the largest of float16."""
     finite = np.isfinite(values)
     weights, exact = area * finite, np.where(finite, values, 0).astype(np.float64)
-    sums = [float((weights * power).sum()) for power in (1, exact, exact**2)]
+    numbers = [float((weights * power).sum()) for power in (1, exact, exact**2)]
     low, high = values.min(where=finite, initial=np.inf), values.max(where=finite, initial=-np.inf)
-    row = dict(zip(SUMS, [*sums, int(not finite.any())], strict=True))
-    return {"variable": name, **row, "minimum": float(low), "maximum": float(high), "largest_error": error}
+    numbers += [int(not finite.any()), float(low), float(high), error]
+    return {"variable": name, **dict(zip(MERGED_BY, numbers, strict=True))}
 
 
 def merge(rows: Sequence[Row]) -> list[Row]:
     """Return one row for each variable, with its mean and standard deviation; NaN without a value."""
-    merged: dict[str, Row] = {}
-    for row in rows:
-        name = row["variable"]
-        one = merged.get(name, row)
-        pairs = {key: (one[key], row[key]) for key in (*SUMS, "minimum", *LARGEST)}
-        joined = {key: sum(pair) if key in SUMS else max(pair) for key, pair in pairs.items()}
-        joined["minimum"] = min(pairs["minimum"])
-        merged[name] = {"variable": name, **joined} if name in merged else dict(row)
-    for row in merged.values():
-        weight = row["weight"] or math.nan
-        row["mean"] = row["total"] / weight
-        variance = row["squares"] / weight - row["mean"] ** 2
-        row["standard_deviation"] = math.sqrt(variance) if not variance < 0 else 0.0
-    return list(merged.values())
-
-
-def split_blocks(archive: Archive, names: Sequence[str], rows: np.ndarray) -> Iterator[slice]:
-    """Yield slices of rows (n,) of archive.times that are consecutive and fit into BLOCK_BYTES."""
-    most = max(1, BLOCK_BYTES // (4 * len(names) * math.prod(archive.grid.shape)))
-    chunk = archive.time_chunk(names)
-    most = most // chunk * chunk or most  # whole chunks of the source, where they fit
-    start = 0
-    for run in consecutive(rows):
-        stop = start + len(run)
-        for i in range(start, stop, most):
-            yield slice(i, min(i + most, stop))
-        start = stop
+    table = pd.DataFrame(rows).groupby("variable", sort=False).agg(MERGED_BY)
+    table["mean"] = table["total"] / table["weight"]
+    variance = table["squares"] / table["weight"] - table["mean"] ** 2
+    table["standard_deviation"] = np.sqrt(variance.clip(lower=0))
+    return table.reset_index().to_dict("records")  # type: ignore[return-value]  # keys are text
 
 
 def find_packing(array: Any) -> Decoding | None:
@@ -232,14 +212,14 @@ def array_name(variable: str) -> str:
     return variable.replace(":", "_")
 
 
-def encoding_of(variable: xr.Variable) -> dict[str, Any]:
-    """Return the chunks and codecs of an array; a shard has a power of two of dates."""
+def encoding_of(variable: xr.Variable, shard_dates: int) -> dict[str, Any]:
+    """Return the chunks and codecs of an array."""
     if variable.ndim == 1:
         return {"chunks": (2**16,)} if variable.dims == ("time",) else {"_FillValue": None}
     shape, size = variable.shape[-2:], variable.dtype.itemsize
     codecs = [BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=size), Crc32cCodec()]
-    dates = min(SHARD_DATES, 1 << (max(1, SHARD_BYTES // (size * math.prod(shape))).bit_length() - 1))
-    chunks = {"chunks": (1, *shape), "shards": (dates, *shape)} if variable.ndim == 3 else {"chunks": shape}
+    sharded = {"chunks": (1, *shape), "shards": (shard_dates, *shape)}
+    chunks = sharded if variable.ndim == 3 else {"chunks": shape}
     return {**chunks, "compressors": codecs, "fill_value": np.nan, "_FillValue": None}
 
 
@@ -262,6 +242,8 @@ class Conversion:
             whole = parse_grid(options.grid)
             self.grid = whole.crop(region, "--region")[0] if region else whole
             self.regridder = Regridder(self.archive.grid, self.grid, method=options.method)
+        # Of a field as it is read or as it is written.
+        self.largest_field = 4 * max(math.prod(grid.shape) for grid in (self.archive.grid, self.grid))
 
     @property
     def group(self) -> Any:
@@ -295,7 +277,7 @@ class Conversion:
         if complete and len(new):
             empty = {"minimum": math.inf, "maximum": -math.inf}  # of a variable without any value
             rows = [empty | dict(group[array_name(name)].attrs) for name in self.names]
-            self.append_to_journal("before", rows)
+            self.write_statistics("before", rows)
         if not complete or len(new):
             group.update_attributes({"complete": False, "options": self.fixed_options()})
             self.write(np.concatenate([before, new]), len(before))
@@ -321,7 +303,7 @@ class Conversion:
         """Write a store without dates, after removal of what a killed attempt has left."""
         for path in self.target.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (self.target / JOURNAL).touch()
+        (self.target / DONE).mkdir()
         dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False, "complete_dates": 0})
         since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
         dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
@@ -336,7 +318,11 @@ class Conversion:
         for name in self.archive.static_variables if static is None else static:
             field = self.fit(self.archive.read_static(name))
             dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
-        encoding = {str(name): encoding_of(variable) for name, variable in dataset.variables.items()}
+        size = np.dtype(self.options.dtype).itemsize * math.prod(self.grid.shape)
+        dates = max(1, min(SHARD_DATES, SHARD_BYTES // size, PART_BYTES // self.largest_field))
+        shard_dates = 1 << (dates.bit_length() - 1)  # a power of two
+        arrays = dataset.variables.items()
+        encoding = {str(name): encoding_of(variable, shard_dates) for name, variable in arrays}
         dataset.to_zarr(self.target, mode="a", zarr_format=3, consolidated=False, encoding=encoding)
         self.group.update_attributes({"options": self.fixed_options()})
 
@@ -360,54 +346,49 @@ class Conversion:
         for name in ("time", *map(array_name, self.names)):
             group[name].resize((len(times), *group[name].shape[1:]))
         group["time"][start:] = times[start:].astype(np.int64)
-        parts, done = self.plan_parts(times, start), read_journal(self.target / JOURNAL)
-        pending = {key: part for key, part in parts.items() if key not in done}
-        with tqdm(total=len(parts), initial=len(parts) - len(pending), unit="part", disable=None) as progress:
+        parts = self.plan_parts(times, start)
+        pending = [part for key, part in parts.items() if not self.statistics_file(key).exists()]
+        run_parts([delayed(self.write_part)(part) for part in pending], self.options)
+        files = [self.statistics_file(key) for key in ("before", *parts)]
+        self.finish([row for file in files if file.exists() for row in json.loads(file.read_text())])
 
-            def save(key: str, rows: list[Row]) -> None:
-                self.append_to_journal(key, rows)
-                done[key] = rows
-                progress.update()
+    def statistics_file(self, key: str) -> Path:
+        """Return the file that exists when a part is on the disk."""
+        return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
-            run_parts(self.write_part, pending, self.options, save)
-        self.finish([row for key in ("before", *parts) for row in done.get(key, [])])
-
-    def append_to_journal(self, part: str, rows: Sequence[Row]) -> None:
-        """Note that a part is on the disk."""
-        append_whole(self.target / JOURNAL, json.dumps({"part": part, "rows": rows}) + "\n")
+    def write_statistics(self, key: str, rows: Sequence[Row]) -> None:
+        """Write the statistics of a part that is on the disk."""
+        write_durably(self.statistics_file(key), json.dumps(rows))
 
     def plan_parts(self, times: np.ndarray, start: int) -> dict[str, Part]:
         """Return the parts of times[start:]: a shard of variables that the source stores together."""
         shards = self.group[array_name(self.names[0])].shards
-        dates, most = shards[0], max(1, PART_BYTES // (4 * math.prod(shards)))
+        dates, most = shards[0], max(1, PART_BYTES // (shards[0] * self.largest_field))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
         cuts = [start, *range((start // dates + 1) * dates, len(times), dates), len(times)]
         parts = [(a, b, names) for a, b in zip(cuts[:-1], cuts[1:], strict=True) for names in groups]
-        return {f"{times[a]} {times[b - 1]} {' '.join(names)}": (a, b, names) for a, b, names in parts}
+        return {part_key(times[a:b], names): (a, b, names) for a, b, names in parts}
 
-    def write_part(self, part: Part) -> list[Row]:
-        """Read, check and write a part; return the statistics of its variables. Raises DataError."""
+    def write_part(self, part: Part) -> None:
+        """Read, check and write a part. Raises DataError."""
         start, stop, names = part
-        group, area, statistics = self.group, area_weights(self.grid.latitude)[:, None], []
-        rows = np.array(
-            [self.archive.index(time) for time in group["time"][start:stop].astype("datetime64[s]")]
-        )
-        packings = [find_packing(group[array_name(name)]) for name in names]
-        values = np.empty((len(names), len(rows), *self.grid.shape), np.float32)
-        for block in split_blocks(self.archive, names, rows):
-            fields = self.fit(self.archive.read_block(rows[block][0], rows[block][-1] + 1, names))
-            values[:, block] = fields.swapaxes(0, 1)
-            for date, row in enumerate(rows[block]):
-                for field, name, packing in zip(fields[date], names, packings, strict=True):
-                    try:
-                        error = check_packing(field, packing) if packing else 0.0
-                    except DataError as problem:
-                        raise DataError(f"{name} at {self.archive.times[row]}: {problem}") from None
-                    statistics.append(summarize(name, field, area, error))
-        dataset = xr.Dataset({array_name(name): (AXES, values[v]) for v, name in enumerate(names)})
+        group, area = self.group, area_weights(self.grid.latitude)[:, None]
+        times, dataset, statistics = group["time"][start:stop].astype("datetime64[s]"), xr.Dataset(), []
+        runs = consecutive(np.searchsorted(self.archive.times, times))
+        fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
+        values = np.concatenate(fields) if len(fields) > 1 else fields[0]
+        for v, name in enumerate(names):
+            packing = find_packing(group[array_name(name)])
+            for time, field in zip(times, values[:, v], strict=True):
+                try:
+                    error = check_packing(field, packing) if packing else 0.0
+                except DataError as problem:
+                    raise DataError(f"{name} at {time}: {problem}") from None
+                statistics.append(summarize(name, field, area, error))
+            dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
-        return merge(statistics)
+        self.write_statistics(part_key(times, names), merge(statistics))
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Write the statistics of all dates, and that the store is complete."""
@@ -419,46 +400,31 @@ class Conversion:
         dates = {"complete_dates": group["time"].shape[0], "sources": list(dict.fromkeys(sources))}
         group.update_attributes({"complete": True, **dates})
         zarr.consolidate_metadata(group.store)
-        (self.target / JOURNAL).unlink()
+        shutil.rmtree(self.target / DONE)
 
 
-def read_journal(path: Path) -> dict[str, list[Row]]:
-    """Return the statistics of the parts that are done; a line that was cut short does not count."""
-    whole, _, rest = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    if rest:
-        path.write_text(whole + "\n" * bool(whole))
-    return {line["part"]: line["rows"] for line in map(json.loads, whole.splitlines())}
+def part_key(times: np.ndarray, names: Sequence[str]) -> str:
+    """Return the text that identifies a part, whatever dates were planned with it."""
+    return f"{times[0]} {times[-1]} {' '.join(names)}"
 
 
 # -- processes
 
 
-class _Report(Callback):
-    """Calls `done(key, rows)` in this process for each task of dask that has ended."""
+def run_parts(tasks: Sequence[Any], options: Namespace) -> None:
+    """Run tasks of dask: in this process, in workers, or on a cluster.
 
-    def __init__(self, done: Done) -> None:
-        super().__init__()
-        self.done = done
-
-    def _posttask(self, key: Any, result: Any, *_: Any) -> None:
-        self.done(key, result)
-
-
-def run_parts(
-    work: Callable[[Part], list[Row]], parts: Mapping[str, Part], options: Namespace, done: Done
-) -> None:
-    """Run work(part) for each part by dask: in this process, in workers, or on a cluster.
-
-    Raises what the work raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
+    Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
     """
-    tasks = [delayed(work, pure=False)(part, dask_key_name=key) for key, part in parts.items()]
-    if options.scheduler:
-        return _run_on_cluster(tasks, options.scheduler, done)
     # Processes, not threads: HDF5 has one lock for all of a process, and packing needs Python's.
-    scheduler = "processes" if options.workers > 1 else "synchronous"
+    scheduler = None if options.scheduler else "processes" if options.workers > 1 else "synchronous"
     ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
     try:
-        with _Report(done), dask_config.set(ending):
+        with ExitStack() as stack:
+            if options.scheduler:
+                stack.enter_context(connect(options.scheduler))  # dask's scheduler from here on
+            stack.enter_context(dask_config.set(ending))
+            stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
             dask.base.compute(*tasks, scheduler=scheduler, num_workers=options.workers, chunksize=1)
     except BrokenProcessPool:
         reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
@@ -473,18 +439,16 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _run_on_cluster(tasks: Sequence[Any], address: str, done: Done) -> None:
+def connect(address: str) -> Any:
+    """Return a client of dask.distributed. Raises ConfigError."""
     try:
         import distributed  # type: ignore[reportMissingImports]  # an extra
 
-        client = distributed.Client(address, timeout=20)
+        return distributed.Client(address, timeout=20)
     except ImportError:
         refuse("--scheduler", address, 'needs the package distributed: pip install -e ".[distributed]"')
     except (OSError, ValueError) as error:
         refuse("--scheduler", address, f"no scheduler answers ({describe_error(error)}); start one")
-    with client:
-        for future, rows in distributed.as_completed(client.compute(list(tasks)), with_results=True):
-            done(future.key, rows)
 
 
 def main(argv: list[str]) -> int:

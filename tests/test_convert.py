@@ -293,7 +293,7 @@ def test_killed_and_continued_gives_equal_values(tmp_path: Path, workers: int) -
     for _ in range(5):
         process = context.Process(target=in_a_process, args=(arguments,))
         process.start()
-        while not (target / "conversion.jsonl").exists() and process.is_alive():
+        while not (target / "conversion").exists() and process.is_alive():
             pass
         process.join(seed.uniform(0, 0.15 if workers == 1 else 3.0))
         process.kill()
