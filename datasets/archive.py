@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,18 +27,6 @@ logger = logging.getLogger(__name__)
 COMPARED_DATES = 8  # of those that several files have
 # Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
 Location = tuple[int, Field, int]
-# What one array gives to a block: the field, a slice of its levels, and pairs (row of the output, position in
-# it).
-Part = tuple[Field, slice, list[tuple[int, int]]]
-
-
-class Group(NamedTuple):
-    """Variables that are read together, because they have the same time axes."""
-
-    outputs: tuple[int, ...]  # their rows in the output
-    owners: np.ndarray  # (T,) the time axis that has a date; -1: none
-    rows: np.ndarray  # (T,) the row of the date on that axis
-    parts: list[list[Part]]  # for each of the time axes
 
 
 class Archive:
@@ -70,7 +58,7 @@ class Archive:
             names = [*self._static, *(f"{name} ({why})" for name, why in self.unreadable.items())][:6]
             reason = f"nothing in it has a time axis with dates, only {', '.join(names) or 'no fields'}"
             raise DataError(f"cannot read {path!r}: {reason}")
-        self._groups: dict[tuple[str, ...], list[Group]] = {}
+        self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
         self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
 
@@ -119,11 +107,9 @@ class Archive:
                 self._compare_repeats(name, locations)
 
     def _compare_repeats(self, name: str, locations: Sequence[Location]) -> None:
-        dates = np.concatenate([self._axes[axis] for axis, _, _ in locations])
-        owners = np.concatenate(
-            [np.full(len(self._axes[axis]), i) for i, (axis, _, _) in enumerate(locations)]
-        )
-        rows = np.concatenate([np.arange(len(self._axes[axis])) for axis, _, _ in locations])
+        axes = [self._axes[axis] for axis, _, _ in locations]
+        dates, rows = np.concatenate(axes), np.concatenate([np.arange(len(axis)) for axis in axes])
+        owners = np.repeat(np.arange(len(axes)), [len(axis) for axis in axes])
         unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
         repeated = unique[counts > 1]
         for i in np.unique(np.linspace(0, max(len(repeated) - 1, 0), COMPARED_DATES).round().astype(int)):
@@ -181,15 +167,22 @@ class Archive:
 
     def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
         """Yield calls that fill `out` (n, V, H, W) from times[start] on, in any order, on any thread."""
-        stop = start + len(out)
-        for group in self._grouped(tuple(variables)):
-            owners, rows = group.owners[start:stop], group.rows[start:stop]
+        dates = slice(start, start + len(out))
+        together: dict[tuple[int, ...], list[int]] = {}
+        for output, name in enumerate(variables):
+            together.setdefault(self._axes_of(name), []).append(output)
+        for axes, outputs in together.items():
+            owners, rows = (each[dates] for each in self._locate(axes))
             for a, b in _runs(owners, rows):
                 if owners[a] < 0:
-                    out[a:b, group.outputs] = np.nan
+                    out[a:b, outputs] = np.nan
                     continue
-                for part in group.parts[owners[a]]:
-                    yield from _part_tasks(part, int(rows[a]), out[a:b])
+                pairs: dict[Field, list[tuple[int, int]]] = {}  # positions on the level axis, rows of `out`
+                for output in outputs:
+                    _, field, position = self._locations[variables[output]][owners[a]]
+                    pairs.setdefault(field, []).append((position, output))
+                for field, own in pairs.items():
+                    yield from _field_tasks(field, own, int(rows[a]), out[a:b])
 
     def reads_by_threads(self, variables: Sequence[str]) -> bool:
         """Return True if all of these are in stores of datasets.convert, which threads read side by side."""
@@ -230,66 +223,39 @@ class Archive:
 
     def _locate(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return for every date (T,) the first of these axes that has it (-1: none), and the row there."""
-        owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
-        for number, axis in enumerate(axes):
-            dates, first = np.unique(self._axes[axis], return_index=True)
-            dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
-            at = np.searchsorted(self.times, dates)
-            free = owners[at] < 0
-            owners[at[free]], rows[at[free]] = number, first[free]
-        return owners, rows
-
-    def _grouped(self, names: tuple[str, ...]) -> list[Group]:
-        """Return how to read these variables; computed once, because training reads the same ones again."""
-        if names not in self._groups:
-            outputs: dict[tuple[int, ...], list[int]] = {}
-            for output, name in enumerate(names):
-                outputs.setdefault(self._axes_of(name), []).append(output)
-            self._groups[names] = [
-                Group(tuple(own), *self._locate(axes), [self._parts(names, own, i) for i in range(len(axes))])
-                for axes, own in outputs.items()
-            ]
-        return self._groups[names]
-
-    def _parts(self, names: tuple[str, ...], outputs: Sequence[int], number: int) -> list[Part]:
-        """Return the slices of levels of arrays that give these output rows from one time axis."""
-        pairs: dict[Field, list[tuple[int, int]]] = {}
-        for output in outputs:
-            _, field, position = self._locations[names[output]][number]
-            pairs.setdefault(field, []).append((position, output))
-        return [part for field, own in pairs.items() for part in _level_slices(field, own)]
+        if axes not in self._located:
+            owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
+            for number, axis in enumerate(axes):
+                dates, first = np.unique(self._axes[axis], return_index=True)
+                dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
+                at = np.searchsorted(self.times, dates)
+                free = owners[at] < 0
+                owners[at[free]], rows[at[free]] = number, first[free]
+            self._located[axes] = owners, rows
+        return self._located[axes]
 
 
-def _part_tasks(part: Part, first: int, out: np.ndarray) -> Iterator[Task]:
-    """Yield calls that fill the part's rows of `out` (n, V, H, W) from row `first` of its time axis on."""
-    field, levels, pairs = part
+def _field_tasks(field: Field, pairs: list[tuple[int, int]], first: int, out: np.ndarray) -> Iterator[Task]:
+    """Yield calls that fill `out` (n, V, H, W) from row `first` of the field's time axis on.
+
+    pairs: positions on the level axis and rows of `out`; chunks of levels that none needs are not read.
+    """
     if reader := find_reader(field):
-        yield from (
-            partial(reader.fill, first + date, fields[output])
-            for date, fields in enumerate(out)
-            for output, _ in pairs
-        )
-    else:
-        yield partial(_read_part, part, first, out)
+        for date, fields in enumerate(out):
+            yield from (partial(reader.fill, first + date, fields[output]) for _, output in pairs)
+        return
+    pairs = sorted(pairs)
+    chunks = np.array([position for position, _ in pairs]) // field.chunk("level")
+    for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
+        yield partial(_read_levels, field, [pairs[i] for i in near], first, out)
 
 
-def _read_part(part: Part, first: int, out: np.ndarray) -> None:
-    field, levels, pairs = part
-    block = field.read(("time", "level"), {"time": slice(first, first + len(out)), "level": levels})
-    for output, position in pairs:
-        out[:, output] = block[:, position]
-
-
-def _level_slices(field: Field, pairs: list[tuple[int, int]]) -> Iterator[Part]:
-    """Yield slices that cover the (position, output) pairs of a field, without chunks that none needs."""
-    chunk, pairs = field.chunk("level"), sorted(pairs)
-    while pairs:
-        end = 1
-        while end < len(pairs) and pairs[end][0] // chunk - pairs[end - 1][0] // chunk <= 1:
-            end += 1
-        near, pairs = pairs[:end], pairs[end:]
-        first = near[0][0]
-        yield field, slice(first, near[-1][0] + 1), [(output, position - first) for position, output in near]
+def _read_levels(field: Field, pairs: list[tuple[int, int]], first: int, out: np.ndarray) -> None:
+    lowest, dates = pairs[0][0], slice(first, first + len(out))
+    levels = slice(lowest, pairs[-1][0] + 1)
+    block = field.read(("time", "level"), {"time": dates, "level": levels})
+    for position, output in pairs:
+        out[:, output] = block[:, position - lowest]
 
 
 def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:

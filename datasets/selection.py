@@ -214,51 +214,36 @@ def read_static_field(
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
     """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart.
 
-    With interval 0 it is every date that has all variables and a whole window. Raises ConfigError if there is
-    none, or one of the dates is missing; the last day counts as far as the data go.
+    With interval 0 it is every date that has all variables and a whole window; otherwise each of the dates
+    has to have them, up to the end of the data on the last day. Raises ConfigError.
     """
     archive, key = selection.archive, "forecast.period"
     available = np.flatnonzero(archive.has(selection.variables))
     if not period:
         raise ConfigError(f"{key} = []: name the first and the last initial date; the data are {archive}")
-    if not interval_hours:
-        dates = available[np.isin(available, _inside(archive.times, key, period))]
-        if not len(dates):
-            raise ConfigError(f"{key} = {list(period)}: no date {_span(archive.times)}")
-        return _whole_windows(selection, dates, available, key)
-    first, last = _ends(key, period)
-    if is_whole_day(period[1]):
-        last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
-    times = np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(interval_hours, "h"))
-    try:
-        dates = np.array([archive.index(date) for date in times])
-    except ValueError as error:
-        raise ConfigError(f"{key} = {list(period)}: {error}") from None
-    if len(absent := dates[~np.isin(dates, available)]):
-        date = archive.times[absent[0]]
-        raise ConfigError(f"{key} = {list(period)}: {archive.path!r} has not all variables at {date}")
+    dates = available[is_inside(archive.times[available], key, period)]
+    if interval_hours:
+        first, last = (np.datetime64(end, "s") for end in parse_period(key, period) or ())
+        if is_whole_day(period[1]):
+            last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
+        times = np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(interval_hours, "h"))
+        if len(absent := np.setdiff1d(times, archive.times[available])):
+            span = f"its dates are from {archive.times[0]} to {archive.times[-1]}"
+            reason = f"{archive.path!r} has not all variables at {absent[0]}"
+            raise ConfigError(f"{key} = {list(period)}: {reason}; {span}")
+        dates = np.flatnonzero(np.isin(archive.times, times))
+    if not len(dates):
+        raise ConfigError(f"{key} = {list(period)}: no date {_span(archive.times)}")
     windows = selection.around(dates, window_steps(selection.history), available)
-    if len(cut := np.flatnonzero((windows < 0).any(axis=1))):
-        date = f"{archive.times[dates[cut[0]]]}: {_lacking_history(selection)}"
-        raise ConfigError(f"{key} = {list(period)}: no forecast can start from {date}; begin later")
-    return windows
-
-
-def _whole_windows(selection: Selection, dates: np.ndarray, available: np.ndarray, key: str) -> np.ndarray:
-    """Return (n, h) of the dates with an available window; log how many are left out."""
-    windows = selection.around(dates, window_steps(selection.history), available)
-    whole = (windows >= 0).all(axis=1)
-    if not whole.any():
-        reason = f"no forecast can start from any of its dates: {_lacking_history(selection)}"
-        raise ConfigError(f"{key}: {reason}")
-    if not whole.all():
-        logger.info("%s: %d dates left out: %s", key, (~whole).sum(), _lacking_history(selection))
-    return windows[whole]
-
-
-def _lacking_history(selection: Selection) -> str:
+    cut = (windows < 0).any(axis=1)
     number, step = selection.history, selection.step.astype("timedelta64[h]")
-    return f"the data lack some of the data.history = {number} states, {step} apart, that end there"
+    lacking = f"the data lack some of the data.history = {number} states, {step} apart, that end there"
+    if cut.all() or (interval_hours and cut.any()):
+        reason = f"no forecast can start from {archive.times[dates[cut][0]]}: {lacking}"
+        raise ConfigError(f"{key} = {list(period)}: {reason}; begin later")
+    if cut.any():
+        logger.info("%s: %d dates left out: %s", key, cut.sum(), lacking)
+    return windows[~cut]
 
 
 def _simulated_path(data: Data, variables: list[str]) -> str:
@@ -304,13 +289,6 @@ def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
 
 def _inside(times: np.ndarray, key: str, period: tuple[str, ...]) -> np.ndarray:
     return np.flatnonzero(is_inside(times, key, period)) if period else np.zeros(0, int)
-
-
-def _ends(key: str, period: tuple[str, ...]) -> tuple[np.datetime64, np.datetime64]:
-    """Return the first and the last instant of a period that is not empty."""
-    span = parse_period(key, period)
-    assert span
-    return np.datetime64(span[0], "s"), np.datetime64(span[1], "s")
 
 
 def _span(times: np.ndarray) -> str:

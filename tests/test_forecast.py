@@ -331,7 +331,7 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
     [
         (
             ["--forecast.interval_hours", "6", "--forecast.period", '["2020-01-08", "2020-01-09T00"]'],
-            "has no analysis of 2020-01-08T12:00:00; nearest: 2020-01-08T06:00:00",
+            "has not all variables at 2020-01-08T12:00:00; its dates are from",
         ),
         (
             ["--forecast.period", '["2021-01-08", "2021-01-09"]'],
