@@ -73,8 +73,12 @@ def parse(argv: list[str]) -> Namespace:
     add("--static", nargs="*", metavar="NAME", help="constant fields; default: all")
     add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
     add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
-    add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
-    add("--method", choices=("conservative", "bilinear"), default="conservative", help="of regridding")
+    add(
+        "--grid",
+        default="",
+        metavar="HxW",
+        help="regrid: 121x240 has rows on the poles, 32x64 has none",
+    )
     add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
     add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
     add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, instead of workers")
@@ -241,7 +245,7 @@ class Conversion:
 
             whole = parse_grid(options.grid)
             self.grid = whole.crop(region, "--region")[0] if region else whole
-            self.regridder = Regridder(self.archive.grid, self.grid, method=options.method)
+            self.regridder = Regridder(self.archive.grid, self.grid)
         # Of a field as it is read or as it is written.
         self.largest_field = 4 * max(math.prod(grid.shape) for grid in (self.archive.grid, self.grid))
 

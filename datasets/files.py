@@ -22,20 +22,7 @@ from datasets.options import find_position
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, open_store
 from errors import DataError
 
-DATA_FILES = (
-    ".nc",
-    ".nc4",
-    ".cdf",
-    ".netcdf",
-    ".h5",
-    ".hdf5",
-    ".he5",
-    ".grib",
-    ".grib1",
-    ".grib2",
-    ".grb",
-    ".grb2",
-)
+DATA_FILES = tuple(".nc .nc4 .cdf .netcdf .h5 .hdf5 .he5 .grib .grib1 .grib2 .grb .grb2".split())
 TRAINING_STORE = "rossby_training_store"  # attribute of the stores that datasets.convert writes
 # Lower-case names of dimensions. Other dimensions are read if they have one element or one is selected.
 ROLES = {
