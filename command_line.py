@@ -9,11 +9,11 @@ import argparse
 import dataclasses
 import difflib
 import gc
-import inspect
 import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from datetime import date, time
 from pathlib import Path
@@ -275,27 +275,14 @@ def type_name(kind: Any) -> str:
 
 
 def help_text(schema: Schema) -> str:
-    """Every key with type, default and meaning; the meaning is the comment in the source above."""
+    """Return every key with type, default and meaning."""
     lines = ["Usage: ./run_train.sh [--job.config_file FILE] [--section.key value ...]", ""]
-    for section, cls in schema.items():
+    for section in schema:
         lines.append(f"[{section}]")
-        meanings = _comments(cls)
         for key, spec in _section(schema, section, where="help").items():
             lines.append(f"  --{section}.{key}  ({type_name(spec.type)}; default {_show(spec.default)})")
-            lines.append(f"      {meanings[key]}")
+            lines.append(textwrap.indent(textwrap.fill(spec.metadata["help"], 100), 6 * " "))
     return "\n".join(lines)
-
-
-def _comments(cls: type) -> dict[str, str]:
-    """Meaning of each field: the comment after it, else the lines of comment above it."""
-    meanings, above = {}, ""
-    for line in inspect.getsource(cls).splitlines():
-        if line.strip().startswith("#"):
-            above = f"{above} {line.strip('# ')}".strip()
-        elif match := re.match(r"\s+(\w+): .*?(?:  # (.*))?$", line):
-            meanings[match[1]] = match[2] or above
-            above = ""
-    return meanings
 
 
 def _show(value: Any) -> str:

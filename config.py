@@ -1,16 +1,15 @@
-"""Every knob of Rossby: frozen, typed dataclasses, and nothing that reads or checks them.
+"""Configuration: frozen, typed dataclasses, one for each section.
 
-A value is the default below < the file a config `extends` < the config file < the command line, all read by
-command_line.py; config_checks.py refuses what cannot work together. A field's comment is its `--help`.
+A value is the default below < the file a config `extends` < the config file < the command line, which
+command_line.py reads; config_checks.py refuses combinations that cannot work.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from models.registry import MODELS
 from project_folder import in_project
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
@@ -58,358 +57,545 @@ Processes = Annotated[int, Range(0, 4_096)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # 1 would never see a gradient
 DType = Literal["float32", "bfloat16", "float16"]
-if TYPE_CHECKING:
-    ModelName = str
-else:
-    ModelName = Literal[tuple(MODELS)]
+
+
+def option(default: Any, help: str) -> Any:
+    """Return the field of a key; `help` is what --help prints: meaning, unit, meaning of the default."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Job:
-    config_file: str = DEFAULT_CONFIG  # the TOML file to run
-    dump_folder: str = ""  # the run's folder; empty: outputs/<name of config_file> in the project's folder
-    print_config: bool = False  # print the resolved configuration as TOML and end
+    config_file: str = option(DEFAULT_CONFIG, "TOML file to run.")
+    dump_folder: str = option("", "Folder of the run. Default: outputs/<name of config_file> in the project.")
+    print_config: bool = option(False, "Print the resolved configuration as TOML and exit.")
 
 
 @dataclass(frozen=True)
 class Data:
-    # "simulated" (generated on first use), or a Zarr store, NetCDF, HDF5 or GRIB file, folder, glob or URL
-    path: str = "simulated"
-    # options of the store at a URL: ["anon=true", "endpoint_url=https://host"]; secrets: in the environment
-    storage_options: tuple[str, ...] = ()
-    source: str = ""  # where these data come from, which is said where data.path cannot be read
-    variables: tuple[str, ...] = ()  # predicted, WeatherBench2 names: "geopotential:500", "2m_temperature"
-    levels: tuple[Positive, ...] = ()  # hPa; expands level variables named without one: "temperature"
-    static_variables: tuple[str, ...] = ()  # input only, constant: "land_sea_mask", "geopotential_at_surface"
-    static_path: str = ""  # a file that holds the static variables, regridded; empty: they are in data.path
-    forcings: tuple[str, ...] = ()  # input only, computed: "toa_incident_solar_radiation", "sin_local_time"
-    # which element of dimensions that analyses do not have: ["member=0", "run=2020-01-01"], a label each
-    select: tuple[str, ...] = ()
-    region: tuple[float, ...] = ()  # north, west, south, east in degrees: part of the grid; empty: all of it
-    step_hours: Hours = 6  # lead time of one step of the model
-    # states, step_hours apart, that the model sees; 2: the one before, too; input only, one is predicted
-    history: Annotated[int, Range(1, 8)] = 1
-    # first and last date, both included, a last one without an hour to its end: ["1979-01-01", "2017-12-31"]
-    train_period: tuple[str, ...] = ()
-    validation_period: tuple[str, ...] = ()  # the same; periods cannot overlap
-    # the same, never trained on nor validated on; forecast.py and evaluate.py take it by default
-    test_period: tuple[str, ...] = ()
-    grid_shape: tuple[Count, Count] = (0, 0)  # latitudes, longitudes the data must have; [0, 0]: as they are
-    # GiB up to which the fields of both periods are read once and kept in memory; inf: always
-    cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = 1.0
-    # dates that statistics are computed from, in pairs one step apart; 0: every date of the training period
-    statistics_dates: Count = 0
-    # readers of a rank: threads for converted stores and fields in memory, else processes; 0: none
-    num_workers: Processes = 0
-    prefetch_factor: Annotated[int, Range(1, 4_096)] = 2  # batches that are read ahead; of processes, by each
+    path: str = option(
+        "simulated",
+        "Zarr store, NetCDF, HDF5 or GRIB file, folder, glob or URL of analyses. "
+        '"simulated": weather that is generated on first use.',
+    )
+    storage_options: tuple[str, ...] = option(
+        (),
+        'Options of the store at a URL: ["anon=true", "endpoint_url=https://host"]. '
+        "Give secrets in the environment instead.",
+    )
+    source: str = option("", "Where the data can be obtained; printed when data.path cannot be read.")
+    variables: tuple[str, ...] = option(
+        (), 'Predicted variables, by WeatherBench2 name: ["geopotential:500", "2m_temperature"].'
+    )
+    levels: tuple[Positive, ...] = option(
+        (), 'Pressure levels in hPa of each variable that is named without one: "temperature".'
+    )
+    static_variables: tuple[str, ...] = option(
+        (), 'Constant input variables: ["land_sea_mask", "geopotential_at_surface"].'
+    )
+    static_path: str = option(
+        "", "File with the static variables, regridded to the grid of the data. Default: data.path."
+    )
+    forcings: tuple[str, ...] = option(
+        (), 'Inputs computed from date and position: ["toa_incident_solar_radiation", "sin_local_time"].'
+    )
+    select: tuple[str, ...] = option(
+        (), 'Element to read of dimensions that analyses do not have: ["member=0", "run=2020-01-01"].'
+    )
+    region: tuple[float, ...] = option(
+        (), "Part of the grid to use: [north, west, south, east] in degrees. Default: the whole grid."
+    )
+    step_hours: Hours = option(6, "Lead time of one model step in hours.")
+    history: Annotated[int, Range(1, 8)] = option(
+        1, "Number of states, step_hours apart, that the model takes as input. One is predicted."
+    )
+    train_period: tuple[str, ...] = option(
+        (),
+        'First and last date of training, both included: ["1979-01-01", "2017-12-31"]. A last date without '
+        "an hour includes that day. Default: all dates outside the other periods.",
+    )
+    validation_period: tuple[str, ...] = option((), "First and last date of validation. Default: none.")
+    test_period: tuple[str, ...] = option(
+        (),
+        "First and last date that are neither trained nor validated on; forecast.py and evaluate.py use this "
+        "period by default.",
+    )
+    grid_shape: tuple[Count, Count] = option(
+        (0, 0), "Number of latitudes and longitudes that the data must have. [0, 0]: any."
+    )
+    cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = option(
+        1.0, "Keep the fields of training and validation in memory if they take at most this many GiB."
+    )
+    statistics_dates: Count = option(
+        0, "Number of training dates that mean and deviation are computed from. 0: all."
+    )
+    num_workers: Processes = option(
+        0,
+        "Readers per rank: threads for converted stores and fields in memory, else processes. "
+        "0: read synchronously.",
+    )
+    prefetch_factor: Annotated[int, Range(1, 4_096)] = option(2, "Batches read ahead; of processes, by each.")
 
 
 @dataclass(frozen=True)
 class Model:
-    name: ModelName = "vit"  # docs/models.md; keys below say whose they are, a ViT's are a Swin's too
-    patch_size: tuple[Width, Width] = (4, 4)  # ViT: latitudes x longitudes of one token
-    dim: Width = 192  # ViT: width d of the residual stream
-    num_layers: Layers = 4  # ViT: transformer blocks
-    num_heads: Layers = 4  # ViT: attention heads; must divide dim
-    mlp_dim: Annotated[int, Range(0, 1_048_576)] = 0  # ViT: hidden width of the MLP; 0: 4 x dim
-    # Swin: rows x columns of tokens that attend to each other; half a window further on in every second block
-    window_size: tuple[Width, Width] = (4, 8)
-    # ViT: a vector a token is added, learned, of sines, or a learned sum of spherical harmonics; "rotary"
-    # turns queries and keys by row and column
-    position: Literal["learned", "sincos", "spherical", "rotary"] = "learned"
-    # ViT: of the harmonics of "spherical", the largest; 16: down to 11 degrees of latitude
-    position_degree: Annotated[int, Range(1, 64)] = 16
-    qkv_bias: bool = True  # ViT: bias in the query, key and value projection
-    qk_norm: bool = False  # ViT: normalise queries and keys per head: steadier at large learning rates
-    # ViT: fraction of samples that skip the last block; earlier blocks are skipped by fewer
-    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = 0.0
-    # ViT: kernel; "auto" measures which is fastest, "sdpa" lets torch choose, "math" is plain matmul
-    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
-        "auto"
+    name: Literal["vit", "unet", "swin"] = option(
+        "vit", "Architecture; docs/models.md. Keys of a ViT apply to a Swin transformer as well."
     )
-    width: Width = 64  # U-Net: channels at the resolution of the grid; twice as many at each coarser level
-    levels: Annotated[int, Range(1, 20)] = 4  # U-Net: how often the grid is halved
-    predict: Literal["state", "change"] = "change"  # the next state, or its scaled change over one step
-    # channels of Gaussian noise beside the input, by which members of an ensemble differ; 0: none
-    noise_dim: Annotated[int, Range(0, 4_096)] = 0
-    # ViT: "time_of_day", "day_of_year", "lead_time": what shifts and scales the norms of its blocks
-    conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = ()
-    # "dry_mass", "total_water", or predicted variables, whose global mean no step changes: outputs are
-    # shifted so that it stays; docs/losses.md
-    conserve: tuple[str, ...] = ()
+    patch_size: tuple[Width, Width] = option((4, 4), "ViT: latitudes and longitudes of the grid per token.")
+    dim: Width = option(192, "ViT: width of the residual stream.")
+    num_layers: Layers = option(4, "ViT: number of transformer blocks.")
+    num_heads: Layers = option(4, "ViT: number of attention heads; must divide dim.")
+    mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(0, "ViT: hidden width of the MLP. 0: 4 x dim.")
+    window_size: tuple[Width, Width] = option(
+        (4, 8),
+        "Swin: rows and columns of tokens in an attention window; every second block shifts it by half.",
+    )
+    position: Literal["learned", "sincos", "spherical", "rotary"] = option(
+        "learned",
+        "ViT: a learned vector per token, sines, a learned sum of spherical harmonics, or rotation of "
+        "queries and keys by row and column.",
+    )
+    position_degree: Annotated[int, Range(1, 64)] = option(
+        16, 'ViT: largest degree of the spherical harmonics of position = "spherical".'
+    )
+    qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
+    qk_norm: bool = option(
+        False, "ViT: normalize queries and keys per head, for stability at large learning rates."
+    )
+    stochastic_depth: Annotated[float, Range(0.0, 0.9)] = option(
+        0.0, "ViT: probability of skipping the last block for a sample; it grows linearly with depth."
+    )
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
+        option(
+            "auto", 'ViT: kernel. "auto": the fastest one measured; "sdpa": torch chooses; "math": matmuls.'
+        )
+    )
+    width: Width = option(
+        64, "U-Net: channels at the resolution of the grid; the number doubles at each coarser level."
+    )
+    levels: Annotated[int, Range(1, 20)] = option(4, "U-Net: number of times the grid is halved.")
+    predict: Literal["state", "change"] = option(
+        "change", "Output of the model: the next state, or its normalized change over one step."
+    )
+    noise_dim: Annotated[int, Range(0, 4_096)] = option(
+        0, "Input channels of Gaussian noise, different for each ensemble member. 0: none."
+    )
+    conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = option(
+        (), "ViT: numbers from which the scale and shift of the norms are computed (adaptive layer norm)."
+    )
+    conserve: tuple[str, ...] = option(
+        (),
+        'Quantities with a global mean that a step does not change: "dry_mass", "total_water", or predicted '
+        "variables. The output is shifted accordingly; docs/losses.md.",
+    )
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    # LAMB and LARS (of SGD) suit large batches, Muon takes the matrices of blocks; docs/optimizers.md
-    name: Literal["AdamW", "LAMB", "Muon", "SGD", "LARS"] = "AdamW"
-    lr: AboveZero = 1e-3  # peak learning rate (at lr_reference_batch_size where that is set)
-    beta1: Decay = 0.9  # AdamW (and what Muon leaves to it), LAMB: decay of the mean of gradients
-    beta2: Decay = 0.95  # the same: decay of the mean of squared gradients
-    eps: AboveZero = 1e-8  # the same: added to the root of the second moment
-    momentum: Decay = 0.9  # SGD, LARS and Muon, which is usually given 0.95
-    # of matrices (norms, biases and positions do not decay); decoupled, with SGD and LARS a part of gradients
-    weight_decay: NonNegative = 0.05
-    # LAMB, LARS: ceiling of a matrix's trust ratio, its norm over that of its step; inf: none
-    trust_ratio_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = 10.0
-    trust_coefficient: AboveZero = 1e-3  # LARS: by which trust ratios are multiplied
-    # precision of both moments of matrices between steps: 8, 4 or 2.1 bytes a parameter
-    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # update each parameter as soon as its gradient is there: less memory; no clipping, no accumulation
-    in_backward: bool = False
-    lr_scaling: Literal["linear", "sqrt"] = "linear"  # how lr grows from the reference to the global batch
-    lr_reference_batch_size: Count = 0  # batch that lr was chosen for; 0: lr is used as it stands
-    # ceiling of the scaled learning rate; inf: none
-    lr_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = math.inf
+    name: Literal["AdamW", "LAMB", "Muon", "SGD", "LARS"] = option(
+        "AdamW", "Optimizer; LAMB and LARS suit large batches. docs/optimizers.md."
+    )
+    lr: AboveZero = option(1e-3, "Peak learning rate, at lr_reference_batch_size if that is set.")
+    beta1: Decay = option(0.9, "AdamW, LAMB: decay rate of the mean of gradients.")
+    beta2: Decay = option(0.95, "AdamW, LAMB: decay rate of the mean of squared gradients.")
+    eps: AboveZero = option(1e-8, "AdamW, LAMB: number added to the root of the second moment.")
+    momentum: Decay = option(0.9, "SGD, LARS, Muon: momentum; 0.95 is usual for Muon.")
+    weight_decay: NonNegative = option(
+        0.05, "Weight decay of matrices; decoupled, but part of the gradient with SGD and LARS."
+    )
+    trust_ratio_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = option(
+        10.0, "LAMB, LARS: upper limit of the trust ratio of a matrix. inf: none."
+    )
+    trust_coefficient: AboveZero = option(1e-3, "LARS: factor of the trust ratio.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = option(
+        "float32", "AdamW: type in which the moments of matrices are stored: 8, 4 or 2.1 bytes a parameter."
+    )
+    in_backward: bool = option(
+        False, "Update each parameter as soon as its gradient is complete; no clipping, no accumulation."
+    )
+    lr_scaling: Literal["linear", "sqrt"] = option(
+        "linear", "Growth of lr from the reference batch size to the global batch size."
+    )
+    lr_reference_batch_size: Count = option(0, "Batch size that lr was chosen for. 0: lr is not scaled.")
+    lr_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = option(
+        math.inf, "Upper limit of the scaled learning rate. inf: none."
+    )
 
 
 @dataclass(frozen=True)
 class LrScheduler:
-    warmup_steps: Count = 100  # linear from 0
-    warmup_fraction: Fraction = 0.0  # of the steps, in place of warmup_steps; 0: warmup_steps
-    # to the last step; "sqrt" falls fast first and slowly in the end
-    decay_type: Literal["cosine", "linear", "sqrt", "constant"] = "cosine"
-    # of the steps, the last, in which it falls; 1: all after the warm-up; 0.2: warm-up, stable, decay
-    decay_ratio: Fraction = 1.0
-    min_lr_factor: Fraction = 0.0  # last learning rate over the peak
-    restart_steps: tuple[Positive, ...] = ()  # steps after which a new stage begins, with warm-up and decay
-    restart_lr_factors: tuple[AboveZero, ...] = ()  # peak of each later stage over the first's; []: all 1
+    warmup_steps: Count = option(100, "Steps of linear warm-up from 0.")
+    warmup_fraction: Fraction = option(
+        0.0, "Warm-up as a fraction of the steps, instead of warmup_steps. 0: use warmup_steps."
+    )
+    decay_type: Literal["cosine", "linear", "sqrt", "constant"] = option(
+        "cosine", 'Shape of the decay to the last step; "sqrt" is 1 - sqrt of the part that has passed.'
+    )
+    decay_ratio: Fraction = option(
+        1.0,
+        "Fraction of the steps, at the end, in which the learning rate decays. 1: all after warm-up.",
+    )
+    min_lr_factor: Fraction = option(0.0, "Last learning rate as a fraction of the peak.")
+    restart_steps: tuple[Positive, ...] = option((), "Steps after which warm-up and decay start again.")
+    restart_lr_factors: tuple[AboveZero, ...] = option(
+        (), "Peak learning rate after each restart over the first peak. Default: all 1."
+    )
 
 
 @dataclass(frozen=True)
 class Training:
-    steps: Positive = 1000  # optimiser steps of the run
-    seed: Annotated[int, Range(0, 10**12)] = 0  # weights and sample order are pure functions of it
-    local_batch_size: Batch = 16  # samples a rank takes through the model at once
-    # samples of an optimiser step, of all ranks; more than local_batch_size x ranks are accumulated; -1: none
-    global_batch_size: Rest = -1
-    # global batches of the stages of a run, ascending, [16, 32, 64], the last is global_batch_size: more
-    # micro-batches are accumulated; []: the same throughout
-    batch_ramp: tuple[Batch, ...] = ()
-    # first training step of each later entry of batch_ramp; []: all have equal parts of the run
-    batch_ramp_from_step: tuple[Positive, ...] = ()
-    # of averaged weights, which validation (beside the raw ones) and forecasts then use; 0: none
-    ema_decay: Decay = 0.0
-    max_norm: NonNegative = 1.0  # clip the gradient norm to this; 0: no clipping
-    mixed_precision_param: DType = "float32"  # precision of matmuls; float16 comes with a dynamic loss scaler
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"  # of gradients between ranks
-    # area-weighted mean of squared, absolute or Huber errors, or of the almost fair CRPS of the members, or
-    # the NERSC tutorial's unweighted |p-y|/|y|
-    loss: Literal["mse", "mae", "huber", "crps", "relative_l2"] = "mse"
-    # of the ensemble that each sample becomes: so many states at once for the model; above 1 with loss "crps"
-    members: Annotated[int, Range(1, 1_000)] = 1
-    # Huber: beyond it costs grow linearly; in standard deviations of what the model predicts (model.predict)
-    huber_threshold: AboveZero = 1.0
-    variable_weights: tuple[NonNegative, ...] = ()  # one number a predicted variable; empty: all 1
-    # weigh each variable by 1/(standard deviation of its change over a step)^2; with "mae" without the square
-    weight_by_change: bool = False
-    # weigh each variable on a level by its pressure over the mean of the predicted levels; others by 1
-    weight_by_pressure: bool = False
-    # of "mse" that becomes AMSE, by zonal wavenumber: amplitudes of waves cost what they lack, so that small
-    # scales stay; 1: all of it
-    spectral_fraction: Fraction = 0.0
-    # what model.conserve names, or "energy", kept by a term of the loss instead: the squared change of each
-    # global mean
-    conserve: tuple[str, ...] = ()
-    conserve_weight: AboveZero = 1.0  # times that term
-    # steps of the model in a training step, each from the last one's output; [1, 2, 4]: more as the run goes
-    # on, in stages
-    rollout_steps: tuple[Rollout, ...] = (1,)
-    # first training step of each later entry of rollout_steps; []: all have equal parts of the run
-    rollout_from_step: tuple[Positive, ...] = ()
-    # last steps of a rollout that have losses and gradients; 0: all; 1: push-forward
-    rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = 0
-    # what the loss of each step of the longest rollout, or of replay_steps, counts; []: all the same
-    rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = ()
-    # each sample is taken so many steps on from its date, one a training step, each from the model's own last
-    # forecast, kept on the host; 0: every step starts from an analysis
-    replay_steps: Annotated[int, Range(0, 1_000)] = 0
-    # states that all ranks keep for it, each taken up again after replay_capacity / global batch training
-    # steps; 0: one for each sample of the global batch
-    replay_capacity: Count = 0
-    tf32: bool = True  # TF32 matmuls where float32 is asked for (CUDA)
-    deterministic: bool = False  # refuse kernels that do not repeat to the bit
-    # save and end, to be started again, before so much time is gone: "hours:minutes:seconds"; empty: never
-    max_wall_time: str = ""
-    # skip a step whose loss lies so many robust deviations (1.4826 x median absolute deviation) above the
-    # median of the last 100; 0: skip only what is not finite
-    spike_threshold: NonNegative = 0.0
-    # bad steps among 100 that are skipped; with one more the run goes back to its last good checkpoint and
-    # takes other samples, and ends when that does not help
-    max_skipped_steps: Count = 10
+    steps: Positive = option(1000, "Optimizer steps of the run.")
+    seed: Annotated[int, Range(0, 10**12)] = option(
+        0, "Seed of initial weights and sample order, which depend on nothing else."
+    )
+    local_batch_size: Batch = option(16, "Samples of one forward and backward pass of a rank.")
+    global_batch_size: Rest = option(
+        -1,
+        "Samples of an optimizer step over all ranks; gradients of several passes are accumulated where it "
+        "exceeds local_batch_size x ranks. -1: no accumulation.",
+    )
+    batch_ramp: tuple[Batch, ...] = option(
+        (),
+        "Global batch size of each stage of the run, ascending to global_batch_size: [16, 32, 64]. "
+        "Default: one stage.",
+    )
+    batch_ramp_from_step: tuple[Positive, ...] = option(
+        (), "First step of each later stage of batch_ramp. Default: stages of equal length."
+    )
+    ema_decay: Decay = option(
+        0.0,
+        "Decay rate of an exponential moving average of the weights, which validation (with the raw weights) "
+        "and forecasts use. 0: none.",
+    )
+    max_norm: NonNegative = option(1.0, "Norm to which gradients are clipped. 0: no clipping.")
+    mixed_precision_param: DType = option(
+        "float32", "Type of parameters and matmuls in the forward pass; float16 with dynamic loss scaling."
+    )
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = option(
+        "float32", "Type in which gradients are reduced over ranks."
+    )
+    loss: Literal["mse", "mae", "huber", "crps", "relative_l2"] = option(
+        "mse",
+        "Area-weighted mean squared, absolute or Huber error, the almost fair CRPS of an ensemble, or the "
+        "unweighted |prediction - target| / |target| of the NERSC tutorial.",
+    )
+    members: Annotated[int, Range(1, 1_000)] = option(
+        1, 'Ensemble members per sample; more than 1 with loss = "crps".'
+    )
+    huber_threshold: AboveZero = option(
+        1.0, "Huber: error, in standard deviations of the output, beyond which the loss is linear."
+    )
+    variable_weights: tuple[NonNegative, ...] = option(
+        (), "Weight of each predicted variable in the loss. Default: all 1."
+    )
+    weight_by_change: bool = option(
+        False,
+        "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae, without the "
+        "square.",
+    )
+    weight_by_pressure: bool = option(
+        False, "Weight variables on levels by pressure over the mean pressure of the predicted levels."
+    )
+    spectral_fraction: Fraction = option(
+        0.0,
+        "Fraction of the mse that is replaced by AMSE, which is computed by zonal wavenumber and preserves "
+        "the amplitude of small scales.",
+    )
+    conserve: tuple[str, ...] = option(
+        (),
+        'Quantities, as model.conserve or "energy", with a squared global change that the loss includes.',
+    )
+    conserve_weight: AboveZero = option(1.0, "Factor of the term that conserve adds to the loss.")
+    rollout_steps: tuple[Rollout, ...] = option(
+        (1,),
+        "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
+        "in later stages of the run.",
+    )
+    rollout_from_step: tuple[Positive, ...] = option(
+        (), "First training step of each later stage of rollout_steps. Default: stages of equal length."
+    )
+    rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
+        0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
+    )
+    rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = option(
+        (), "Weight in the loss of each step of the longest rollout, or of replay_steps. Default: all 1."
+    )
+    replay_steps: Annotated[int, Range(0, 1_000)] = option(
+        0,
+        "Train each sample for this many consecutive steps from its date, one per training step, from the "
+        "last forecast of the model, which is kept in host memory. 0: every step starts from an analysis.",
+    )
+    replay_capacity: Count = option(
+        0, "States that all ranks keep for replay. 0: one for each sample of the global batch."
+    )
+    tf32: bool = option(True, "Allow TF32 in matmuls of float32 on CUDA.")
+    deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
+    max_wall_time: str = option(
+        "", 'Save and exit with code 75 before this time has passed: "hours:minutes:seconds". Default: never.'
+    )
+    spike_threshold: NonNegative = option(
+        0.0,
+        "Skip a step if its loss exceeds the median of the last 100 by this many robust deviations "
+        "(1.4826 x median absolute deviation). 0: skip only what is not finite.",
+    )
+    max_skipped_steps: Count = option(
+        10,
+        "Steps of the last 100 that may be skipped. With one more, the run returns to its last good "
+        "checkpoint and takes other samples; it fails if that does not help.",
+    )
 
     @property
     def states_ahead(self) -> int:
-        """That a sample has after its window, a step of the model apart."""
+        """Number of states, a model step apart, that a sample has after its window."""
         return max(*self.rollout_steps, self.replay_steps, 1)
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    # "zero1" shards optimiser states over replicas; "auto" is DDP for replicas alone, else FSDP2 or HSDP
-    data_parallel: Literal["auto", "zero1"] = "auto"
-    data_parallel_replicate_degree: Ranks = 1  # copies of the model (DDP, or HSDP with shards inside each)
-    data_parallel_shard_degree: Rest = -1  # ranks that parameters are sharded over (FSDP2); -1: the rest
-    tensor_parallel_degree: Ranks = 1  # ranks that each matrix is cut over, by heads and hidden units
-    # compiled matrices overlap with the gathers around them, a part at a time (CUDA with symmetric memory)
-    enable_async_tensor_parallel: bool = False
-    context_parallel_degree: Ranks = 1  # ranks that the tokens of a sample are dealt out to
-    # rows x columns of tiles that the grid of a U-Net is cut into, one a rank
-    domain_parallel_tiles: tuple[Ranks, Ranks] = (1, 1)
-    # how attention sees all tokens: exchange heads, gather keys, or pass keys round
-    context_parallel_method: Literal["ulysses", "all_gather", "ring"] = "ulysses"
-    pipeline_parallel_degree: Ranks = 1  # ranks that the blocks are dealt out over
-    # order of forward and backward of micro-batches; the last three have two stages a rank
+    data_parallel: Literal["auto", "zero1"] = option(
+        "auto",
+        '"auto": DDP for replicas alone, else FSDP2 or HSDP. "zero1": shard the optimizer over replicas.',
+    )
+    data_parallel_replicate_degree: Ranks = option(
+        1, "Copies of the model (DDP, or HSDP with shards in each copy)."
+    )
+    data_parallel_shard_degree: Rest = option(
+        -1, "Ranks over which parameters are sharded (FSDP2). -1: all that remain."
+    )
+    tensor_parallel_degree: Ranks = option(
+        1, "Ranks over which each matrix is sharded, by heads and hidden units."
+    )
+    enable_async_tensor_parallel: bool = option(
+        False, "Overlap tensor-parallel communication with matmuls; needs compile and CUDA symmetric memory."
+    )
+    context_parallel_degree: Ranks = option(1, "Ranks over which the tokens of a sample are sharded.")
+    domain_parallel_tiles: tuple[Ranks, Ranks] = option(
+        (1, 1), "U-Net: rows and columns of tiles of the grid, one per rank."
+    )
+    context_parallel_method: Literal["ulysses", "all_gather", "ring"] = option(
+        "ulysses",
+        "How attention sees all tokens: exchange heads, gather keys and values, or circulate them.",
+    )
+    pipeline_parallel_degree: Ranks = option(1, "Ranks over which the blocks are distributed.")
     pipeline_parallel_schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"
-    ] = "1F1B"
-    pipeline_parallel_microbatch_size: Batch = 1  # samples that pass through the pipeline at once
-    pipeline_parallel_splits: tuple[Positive, ...] = ()  # first block of each later stage; []: by FLOPs
-    # free the gathered parameters of a block after its forward: "always" (ZeRO-3), "never" (ZeRO-2),
-    # "default": of all blocks but the last
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    cpu_offload: bool = False  # parameters, gradients and optimiser states live in host memory (FSDP2)
-    # axes from the slowest to the fastest varying rank number: the last are neighbours in a node
-    axis_order: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    ] = option(
+        "1F1B",
+        "Order of forward and backward passes; the last three have two stages per rank.",
+    )
+    pipeline_parallel_microbatch_size: Batch = option(1, "Samples of a micro-batch of the pipeline.")
+    pipeline_parallel_splits: tuple[Positive, ...] = option(
+        (), "First block of each later stage of the pipeline. Default: stages of equal FLOPs."
+    )
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = option(
+        "default",
+        'Free the parameters of a block after its forward pass: "always" (ZeRO-3), "never" (ZeRO-2), '
+        '"default": all blocks but the last.',
+    )
+    cpu_offload: bool = option(
+        False, "Keep parameters, gradients and optimizer states in host memory (FSDP2)."
+    )
+    axis_order: tuple[str, ...] = option(
+        ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+        "Axes of the mesh; ranks that are neighbours on the last axis are neighbours in a node.",
+    )
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    # "full" recomputes blocks, "selective" all but matmuls and attention, "every_n_blocks" keeps every n-th
-    # input
-    mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = "none"
-    every_n_blocks: Positive = 7  # blocks recomputed as one
-    memory_budget: Annotated[float, Range(0.0, 1.0)] = 0.5  # fraction of activations kept (needs compile)
+    mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = option(
+        "none",
+        'Activations recomputed in the backward pass: "full": whole blocks; "selective": all but matmuls and '
+        'attention; "every_n_blocks": several blocks as one; "memory_budget": as the compiler chooses.',
+    )
+    every_n_blocks: Positive = option(7, "Blocks that every_n_blocks recomputes as one.")
+    memory_budget: Annotated[float, Range(0.0, 1.0)] = option(
+        0.5, "Fraction of the activations that memory_budget keeps."
+    )
 
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = False  # torch.compile of each block, one compilation for all of one shape
-    # record each block's kernels and start them together, for steps too short for the host to keep up with;
-    # on one CUDA device, or replicas of it
-    cuda_graphs: bool = False
+    enable: bool = option(False, "Compile each block (torch.compile); blocks of one shape share the result.")
+    cuda_graphs: bool = option(
+        False,
+        "Record each block as a CUDA graph, for steps limited by the host; without sharding.",
+    )
 
 
 @dataclass(frozen=True)
 class Float8:
-    enable: bool = False  # matrices of a ViT's blocks multiply in float8 (torchao)
-    # scales a tensor, or a row (finer, slower); "gw_hp": weight gradients in high precision; "auto": for each
-    # shape of matrix what is measured to be fastest here, float8 or not
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"] = "tensorwise"
-    filter_min_features: Count = 0  # matrices with fewer features, in or out, stay as they are
-    emulate: bool = False  # round to float8, multiply in high precision: its numbers on any device, slowly
-    enable_fsdp_float8_all_gather: bool = False  # FSDP gathers weights in float8; needs "tensorwise"
+    enable: bool = option(False, "ViT: multiply the matrices of the blocks in float8 (torchao).")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"] = option(
+        "tensorwise",
+        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision; "auto": the '
+        "fastest by measurement for each shape of matrix, float8 or not.",
+    )
+    filter_min_features: Count = option(
+        0, "Matrices with fewer input or output features than this are not converted."
+    )
+    emulate: bool = option(
+        False, "Round to float8 and multiply in high precision: the same numbers on any device, slowly."
+    )
+    enable_fsdp_float8_all_gather: bool = option(
+        False, 'Gather weights of FSDP in float8; needs recipe = "tensorwise".'
+    )
 
 
 @dataclass(frozen=True)
 class Lora:
-    # a ViT's weights stay as checkpoint.initial_load_path has them, and low-rank adapters beside the matrices
-    # of its blocks train (Hu et al. 2021); docs/adapters.md
-    enable: bool = False
-    rank: Annotated[int, Range(1, 1_024)] = 8  # r of the two matrices, (r, in) and (out, r), of an adapter
-    alpha: AboveZero = 16.0  # adapters are multiplied by alpha / rank
-    # what the adapted matrices rest in: float32, or 2 or 1 bytes a weight (torchao's int8, a scale a row)
-    base_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # what trains beside the adapters; new input variables need "patch_embedding", new predicted ones "head"
-    also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = ()
+    enable: bool = option(
+        False,
+        "ViT: train low-rank adapters (Hu et al. 2021) of the matrices of checkpoint.initial_load_path; "
+        "docs/adapters.md.",
+    )
+    rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
+    alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")
+    base_dtype: Literal["float32", "bfloat16", "int8"] = option(
+        "float32", "Type in which the adapted matrices are stored; int8 with one scale per row (torchao)."
+    )
+    also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = option(
+        (),
+        'Parts that are trained in addition; new input variables need "patch_embedding", new predicted '
+        'variables "head".',
+    )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
-    interval: Positive = 500  # steps between saves; the last step is always saved
-    interval_minutes: NonNegative = 0.0  # save after so many minutes too; 0: by steps alone
-    # "async": copy, then write in the background; "async_with_pinned_mem": copy during the next forward and
-    # backward too
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
-    keep_latest_k: Count = 5  # complete checkpoints kept; 0: all
-    # start from the weights of another run (its folder or one of its checkpoints), for fine-tuning
-    initial_load_path: str = ""
-    # score whose best checkpoint is kept in best/, for example "val/rmse/geopotential:500@24h"; empty: none
-    keep_best: str = ""
+    enable: bool = option(
+        False, "Save checkpoints, and resume from the newest complete one in the folder of the run."
+    )
+    interval: Positive = option(500, "Steps between saves; the last step is always saved.")
+    interval_minutes: NonNegative = option(0.0, "Minutes after which to save as well. 0: by steps alone.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = option(
+        "async_with_pinned_mem",
+        '"async": copy, then write in the background. "async_with_pinned_mem": copy during the next forward '
+        "and backward pass as well.",
+    )
+    keep_latest_k: Count = option(5, "Complete checkpoints to keep. 0: all.")
+    initial_load_path: str = option(
+        "", "Run or checkpoint of which the weights are loaded at the first start, for fine-tuning."
+    )
+    keep_best: str = option(
+        "",
+        'Score of which the best checkpoint is kept in best/: "val/rmse/geopotential:500@24h".',
+    )
 
 
 @dataclass(frozen=True)
 class Validation:
-    enable: bool = True  # score every date of data.validation_period
-    interval: Count = 0  # steps between validations; 0: only after the last step
-    lead_hours: tuple[Hours, ...] = (6, 24)  # lead times scored, in hours; multiples of data.step_hours
-    local_batch_size: Batch = 16  # initial dates, with all members, a rank takes through the model at once
-    # of the ensemble that starts from each date, with training.loss "crps"; 0: training.members
-    members: Annotated[int, Range(0, 1_000)] = 0
-    # loss curve, error against lead time, maps and spectra into plots/ after the last step and, where metrics
-    # go to TensorBoard, W&B or MLflow, into these at every validation
-    plots: bool = True
-    # what maps and plots of evaluate.py show, "geopotential:500", "wind_vector"; empty: a customary choice
-    plot_variables: tuple[str, ...] = ()
-    # end the run after so many validations in a row without a better checkpoint.keep_best; 0: never
-    early_stop_patience: Count = 0
+    enable: bool = option(True, "Score forecasts from every date of data.validation_period.")
+    interval: Count = option(0, "Steps between validations. 0: after the last step only.")
+    lead_hours: tuple[Hours, ...] = option(
+        (6, 24), "Lead times in hours that are scored; multiples of data.step_hours."
+    )
+    local_batch_size: Batch = option(
+        16, "Initial dates, with all members, of one forward pass of a rank in validations."
+    )
+    members: Annotated[int, Range(0, 1_000)] = option(
+        0, 'Ensemble members of validation with training.loss = "crps". 0: training.members.'
+    )
+    plots: bool = option(
+        True,
+        "Write plots of loss, errors, maps and spectra to plots/ after the last step, and to TensorBoard, "
+        "W&B or MLflow at every validation.",
+    )
+    plot_variables: tuple[str, ...] = option(
+        (), 'Variables of maps and of the plots of evaluate.py: ["geopotential:500", "wind_vector"].'
+    )
+    early_stop_patience: Count = option(
+        0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
+    )
 
 
 @dataclass(frozen=True)
 class Metrics:
-    log_freq: Positive = 10  # steps between log lines
-    enable_tensorboard: bool = True  # scalars into tensorboard/
-    # Weights & Biases (an extra), offline in wandb/ of the run's folder unless WANDB_MODE says otherwise
-    enable_wandb: bool = False
-    # MLflow (an extra), files in mlflow/ of the run's folder unless MLFLOW_TRACKING_URI says otherwise
-    enable_mlflow: bool = False
-    # where the first rank of each host answers Prometheus (an extra); 0: nowhere
-    prometheus_port: Annotated[int, Range(0, 65_535)] = 0
-    prometheus_address: str = "127.0.0.1"  # of the interface that it listens on; "0.0.0.0": all of them
-    peak_tflops: NonNegative = 0.0  # dense bf16 peak a device for MFU; 0: known GPUs by name, else no MFU
+    log_freq: Positive = option(10, "Steps between log lines.")
+    enable_tensorboard: bool = option(True, "Write metrics to tensorboard/ in the folder of the run.")
+    enable_wandb: bool = option(
+        False, "Log to Weights & Biases (extra wandb); offline unless WANDB_MODE is set."
+    )
+    enable_mlflow: bool = option(
+        False, "Log to MLflow (extra mlflow); to files in mlflow/ unless MLFLOW_TRACKING_URI is set."
+    )
+    prometheus_port: Annotated[int, Range(0, 65_535)] = option(
+        0, "Port where the first rank of each host serves metrics to Prometheus (an extra). 0: none."
+    )
+    prometheus_address: str = option(
+        "127.0.0.1", 'Address on which prometheus_port listens; "0.0.0.0": all interfaces.'
+    )
+    peak_tflops: NonNegative = option(
+        0.0, "Dense bf16 peak of a device in TFLOP/s, for MFU. 0: by name of known GPUs, else no MFU."
+    )
 
 
 @dataclass(frozen=True)
 class Profiling:
-    enable_profiling: bool = False  # write torch profiler traces (Chrome, Perfetto) into traces/
-    profile_freq: Positive = 100  # steps between traces
-    profile_steps: Positive = 3  # steps in a trace
-    with_stack: bool = False  # the lines of Python that called each operator, too; traced steps take longer
-    with_memory: bool = False  # each allocation in the traces, too: traces.inspect_trace adds them up by part
-    enable_memory_snapshot: bool = False  # CUDA allocator snapshots beside the traces
+    enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
+    profile_freq: Positive = option(100, "Steps between traces.")
+    profile_steps: Positive = option(3, "Steps in a trace.")
+    with_stack: bool = option(False, "Record the Python stack of each operator; slows the traced steps.")
+    with_memory: bool = option(
+        False, "Record allocations; traces.inspect_trace sums them by part of the step."
+    )
+    enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator with the traces.")
 
 
 @dataclass(frozen=True)
 class Comm:
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
-    # a rank that is not heard of, or does not get on, for so many seconds ends the run: before the end of the
-    # first step, in validations, in saves and at the end
-    timeout_seconds: Seconds = 600
-    train_timeout_seconds: Seconds = 100  # the same in all later steps, when everything is compiled
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "Backend; auto: nccl with GPUs, else gloo.")
+    timeout_seconds: Seconds = option(
+        600,
+        "End the run if a rank makes no progress for this long before the end of the first step, in "
+        "validations, in saves and at the end.",
+    )
+    train_timeout_seconds: Seconds = option(100, "The same limit for all later training steps.")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    path: str = ""  # the Zarr store to write; empty: forecast.zarr in the run's folder
-    # checkpoint, or folder of a run, to forecast from; empty: the newest of job.dump_folder
-    checkpoint: str = ""
-    averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
-    # first and last initial date, both included; empty: data.test_period, else data.validation_period
-    period: tuple[str, ...] = ()
-    # hours between initial dates, all of which must be in the data; 0: every date
-    interval_hours: Annotated[int, Range(0, 100_000)] = 0
-    num_steps: Steps = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
-    include_initial_state: bool = False  # write the lead of 0 h too
-    local_batch_size: Batch = 8  # states (dates x members) a rank takes through the model at once
-    num_members: Layers = 1  # members of an ensemble; the first starts from the analysis itself
-    # how far the other members start from the analysis, in standard deviations of a variable's change a step;
-    # -1: 0.2, or 0 where the model has noise (model.noise_dim)
-    perturbation: Annotated[float, Range(-1.0, LARGEST)] = -1.0
-    # perturbations, and a model's noise, are a function of (seed, date, member)
-    seed: Annotated[int, Range(0, 10**12)] = 0
+    path: str = option("", "Zarr store to write. Default: forecast.zarr in the folder of the run.")
+    checkpoint: str = option(
+        "", "Checkpoint, or folder of a run, to use. Default: the newest checkpoint of job.dump_folder."
+    )
+    averaged_weights: bool = option(
+        True, "Use the weights averaged by training.ema_decay if the checkpoint has them."
+    )
+    period: tuple[str, ...] = option(
+        (),
+        "First and last initial date, both included. Default: data.test_period, else data.validation_period.",
+    )
+    interval_hours: Annotated[int, Range(0, 100_000)] = option(
+        0, "Hours between initial dates, all of which must be in the data. 0: every date."
+    )
+    num_steps: Steps = option(
+        40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
+    )
+    include_initial_state: bool = option(False, "Write the analysis at lead time 0 as well.")
+    local_batch_size: Batch = option(8, "States (dates x members) of one forward pass of a rank.")
+    num_members: Layers = option(1, "Ensemble members; the first one starts from the analysis itself.")
+    perturbation: Annotated[float, Range(-1.0, LARGEST)] = option(
+        -1.0,
+        "Perturbation of the initial state of the other members, in standard deviations of the change of a "
+        "variable over a step. -1: 0.2, or 0 if the model has noise.",
+    )
+    seed: Annotated[int, Range(0, 10**12)] = option(
+        0, "Seed of perturbations and noise, which depend on seed, date and member only."
+    )
 
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    # replicas (runs of their own) average gradients and may leave and rejoin (torchft, an extra)
-    enable: bool = False
-    replica_id: Count = 0  # which replica this run is, from 0; it writes into replica-<id> of job.dump_folder
-    group_size: Ranks = 1  # replicas that the global batch is dealt out to when all are there
-    min_replica_size: Ranks = 1  # replicas without which no step is taken
-    lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
-    # steps after which ranks compare the weights that they should hold alike, as before every save; 0: never
-    fingerprint_steps: Count = 100
+    enable: bool = option(False, "Average gradients over runs that may leave and rejoin (torchft, an extra).")
+    replica_id: Count = option(0, "Number of this run among them, from 0.")
+    group_size: Ranks = option(1, "Runs that share the global batch.")
+    min_replica_size: Ranks = option(1, "Runs without which no step is taken.")
+    lighthouse: str = option("", "http://host:port of torchft's lighthouse. Default: TORCHFT_LIGHTHOUSE.")
+    fingerprint_steps: Count = option(
+        100, "Steps between comparisons of the weights that ranks hold in common. 0: never."
+    )
 
 
 @dataclass(frozen=True)

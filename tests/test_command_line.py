@@ -82,7 +82,7 @@ def test_help_names_every_key_with_type_default_and_meaning() -> None:
         for field in dataclasses.fields(cls):
             i = next(i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ("))
             assert "; default " in lines[i]
-            assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no comment in config.py"
+            assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no help text"
 
 
 def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

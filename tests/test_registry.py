@@ -5,7 +5,7 @@ refused in one line.
 import subprocess
 import sys
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -77,6 +77,11 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
     )
     with pytest.raises(ConfigError, match=message):
         check(config)
+
+
+def test_the_configuration_knows_every_registered_model() -> None:
+    """config.py lists the names itself: help needs no model."""
+    assert set(get_args(get_type_hints(Model)["name"])) == set(MODELS)
 
 
 def test_a_configuration_is_read_without_torch() -> None:
