@@ -143,6 +143,7 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
 REMOVED: dict[str, tuple[Any, str]] = {
     "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
     "data.disk_cache_gib": (100.0, "convert the data to a local store with python -m datasets.convert"),
+    "data.prefetch_factor": (2, "raise data.num_workers where the loop waits for data"),
 }
 
 

@@ -134,7 +134,6 @@ class Data:
         "Readers per rank: threads for converted stores and fields in memory, else processes. "
         "0: read synchronously.",
     )
-    prefetch_factor: Annotated[int, Range(1, 4_096)] = option(2, "Batches read ahead; of processes, by each.")
 
 
 @dataclass(frozen=True)

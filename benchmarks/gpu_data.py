@@ -39,7 +39,7 @@ def time_loader(session: Session, folder: Path) -> None:
     alone = [dataset.__getitems__([i])[0].nbytes / timed for i, timed in read_alone(dataset)]
     session.add("reading in one process", statistics.median(alone) / 1e9, "GB/s")
     sampler = TrainSampler(len(dataset), 0, BATCH, 1, 0, 1)
-    batches = TrainLoader(dataset, sampler, sizes.workers, 2, pin=session.device.type == "cuda").iterate(0)
+    batches = TrainLoader(dataset, sampler, sizes.workers, pin=session.device.type == "cuda").iterate(0)
     for _ in range(max(sizes.workers, 1)):
         next(batches)  # until all workers are there
     started, size = time.perf_counter(), 0

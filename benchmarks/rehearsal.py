@@ -200,7 +200,7 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
     keys += ["--checkpoint.interval", str(SAVED_EVERY), "--metrics.log_freq", "1"]
     keys += ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "3"]
     keys += ["--profiling.profile_steps", "1", "--validation.interval", "0"]
-    keys += ["--data.num_workers", "1", "--data.prefetch_factor", "1"]  # of the host's memory, too, a part
+    keys += ["--data.num_workers", "1"]  # of the host's memory, too, a part
     python = [sys.executable]
     ranks = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 

@@ -20,6 +20,7 @@ from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasets.field_dataset import FieldDataset
+from datasets.options import PREFETCH
 from datasets.threaded_loader import ThreadedLoader
 from errors import UserError
 
@@ -90,11 +91,9 @@ Loader = ThreadedLoader | StatefulDataLoader
 class TrainLoader:
     """Endless batches from any sample on. Its state is a number of samples: resuming needs no replay."""
 
-    def __init__(
-        self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, prefetch: int, pin: bool
-    ) -> None:
+    def __init__(self, dataset: FieldDataset, sampler: TrainSampler, num_workers: int, pin: bool) -> None:
         self.dataset, self.sampler = dataset, sampler
-        self.build = partial(build_loader, num_workers=num_workers, prefetch=prefetch, pin=pin)
+        self.build = partial(build_loader, num_workers=num_workers, pin=pin)
         self.loader, self.num_dates = None, 0
 
     def iterate(
@@ -117,7 +116,7 @@ def build_loader(
     dataset: FieldDataset,
     sampler: Sampler[list[int]],
     num_workers: int = 0,
-    prefetch: int = 2,
+    prefetch: int = PREFETCH,
     pin: bool = False,
 ) -> Loader:
     """Return a loader of whole batches: by threads if they read side by side, else by processes.

@@ -12,6 +12,7 @@ import tomli
 
 from errors import SECRET_NAME, ConfigError, refuse
 
+PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
 SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
 INSTEAD = "the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or a credentials file"
 Region = Sequence[float]  # north, west, south, east in degrees; empty: all

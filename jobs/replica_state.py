@@ -61,7 +61,7 @@ def settings_of_replicas(config: Config, num_ranks: int) -> dict[str, Any]:
     sections = ("data", "model", "optimizer", "lr_scheduler", "training", "parallelism", "float8", "lora")
     own = {"data.path", "data.source", "data.static_path", "data.cache_gib", "data.num_workers"}
     own |= {"data.storage_options"}
-    own |= {"data.prefetch_factor", "training.max_wall_time"}
+    own |= {"training.max_wall_time"}
     values = {
         f"{section}.{key}": value
         for section in sections

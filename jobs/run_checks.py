@@ -17,7 +17,7 @@ import torch
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Checkpoint, Config
-from datasets.options import parse_period
+from datasets.options import PREFETCH, parse_period
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, open_selection
 from jobs.host_memory import host_memory
@@ -199,7 +199,7 @@ def loader_bytes(config: Config, selection: Selection) -> int:
         return 0
     states = data.history + max(training.rollout_steps)
     batch = FLOAT32 * training.local_batch_size * states * state_values(selection)
-    return local_ranks()[1] * data.num_workers * data.prefetch_factor * batch
+    return local_ranks()[1] * data.num_workers * PREFETCH * batch
 
 
 def state_values(selection: Selection) -> int:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from config import Config, Model, Optimizer
+from datasets.options import PREFETCH
 from errors import ConfigError
 from models.condition_numbers import num_channels, num_features
 from models.registry import MODELS
@@ -197,7 +198,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         rollout_steps=rollouts.longest,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
-        batches_ahead=config.data.prefetch_factor + 1 if config.data.num_workers else 1,
+        batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
         arrays=len({name.partition(":")[0] for name in config.data.variables}),
     )
 

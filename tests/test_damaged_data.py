@@ -120,7 +120,7 @@ def test_a_loader_says_it_in_one_line_too(tmp_path, codec, workers):
     damage(store(tmp_path / "data.zarr", codec))
     archive = open_archive(str(tmp_path / "data.zarr"))
     samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
-    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), workers, 2, pin=False)
+    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), workers, pin=False)
     with pytest.raises(DataError) as error:
         for _, _ in zip(range(5), loader.iterate(0), strict=False):
             pass
@@ -178,7 +178,7 @@ def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
     samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
 
     def batches() -> list[torch.Tensor]:
-        loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, 2, pin=False)
+        loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, pin=False)
         return [fields for _, (fields, _) in zip(range(5), loader.iterate(0), strict=False)]
 
     expected = batches()

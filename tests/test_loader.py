@@ -72,7 +72,7 @@ def test_memory_archive_reads_the_same(archive):
 
 def first_batches(source, num_workers: int, step: int, count: int) -> list[torch.Tensor]:
     sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
-    loader = TrainLoader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers, 2, pin=False)
+    loader = TrainLoader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers, pin=False)
     batches = loader.iterate(2 * step)
     return [next(batches)[1] for _ in range(count)]
 

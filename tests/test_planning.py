@@ -244,9 +244,9 @@ def test_batches_on_their_way_count_where_they_are():
     """Two states of a sample in float32, as they are read; a GPU has two batches more than it computes on."""
     from training.batches import COPIES_AHEAD as TAKEN
 
-    work = workload(**{"data.num_workers": "4", "data.prefetch_factor": "3"})
+    work = workload(**{"data.num_workers": "4"})
     batch = 4 * work.local_batch * 2 * work.field_values
-    assert work.batches_ahead == 4 and memory(work).host["batches read ahead"] == 4 * batch
+    assert work.batches_ahead == 3 and memory(work).host["batches read ahead"] == 3 * batch
     ahead = work.replace(copies_ahead=COPIES_AHEAD)
     assert COPIES_AHEAD == TAKEN
     moments, more = memory(work).moments, memory(ahead).moments

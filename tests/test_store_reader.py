@@ -177,7 +177,7 @@ def test_a_foreign_store_is_read_by_processes(tmp_path):
     archive = open_archive(weatherbench(tmp_path, analyses()))
     dataset = FieldDataset(archive, NAMES, SAMPLES)
     sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
-    batches = TrainLoader(dataset, sampler, 2, 2, pin=False).iterate(0)
+    batches = TrainLoader(dataset, sampler, 2, pin=False).iterate(0)
     for _ in range(2):
         fields, times = next(batches)
         rows = np.searchsorted(archive.times.astype(int), times.numpy())
@@ -208,7 +208,7 @@ from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
 archive = open_archive(sys.argv[1])
 dataset = FieldDataset(archive, archive.variables, np.arange(5)[:, None])
-loader = TrainLoader(dataset, TrainSampler(5, 0, 1, 1, 0, 1), int(sys.argv[2]), 2, False)
+loader = TrainLoader(dataset, TrainSampler(5, 0, 1, 1, 0, 1), int(sys.argv[2]), False)
 batches = loader.iterate(0, num_dates=1)
 print(len([next(batches) for _ in range(10)]))
 """

@@ -45,7 +45,7 @@ def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> 
 def data(timeline: Timeline) -> Loss:
     """The loop waits for a batch."""
     who = "the loader's threads or processes are slower than the step"
-    fix = "raise data.num_workers, and data.prefetch_factor where reading is uneven"
+    fix = "raise data.num_workers"
     if any("SingleProcess" in event.name for event in timeline.trace.loop_events):
         who = "the training process reads them itself (data.num_workers = 0)"
         fix = "read ahead with data.num_workers, or keep all in memory with data.cache_gib"

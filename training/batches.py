@@ -38,7 +38,7 @@ def build_batches(
     if run.replay:
         samples = one_step_samples(samples, training.replay_steps, data.history)
         order = ReplaySampler(num_places(training, global_batch.smallest), training.replay_steps, *sampler)
-    loader = TrainLoader(samples, order, data.num_workers, data.prefetch_factor, pin=device.type == "cuda")
+    loader = TrainLoader(samples, order, data.num_workers, pin=device.type == "cuda")
     rollouts = Rollouts.of(training)
     start = (rollouts, data.history, run.replay)
     return Batches(loader, run.progress, device, global_batch, *start, frozen=config.lora.enable)
