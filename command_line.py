@@ -23,7 +23,6 @@ import tomli
 import tomli_w
 
 from config import DEFAULT_CONFIG, MOST, SECTIONS, Config, Range
-from config_checks import check
 from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
 from project_folder import PATHS, PROJECT, for_a_file, in_project
 
@@ -294,11 +293,11 @@ def _show(value: Any) -> str:
 # -- the configuration that a verb runs -----------------------------------------------------------------
 
 
-def load_config(argv: list[str], checked: bool = True) -> Config:
-    """The configuration that `argv` (without the program's name) asks for. Raises ConfigError.
+def load_config(argv: list[str]) -> Config:
+    """Return the configuration that `argv` (without the program's name) asks for. Raises ConfigError.
 
-    Its relative paths begin at the current folder, wherever they come from.
-    checked: that its settings can work together, on the ranks that the environment names.
+    Its relative paths begin at the current folder. Combinations are not checked here, but by
+    training/config_checks.py.
     """
     overrides = parse_command_line(argv, SECTIONS)
     config_file = overrides.get("job", {}).get("config_file", in_project(DEFAULT_CONFIG))
@@ -308,10 +307,7 @@ def load_config(argv: list[str], checked: bool = True) -> Config:
         raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
     values = merge(file, overrides)
     config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
-    config = dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
-    if checked:
-        check(config)
-    return config
+    return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
 
 
 def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
@@ -380,24 +376,31 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
         raise ConfigError(str(error).replace("argument ", "")) from error
 
 
-def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config:
-    """Answers --help and --job.print_config, or gives the checked configuration. Raises ConfigError."""
+def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | None) -> Config:
+    """Answer --help and --job.print_config, or return the configuration. Raises ConfigError.
+
+    check: raises ConfigError for a configuration that cannot work; None: it depends on what is known later.
+    """
     if not gc.isenabled():
-        gc.freeze()  # what is imported stays: no later search looks through it, nor the one at the end
+        gc.freeze()  # objects of imported modules stay: no later collection looks through them
         gc.enable()
     if {"--help", "-h"} & set(argv):
         print(f"{doc}\n{help_text(SECTIONS)}")
         sys.exit(0)
-    config = load_config(argv, checked)
+    config = load_config(argv)
+    if check:
+        check(config)
     if config.job.print_config:
         print(to_toml(config), end="")
         sys.exit(0)
     return config
 
 
-def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None, checked: bool = True) -> None:
-    """Before a verb imports torch, which takes seconds: ends the program for help and for a misspelt key."""
+def answer_early(
+    doc: str | None, check: Callable[[Config], None] | None, own: argparse.ArgumentParser | None = None
+) -> None:
+    """Answer help and bad input before an entry point imports torch, which takes seconds."""
     end_when_interrupted()
     with one_line_errors():
-        start(split_options(sys.argv[1:], own or own_options())[1], doc, checked)
+        start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
     gc.disable()  # until `start` in main: imports make objects by the million and no garbage

@@ -1,7 +1,7 @@
 """Configuration: frozen, typed dataclasses, one for each section.
 
 A value is the default below < the file a config `extends` < the config file < the command line, which
-command_line.py reads; config_checks.py refuses combinations that cannot work.
+command_line.py reads; training/config_checks.py refuses combinations that cannot work.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from errors import refuse
 from project_folder import in_project
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
@@ -595,6 +596,20 @@ class FaultTolerance:
     fingerprint_steps: Count = option(
         100, "Steps between comparisons of the weights that ranks hold in common. 0: never."
     )
+
+
+def wall_time_seconds(text: str) -> float:
+    """Return the seconds of training.max_wall_time, inf for "". Raises ConfigError."""
+    if not text:
+        return math.inf
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        refuse("training.max_wall_time", text, "write hours:minutes:seconds, for example 11:45:00")
+    hours, minutes, seconds = map(int, parts)
+    if minutes > 59 or seconds > 59 or not hours + minutes + seconds:
+        reason = "minutes and seconds must be below 60, and the time above 0; leave it empty for no limit"
+        refuse("training.max_wall_time", text, reason)
+    return float(3600 * hours + 60 * minutes + seconds)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate
 import sys
 
 from command_line import answer_early, own_options, split_options, start
+from training.config_checks import check
 
 BASELINES = ("persistence", "damped_persistence", "climatology")
 OPTIONS = own_options(
@@ -35,7 +36,7 @@ OPTIONS = own_options(
     output="",
 )
 if __name__ == "__main__":
-    answer_early(__doc__, OPTIONS)  # before torch takes its seconds
+    answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
 import logging
 import os
@@ -358,7 +359,7 @@ def run(config: Config, options: Namespace) -> int:
 def main() -> None:
     with one_line_errors():
         options, rest = parse_options(sys.argv[1:])
-        config = start(rest)
+        config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
         code = run(config, options)
     sys.exit(code)

@@ -13,10 +13,11 @@ input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 import sys
 
 from command_line import answer_early, own_options, split_options, start, to_toml
+from training.config_checks import check
 
 OPTIONS = own_options(export="")
 if __name__ == "__main__":
-    answer_early(__doc__, OPTIONS)  # before torch takes its seconds
+    answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
 import logging
 import os
@@ -333,7 +334,7 @@ def export(config: Config, target: Path) -> None:
 def main() -> None:
     with one_line_errors():
         options, rest = split_options(sys.argv[1:], OPTIONS)
-        config = start(rest)
+        config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
         if options.export:
             export(config, Path(options.export))

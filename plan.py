@@ -37,7 +37,7 @@ OPTIONS = own_options(
     slowest=1.0,
 )
 if __name__ == "__main__":
-    answer_early(__doc__, OPTIONS, checked=False)  # on which cluster it can work is known later
+    answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
 
 import dataclasses
 import json
@@ -47,7 +47,6 @@ import time
 from typing import TYPE_CHECKING
 
 from config import Config
-from config_checks import check, check_ramp
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
@@ -58,6 +57,7 @@ from planning.report import as_json, describe, keys, layouts_table, memory_table
 from planning.scenarios import scenario_tables
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
 from planning.workload import COPIES_AHEAD, Workload, workload_of
+from training.config_checks import check, check_ramp
 
 if TYPE_CHECKING:
     from datasets.grid import Grid
@@ -76,7 +76,7 @@ def main() -> None:
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-        config = start(rest, __doc__, checked=options.layout != "auto")
+        config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:

@@ -8,9 +8,10 @@ Reads from top to bottom; what a chapter uses was made in one before it.
 import sys
 
 from command_line import answer_early, start, to_toml
+from training.config_checks import check
 
 if __name__ == "__main__":
-    answer_early(__doc__)  # help, or what is wrong with the command line, before torch takes its seconds
+    answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
 
 import gc
 import logging
@@ -208,7 +209,7 @@ def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder) -> No
 
 def main() -> None:
     with one_line_errors():
-        config = start(sys.argv[1:])
+        config = start(sys.argv[1:], __doc__, check)
         with watched(config) as watchdog:
             train(config, watchdog)
 

@@ -55,7 +55,6 @@ from benchmarks.statistics_start import VARIABLES, write_tiled
 from checkpoints.files import MANIFEST, TensorReader
 from checkpoints.save_plan import bytes_of, plan_together
 from checkpoints.writer import METADATA, Finish, Finisher, Written
-from command_line import load_config
 from config import Comm
 from datasets.archive import open_archive
 from jobs.launch import listen
@@ -67,6 +66,7 @@ from models.initialization import initial_value
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh
 from parallelisms.peer_messages import PeerUnpickler, read_plainly
+from training.config_checks import load_checked
 
 ROOT = Path(__file__).parent.parent
 SIZES = (8, 64, 512, 4096)
@@ -378,7 +378,7 @@ class LoneRank:
 @cache
 def weights() -> dict[str, tuple[int, ...]]:
     """Name -> shape of vit1b's parameters, of one block in PART: what saves cost is as much as tensors."""
-    config = load_config(["--job.config_file", str(ROOT / "train_configs/vit1b.toml")])
+    config = load_checked(["--job.config_file", str(ROOT / "train_configs/vit1b.toml")])
     model = build_model(config.model, 17, 2, config.data.grid_shape, True)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return {name: shape for name, shape in shapes.items() if number_of(name) % PART == 0}

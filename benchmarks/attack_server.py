@@ -40,6 +40,7 @@ def verbs() -> dict[str, Any]:
 def become(order: dict[str, Any], modules: dict[str, Any]) -> None:
     """This process is the verb from here on, as `python train.py ...` is."""
     from command_line import answer_early
+    from training.config_checks import check
 
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
@@ -51,7 +52,7 @@ def become(order: dict[str, Any], modules: dict[str, Any]) -> None:
     verb, arguments = order["verb"], order["arguments"]
     sys.argv = [f"{verb}.py", *arguments]
     module = modules[verb]
-    answer_early(module.__doc__, getattr(module, "OPTIONS", None), checked=verb != "plan")
+    answer_early(module.__doc__, check if verb != "plan" else None, getattr(module, "OPTIONS", None))
     module.main(arguments) if verb == "checks" else module.main()
 
 

@@ -30,9 +30,9 @@ import numpy as np
 from benchmarks.results_file import record
 from benchmarks.tiled_store import write_tiled_analyses
 from checkpoints.files import complete_steps
-from command_line import load_config
 from config import Config
 from tests.started_jobs import last_step, records
+from training.config_checks import load_checked
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [f"train_configs/{name}.toml" for name in ("vit1b", "vit1b_4096", "unet")]
@@ -184,7 +184,7 @@ def write_store(config: Config, path: Path) -> Stage:
 
 def rehearse(name: str, folder: Path) -> list[Stage]:
     """All stages of one configuration, in order."""
-    config = load_config(["--job.config_file", str(ROOT / name)])
+    config = load_checked(["--job.config_file", str(ROOT / name)])
     store, outputs = folder / "era5.zarr", folder / "run"
     keys = [
         "--job.config_file",

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
-from command_line import load_config
+from training.config_checks import load_checked
 from training.due import Rollouts
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ def runs_of(seed: int) -> list[dict]:
 
 def longer(first: str, stage: str) -> str:
     """The option that gives the first of two configurations as many passes through the model as both have."""
-    steps = load_config([f"--job.config_file={toml(first)}"]).training.steps
+    steps = load_checked([f"--job.config_file={toml(first)}"]).training.steps
     return f"--training.steps={steps + one_step_equivalents(stage)}"
 
 
@@ -77,7 +77,7 @@ def one_step_equivalents(stage: str) -> int:
     """Steps of one state each that go through the model as often as those of a stage: a rollout of R steps
     does forward R - 1 times, and then as often forward and back as it has gradients.
     """
-    training = load_config([f"--job.config_file={toml(stage)}"]).training
+    training = load_checked([f"--job.config_file={toml(stage)}"]).training
     rollouts = Rollouts.of(training)
     lengths = [rollouts.at(step) for step in range(1, training.steps + 1)]
     return round(sum((n - 1) / 3 + rollouts.with_gradients(n) for n in lengths))

@@ -28,17 +28,17 @@ from zarr.codecs import BloscCodec, BloscShuffle
 
 from benchmarks.loader import DIMS, Shape, coordinates, weather
 from benchmarks.results_file import record
-from command_line import load_config
 from datasets.archive import open_archive
 from datasets.grid import area_weights
 from datasets.statistics import Source, Statistics, read_statistics
 from datasets.variables import expand_levels
 from tests.distributed import Ranks
+from training.config_checks import load_checked
 from training.shared_statistics import load_or_count
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = 8
-VIT1B = load_config(["--job.config_file", str(ROOT / "train_configs/vit1b.toml")]).data
+VIT1B = load_checked(["--job.config_file", str(ROOT / "train_configs/vit1b.toml")]).data
 VARIABLES = expand_levels(VIT1B.variables, VIT1B.levels)
 SMALL = {
     "model": {"dim": 64, "num_layers": 1, "num_heads": 2, "mlp_dim": 128},

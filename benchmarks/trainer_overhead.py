@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
-from command_line import load_config
 from config import Config
 from datasets.selection import open_selection
 from jobs.host_memory import keep_freed_memory
 from optimizers.build import set_lr
 from parallelisms.mesh import start_ranks
 from train import train
+from training.config_checks import load_checked
 from training.gradients import clip, total_norm
 
 LOG_FREQ, LIMIT = 10, 1.01
@@ -70,7 +70,7 @@ def main() -> int:
 def configuration(folder: Path, steps: int) -> Config:
     named = MODEL | OFF | {"training.steps": str(steps), "metrics.log_freq": str(LOG_FREQ)}
     named |= {"compile.enable": "true", "job.dump_folder": str(folder)}
-    return load_config([f"--{key}={value}" for key, value in named.items()])
+    return load_checked([f"--{key}={value}" for key, value in named.items()])
 
 
 def trainer(config: Config) -> list[float]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import tomli
 
+from config import Data
+from datasets.variables import expand_levels
 from errors import SECRET_NAME, ConfigError, refuse
 
 PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
@@ -155,3 +157,36 @@ def _nested_names(value: Any) -> list[str]:
     if not isinstance(value, dict):
         return []
     return [name for key, inner in value.items() for name in [key, *_nested_names(inner)]]
+
+
+def check_data(data: Data) -> None:
+    """Raise ConfigError for settings of [data] that cannot work, whatever the data are."""
+    if not data.path:
+        refuse("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
+    if not data.variables:
+        example = '["geopotential:500", "2m_temperature"]'
+        refuse("data.variables", [], f"name what is predicted, for example {example}")
+    predicted_variables(data)
+    parse_selection(data.select)
+    parse_storage_options(data.storage_options)
+    for key in ("static_variables", "forcings"):
+        names = list(getattr(data, key))
+        if twice := [name for name in names if names.count(name) > 1]:
+            refuse(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
+    for name in data.static_variables:
+        if name in predicted_variables(data):
+            refuse("data.static_variables", name, "is in data.variables, too; remove one of them")
+    check_region("data.region", data.region)
+    names = ("train_period", "validation_period", "test_period")
+    check_disjoint({f"data.{name}": getattr(data, name) for name in names})
+    if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
+        reason = "give both numbers, or [0, 0] for the grid of the data"
+        refuse("data.grid_shape", list(data.grid_shape), reason)
+
+
+def predicted_variables(data: Data) -> list[str]:
+    """Return data.variables, each with its level: "geopotential:500". Raises ConfigError."""
+    try:
+        return expand_levels(data.variables, data.levels)
+    except ValueError as error:
+        refuse("data.variables", list(data.variables), str(error))

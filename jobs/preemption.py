@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config_checks import wall_time_seconds
+from config import wall_time_seconds
 from errors import INTERRUPTED, refuse
 from jobs.rank_tree import RankTree
 

@@ -31,7 +31,7 @@ def read(argv: list[str], doc: str | None = "") -> tuple[argparse.Namespace, lis
     own, rest = split_options(argv, OPTIONS)
     if rest and not rest[0].startswith("-"):
         rest = ["--job.config_file", *rest]
-    start(rest, doc, checked=False)  # whether it can work is the first row
+    start(rest, doc, None)  # whether it can work is the first row
     return own, rest
 
 
@@ -62,7 +62,6 @@ import torch.distributed as dist
 
 from command_line import load_config
 from config import Config
-from config_checks import check
 from datasets.selection import Selection
 from jobs import host_checks, link_checks, run_checks
 from jobs.log_setup import start_logging
@@ -74,6 +73,7 @@ from jobs.watchdog import is_lost_connection
 from parallelisms.degrees import AXES, Degrees, num_ranks, resolve_degrees
 from parallelisms.mesh import build_mesh, start_ranks
 from planning.hardware import Cluster
+from training.config_checks import check
 
 TIMEOUT = 120  # seconds that a rank waits for the others
 
@@ -81,7 +81,7 @@ TIMEOUT = 120  # seconds that a rank waits for the others
 def main(argv: list[str]) -> None:
     with one_line_errors():
         own, rest = read(argv)
-        config = load_config(rest, checked=False)
+        config = load_config(rest)
         os.environ.setdefault("NGPU", str(max(torch.cuda.device_count(), 1)))
         launch_ranks(argv)
         start_logging(is_first=False)

@@ -10,9 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from command_line import answer_early, start
+from training.config_checks import check
 
 if __name__ == "__main__":
-    answer_early(__doc__)
+    answer_early(__doc__, check)
 
 import numpy as np
 import torch
@@ -211,7 +212,7 @@ def check_tokens(config: Config, grid: Grid) -> None:
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
-        open_checked(start(argv))
+        open_checked(start(argv, __doc__, check))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command_line import OneLineParser, load_config
+from command_line import OneLineParser
 from errors import FAILED, ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, tell
 from launch import kubernetes, slurm
 from launch.options import add_common, num_ranks
+from training.config_checks import load_checked
 
 KINDS = {"slurm": slurm, "kubernetes": kubernetes}
 
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
     launcher = KINDS[kind]
     # The layout is checked on the ranks that are going to be.
     os.environ |= {"NNODES": str(options.nodes), "NGPU": str(num_ranks(options))}
-    config = load_config(arguments)
+    config = load_checked(arguments)
     path = Path(options.script or f"{Path(config.job.config_file).stem}{launcher.SUFFIX}")
     text = launcher.write(options, config, arguments)
     save(path, text)

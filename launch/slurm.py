@@ -5,12 +5,12 @@ import os
 import shlex
 from pathlib import Path
 
-from command_line import load_config
 from config import Config
 from errors import ConfigError, refuse
 from launch.forms import filled
 from launch.options import num_ranks, number, setting, word
 from project_folder import PROJECT
+from training.config_checks import load_checked
 
 SUFFIX = ".sbatch"
 SUBMIT = ("sbatch",)
@@ -133,7 +133,7 @@ def runs_of(options: argparse.Namespace, config: Config, arguments: list[str]) -
     for k, line in enumerate(lines):
         run = ["--job.dump_folder", f"{config.job_folder}/run-{k}", *shlex.split(line)]
         try:
-            load_config([*arguments, *run])
+            load_checked([*arguments, *run])
         except ConfigError as error:
             raise ConfigError(f"--sweep {options.sweep}: run {k}, {line!r}: {error}") from None
         runs.append(run)

@@ -36,6 +36,7 @@ from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from text_tables import text_table
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
+from training.config_checks import check
 from training.determinism import seed_step, set_determinism
 from training.samples import Samples
 from training.step import train_step
@@ -210,7 +211,7 @@ def parse(argv: list[str]) -> tuple[Config, Sweep]:
     own, rest = split_options(argv, OPTIONS)
     if rest and not rest[0].startswith("-"):
         rest = ["--job.config_file", *rest]
-    config = start(rest, __doc__)
+    config = start(rest, __doc__, check)
     if own.steps < FEWEST_STEPS:
         refuse("--steps", own.steps, f"at least {FEWEST_STEPS} expected")
     if not 0 < own.lowest < own.highest:

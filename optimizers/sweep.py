@@ -32,9 +32,8 @@ from typing import IO
 import torch
 
 from checkpoints.run_folder import lock_folder
-from command_line import load_config, own_options, parse_command_line, split_options, start
+from command_line import own_options, parse_command_line, split_options, start
 from config import SECTIONS, Config
-from config_checks import check_score
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
 from jobs.preemption import EXIT_SAVED, HEARD
 from jobs.start_checks import open_checked
@@ -42,6 +41,7 @@ from optimizers.search_space import MOST, Varied, combinations, name_of, parse_v
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
 from project_folder import PROJECT
+from training.config_checks import check_score, load_checked
 
 OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")
 OPTUNA = "optuna==5.0.0"  # as requirements-extras.txt has it
@@ -135,7 +135,7 @@ def build_runs(
             settings = {key: value_of(key, text) for key, text in texts.items()}
             words = [*rest, *(f"--{key}={text}" for key, text in texts.items()), f"--training.seed={seed}"]
             words.append(f"--job.dump_folder={folder}/{name_of(settings, seed)}")
-            runs.append(Run(settings, seed, words, load_config(words)))
+            runs.append(Run(settings, seed, words, load_checked(words)))
     check_runs(runs, own.score)
     return runs
 
@@ -346,7 +346,7 @@ def read_command(argv: list[str]) -> Asked:
     own, rest = split_options(argv, OPTIONS)
     if rest and not rest[0].startswith("-"):
         rest = ["--job.config_file", *rest]
-    base = start(rest, __doc__, checked=False)
+    base = start(rest, __doc__, None)
     check_base(base, own)
     check_sampler(own)
     varied = [parse_varied(text) for text in own.vary]

@@ -50,7 +50,7 @@ def first_forecast(run: Run) -> Shown:
     store = run.folder / "forecast.zarr"
     if not store.exists():
         raise DataError("no forecast.zarr in the folder; forecast.py writes one")
-    config = load_config(["--job.config_file", str(run.folder / "config.toml")], checked=False)
+    config = load_config(["--job.config_file", str(run.folder / "config.toml")])
     selection, forecast = open_without_periods(config.data, (1, 1)), open_forecast(str(store))
     truth = selection.archive
     if forecast.grid.shape != truth.grid.shape:

@@ -8,7 +8,6 @@ from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 
 from checkpoints.files import clear_leftovers
-from command_line import load_config
 from datasets.archive import open_archive
 from datasets.codecs import register_codecs
 from datasets.grid import Grid, area_weights
@@ -19,6 +18,7 @@ from jobs.start_checks import check_machine, open_checked
 from planning.clusters import load_cluster
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
+from training.config_checks import load_checked
 from verification.climatology import open_climatology
 from verification.forecast_writer import ForecastStore, StoreIndex
 from verification.report import Gate
@@ -42,7 +42,7 @@ def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, for
 def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
     """They were started until the kernel killed others."""
     monkeypatch.setenv("NGPU", "1000000")
-    config = load_config(["--job.config_file", str(write_config(tmp_path)), "--training.local_batch_size=2"])
+    config = load_checked(["--job.config_file", str(write_config(tmp_path)), "--training.local_batch_size=2"])
     with pytest.raises(ConfigError, match="NGPU = 1000000: processes on a machine of"):
         check_machine(config)
 
@@ -53,16 +53,16 @@ def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
 def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch, more):
     options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
     monkeypatch.setattr("jobs.start_checks.host_memory", lambda: 2**24)
-    open_checked(load_config(options))
+    open_checked(load_checked(options))
     with pytest.raises(ConfigError, match="GiB, and this machine has"):
-        open_checked(load_config([*options, *more.split()]))
+        open_checked(load_checked([*options, *more.split()]))
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/zero"])
 def test_a_device_is_no_configuration(path):
     """It was read until memory ran out."""
     with pytest.raises(ConfigError, match="a device or a pipe"):
-        load_config(["--job.config_file", path])
+        load_checked(["--job.config_file", path])
 
 
 def test_gates_and_regions_are_checked_before_anything_is_scored():

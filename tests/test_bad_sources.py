@@ -10,7 +10,6 @@ import pytest
 import xarray as xr
 import zarr
 
-from command_line import load_config
 from datasets import files
 from datasets.archive import open_archive
 from datasets.open_dataset import open_dataset
@@ -19,6 +18,7 @@ from errors import ConfigError, DataError
 from jobs.start_checks import open_checked
 from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
 from tests.started_jobs import write_config
+from training.config_checks import load_checked
 
 T2M, Z500 = "2m_temperature", "geopotential:500"
 
@@ -215,24 +215,24 @@ def options_of(tmp_path: Path, *options: str) -> list[str]:
 def test_a_predicted_variable_is_no_static_one(tmp_path):
     static = ["--data.static_variables", '["2m_temperature"]', "--data.variables", '["2m_temperature"]']
     with pytest.raises(ConfigError, match="data.static_variables = '2m_temperature'"):
-        load_config(options_of(tmp_path, *static))
+        load_checked(options_of(tmp_path, *static))
 
 
 def test_a_run_inside_the_store_that_it_reads_is_refused(tmp_path):
-    config = load_config(options_of(tmp_path))
+    config = load_checked(options_of(tmp_path))
     inside = ["--job.dump_folder", str(Path(config.data.path) / "run")]
     with pytest.raises(ConfigError, match="job.dump_folder .* inside the store"):
-        open_checked(load_config(options_of(tmp_path, *inside)))
+        open_checked(load_checked(options_of(tmp_path, *inside)))
 
 
 def test_overlapping_periods_name_the_day_that_they_share(tmp_path):
     periods = ["--data.train_period", '["2020-01-01", "2020-01-06"]']
     periods += ["--data.validation_period", '["2020-01-06T12", "2020-01-09"]']
     with pytest.raises(ConfigError, match="'2020-01-06' has no hour and includes that day"):
-        load_config(options_of(tmp_path, *periods))
+        load_checked(options_of(tmp_path, *periods))
     test = ["--data.test_period", '["2020-01-03", "2020-01-04"]']
     with pytest.raises(ConfigError, match="data.test_period .*overlaps data.train_period"):
-        load_config(options_of(tmp_path, "--data.train_period", '["2020-01-01", "2020-01-06"]', *test))
+        load_checked(options_of(tmp_path, "--data.train_period", '["2020-01-01", "2020-01-06"]', *test))
 
 
 def test_a_test_period_is_not_trained_on(tmp_path, truth):
@@ -247,7 +247,7 @@ test_period = ["2020-01-01", "2020-01-01"]
 patch_size = [1, 1]
 """
     (tmp_path / "a.toml").write_text(text)
-    data = load_config(["--job.config_file", str(tmp_path / "a.toml")]).data
+    data = load_checked(["--job.config_file", str(tmp_path / "a.toml")]).data
     assert open_selection(data, (1, 1), ()).train.tolist() == [1, 2]
 
 
@@ -256,10 +256,10 @@ def test_removed_keys_are_accepted_at_their_default(tmp_path):
     config = write_config(tmp_path)
     text = config.read_text()
     config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = ""\ndisk_cache_gib = 100.0\n', 1))
-    load_config(["--job.config_file", str(config)])
+    load_checked(["--job.config_file", str(config)])
     config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = "/tmp/x"\n', 1))
     with pytest.raises(ConfigError, match="data.disk_cache_path = .*removed.*datasets.convert"):
-        load_config(["--job.config_file", str(config)])
+        load_checked(["--job.config_file", str(config)])
 
 
 # -- xarray

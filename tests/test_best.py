@@ -10,9 +10,9 @@ import torch
 from checkpoints.best import Best, history, link_folder
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps, read_manifest
-from command_line import load_config
 from config import Checkpoint
 from tests.started_jobs import write_config
+from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
 VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']
@@ -95,11 +95,11 @@ def test_links_replace_what_a_kill_left_half_made(tmp_path):
 def test_what_cannot_be_judged_is_said_before_training(tmp_path, interval, options, message):
     validation = [*VALIDATION, "--validation.interval", interval]
     with pytest.raises(ValueError, match=message):
-        load_config(["--job.config_file", str(write_config(tmp_path)), *validation, *options])
+        load_checked(["--job.config_file", str(write_config(tmp_path)), *validation, *options])
 
 
 def test_a_score_of_the_validation_is_accepted(tmp_path):
     config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
     for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):
         options = ["--checkpoint.keep_best", name, "--validation.early_stop_patience", "3"]
-        load_config(["--job.config_file", config_file, *validation, *options])
+        load_checked(["--job.config_file", config_file, *validation, *options])

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import tomli
 
-from command_line import load_config, to_toml
+from command_line import to_toml
 from config import DEFAULT_CONFIG
 from datasets.selection import SIMULATED_PATH
 from project_folder import PATHS, in_project
 from tests.started_jobs import ROOT, write_config
+from training.config_checks import load_checked
 
 PERIOD = '--forecast.period ["2020-01-01","2020-01-02"]'
 
@@ -90,28 +91,28 @@ static_path = "gs://bucket/static.zarr"
 variables = ["2m_temperature"]
 """)
     argv = ["--job.config_file", "my.toml", "--forecast.checkpoint", "run"]
-    config = load_config(argv)
+    config = load_checked(argv)
     assert config.data.path == f"{ROOT}/../shared/era5.nc"
     assert config.data.static_path == "gs://bucket/static.zarr"
     assert config.dump_folder == ROOT / "runs/a" and config.forecast.checkpoint == "run"
     (elsewhere / "again.toml").write_text(to_toml(config))
     os.chdir(ROOT)
-    again = load_config(["--job.config_file", str(elsewhere / "again.toml")])
+    again = load_checked(["--job.config_file", str(elsewhere / "again.toml")])
     assert again.data.path == config.data.path and again.dump_folder == config.dump_folder
     assert again.forecast.checkpoint == str(elsewhere / "run")
 
 
 def test_what_the_project_has_is_found_from_anywhere(elsewhere: Path) -> None:
-    config = load_config([])
+    config = load_checked([])
     assert config.job.config_file == str(ROOT / DEFAULT_CONFIG) and config.data.path == "simulated"
     assert config.dump_folder == ROOT / "outputs/demo"
     assert in_project(SIMULATED_PATH) == str(ROOT / SIMULATED_PATH)
     os.chdir(ROOT)
-    assert load_config([]).dump_folder == Path("outputs/demo")
+    assert load_checked([]).dump_folder == Path("outputs/demo")
 
 
 def test_every_key_that_is_a_path_is_known() -> None:
     """By its name: one that is added later has to be listed, or to be no path."""
-    keys = [(section, key) for section, cls in vars(load_config([])).items() for key in vars(cls)]
+    keys = [(section, key) for section, cls in vars(load_checked([])).items() for key in vars(cls)]
     named = {pair for pair in keys if pair[1].split("_")[-1] in ("path", "folder", "checkpoint", "file")}
     assert named == {*PATHS, ("job", "config_file")}

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import config
-from command_line import help_text, load_config, start, to_toml
+from command_line import help_text, start, to_toml
 from tests.test_config import GOOD, ROOT, SHARD
+from training.config_checks import check, load_checked
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(args: str) -> config.Config:
-    return load_config(["--job.config_file", "good.toml", *shlex.split(args)])
+    return load_checked(["--job.config_file", "good.toml", *shlex.split(args)])
 
 
 def test_precedence(folder: Path) -> None:
@@ -37,7 +38,7 @@ def test_precedence(folder: Path) -> None:
     (folder / "sub").mkdir(exist_ok=True)
     (folder / "sub/over.toml").write_text('extends = "../base.toml"\n[training]\nsteps = 20\nseed = 2\n')
     (folder / "base.toml").write_text(GOOD + "[training]\nsteps = 10\nseed = 1\nlocal_batch_size = 4\n")
-    loaded = load_config(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
+    loaded = load_checked(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
     training = loaded.training
     assert (training.steps, training.seed, training.local_batch_size) == (30, 2, 4)
     assert loaded.model.patch_size == (2, 2) and loaded.dump_folder == ROOT / "outputs/over"
@@ -88,7 +89,7 @@ def test_help_names_every_key_with_type_default_and_meaning() -> None:
 def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--help"], ["--training.stepz", "-h"]):
         with pytest.raises(SystemExit) as end:
-            start(argv)
+            start(argv, "", check)
         assert end.value.code == 0
         assert "--optimizer.lr_max  (number above 0; default inf)" in capsys.readouterr().out
 
@@ -108,7 +109,7 @@ def test_verbs_answer_without_torch(verb: str, asked: str) -> None:
 def test_verbs_collect_garbage_again_once_all_is_imported(folder: Path) -> None:
     """`answer_early` turns it off."""
     gc.disable()
-    start(["--job.config_file=good.toml"])
+    start(["--job.config_file=good.toml"], "", check)
     assert gc.isenabled()
 
 
@@ -122,10 +123,10 @@ def test_print_config_loads_again_to_the_same(folder: Path, capsys: pytest.Captu
         "--training.variable_weights=[1,0.5,2]",
     ]
     with pytest.raises(SystemExit) as end:
-        start([*args, "--job.print_config"])
+        start([*args, "--job.print_config"], "", check)
     assert end.value.code == 0
     (folder / "resolved.toml").write_text(capsys.readouterr().out)
-    first, again = load_config(args), load_config(["--job.config_file", "resolved.toml"])
+    first, again = load_checked(args), load_checked(["--job.config_file", "resolved.toml"])
     assert dataclasses.replace(again, job=first.job) == first
     assert again.dump_folder == folder / first.dump_folder
     assert to_toml(again) == to_toml(first)
@@ -136,7 +137,7 @@ def test_every_train_config_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -
     """On the ranks that its header starts it on."""
     for name, number in re.findall(r"(NNODES|NGPU)=(\d+)", path.read_text()):
         monkeypatch.setenv(name, number)
-    loaded = load_config(["--job.config_file", str(path)])
+    loaded = load_checked(["--job.config_file", str(path)])
     assert loaded.dump_folder == ROOT / "outputs" / path.stem
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import forecast
-from command_line import load_config
 from config import Config, Model
 from datasets.conditions import Conditions
 from datasets.grid import global_grid
@@ -25,6 +24,7 @@ from tests.parity import TOLD, Layout, SmallRun, full
 from tests.started_jobs import write_config
 from tests.test_conservation import statistics, weather
 from train import train
+from training.config_checks import load_checked
 from verification.export import Description, OneStep, export_step
 from verification.rollout import model_forecast, rollout
 
@@ -159,13 +159,13 @@ def test_a_model_that_is_told_more_passes_the_checks_of_a_start():
 def test_a_run_begins_with_weights_that_were_trained_without(tmp_path, caplog):
     """And its forecasts are told the lead; a forecast by a model that is told nothing is refused."""
     plain = ["--job.config_file", str(write_config(tmp_path)), "--training.steps", "2"]
-    train(load_config([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
+    train(load_checked([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
     told = [*plain, "--job.dump_folder", str(tmp_path / "told"), "--training.rollout_steps", "[2]"]
     told += ["--model.conditions", str(list(NAMES)).replace("'", '"')]
-    train(load_config([*told, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
+    train(load_checked([*told, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
     assert "weights that are not there, initialised: modulation.hidden.bias" in caplog.text
     more = ["--forecast.num_steps", "2", "--forecast.path", str(tmp_path / "f.zarr")]
     more += ["--forecast.period", '["2020-01-07", "2020-01-07T00"]']
-    assert forecast.forecast(load_config([*told, *more])) == 0
+    assert forecast.forecast(load_checked([*told, *more])) == 0
     with pytest.raises(ConfigError, match=r"model.conditions = \[\]: .* was trained with \['time_of_day'"):
-        forecast.forecast(load_config([*told, "--model.conditions", "[]", *more]))
+        forecast.forecast(load_checked([*told, "--model.conditions", "[]", *more]))

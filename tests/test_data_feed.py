@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from command_line import load_config
 from errors import ConfigError
 from planning import data_costs
 from planning.clusters import load_cluster
@@ -14,6 +13,7 @@ from planning.data_costs import DataSet, bytes_of, load_inputs, table
 from planning.data_feed import feed_table, needs, read_rate
 from planning.workload import workload_of
 from tests.planned import ROOT
+from training.config_checks import load_checked
 
 H200, LIMIT = load_cluster("h200x64"), 64 * 11.9  # samples/s at 4,096 tokens, at the compute limit
 
@@ -21,7 +21,7 @@ H200, LIMIT = load_cluster("h200x64"), 64 * 11.9  # samples/s at 4,096 tokens, a
 @pytest.fixture
 def vit(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
-    config = load_config(["--job.config_file", str(ROOT / "train_configs/vit1b_4096.toml")])
+    config = load_checked(["--job.config_file", str(ROOT / "train_configs/vit1b_4096.toml")])
     return config, workload_of(config, 64, (1024, 2048), 17)
 
 

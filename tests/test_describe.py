@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from command_line import load_config
 from config import Data
 from datasets import convert as conversion
 from datasets import describe
@@ -18,6 +17,7 @@ from datasets.selection import open_selection
 from errors import ConfigError
 from tests.sample_archives import EXACT, NAMES, analyses, file_a_year
 from tests.test_archive import needs
+from training.config_checks import load_checked
 
 T2M = "2m_temperature"
 
@@ -43,7 +43,7 @@ def load_section(file: Path, text: str) -> Data:
         file.write_text(text)
     except OSError:  # real data lie where nothing is written
         pytest.skip(f"{file.parent} is read-only")
-    return load_config(["--job.config_file", str(file)]).data
+    return load_checked(["--job.config_file", str(file)]).data
 
 
 @pytest.mark.parametrize("layout", EXACT, ids=lambda layout: layout.__name__)

@@ -23,6 +23,7 @@ from jobs.launch import parse
 from launch.__main__ import parse as launch_options
 from tests.started_jobs import ROOT
 from tests.test_house import tracked_files
+from training.config_checks import load_checked
 
 PAGES = [
     ROOT / "README.md",
@@ -88,7 +89,7 @@ def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
     program, *rest = (DEMO if word in BEGUN else word for word in words)
     if "--launch" in rest and "--help" not in rest:
-        load_config(launch_options(rest)[2], checked=False)
+        load_config(launch_options(rest)[2])
     elif program == "sbatch":
         assert len(rest) == 1 and rest[0].endswith(".sbatch"), "a script that --launch has written"
     elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
@@ -120,7 +121,7 @@ def check_verb(script: str, arguments: list[str]) -> None:
         own, rest = OPTIONS.get(script), words
         if own:
             _, rest = split_options(words, own)
-        load_config(rest, checked=False)
+        load_config(rest)
 
 
 def check_named(script: str, words: list[str]) -> None:
@@ -202,7 +203,7 @@ def test_links_lead_to_files() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
 def test_a_configuration_says_where_its_data_come_from(path: Path) -> None:
     """In its first lines, in the README's table, and where they are not there, as in a fresh clone."""
-    config = load_config(["--job.config_file", str(path)], checked=False)
+    config = load_config(["--job.config_file", str(path)])
     readme = (ROOT / "README.md").read_text()
     (row,) = [line for line in readme.splitlines() if line.startswith("| `") and f"`{path.name}`" in line]
     if not config.data.path.startswith("../"):
@@ -211,7 +212,7 @@ def test_a_configuration_says_where_its_data_come_from(path: Path) -> None:
     gone = config.data.path.replace("../shared", "../gone")
     argv = ["--job.config_file", str(path), "--data.path", gone]
     with pytest.raises(DataError) as error:
-        open_selection(load_config(argv).data, config.model.patch_size, ())
+        open_selection(load_checked(argv).data, config.model.patch_size, ())
     assert f"cannot read '{gone}'" in str(error.value) and "github.com/" in str(error.value)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from command_line import load_config
 from datasets.grid import global_grid
 from models.build import build_model
 from parallelisms.degrees import Degrees
 from planning.dry_run import DryRun, dry_run
 from planning.workload import Workload, architecture_of, workload_of
 from tests.collective_formulas import step_collectives
+from training.config_checks import load_checked
 
 ROOT = Path(__file__).parent.parent
 GRID = (16, 32)
@@ -22,11 +22,11 @@ GRID = (16, 32)
 def run(monkeypatch: pytest.MonkeyPatch, *options: str, world: int = 8) -> DryRun:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     arguments = ["--data.forcings=[]", "--data.static_variables=[]", "--model.dim=64", "--optimizer.lr=1e-3"]
-    return dry_run(load_config([*arguments, *options]), world, global_grid(GRID), 7)
+    return dry_run(load_checked([*arguments, *options]), world, global_grid(GRID), 7)
 
 
 def total_bytes() -> int:
-    config = load_config(["--model.dim=64"])
+    config = load_checked(["--model.dim=64"])
     return sum(4 * p.numel() for p in build_model(config.model, 7, 0, GRID, True).parameters())
 
 
@@ -56,7 +56,7 @@ def test_collectives_are_those_of_the_formula(monkeypatch):
     options = ["--training.local_batch_size=2", "--training.global_batch_size=48"]
     result = run(monkeypatch, *options)
     work = Workload(
-        model=architecture_of(load_config(["--model.dim=64"]).model, GRID, 7, 7),
+        model=architecture_of(load_checked(["--model.dim=64"]).model, GRID, 7, 7),
         degrees=Degrees(dp_shard=8),
         local_batch=2,
         global_batch=48,
@@ -113,7 +113,7 @@ def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
 def test_every_optimiser_has_the_states_that_are_planned(monkeypatch, name: str):
     result = run(monkeypatch, f"--optimizer.name={name}")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    config = load_config(["--model.dim=64", "--data.forcings=[]", "--data.static_variables=[]"])
+    config = load_checked(["--model.dim=64", "--data.forcings=[]", "--data.static_variables=[]"])
     config = replace(config, optimizer=replace(config.optimizer, name=name))
     planned = workload_of(config, 8, GRID, 7).state_itemsize * result.parameters / 4
     assert result.optimizer == pytest.approx(planned, rel=1e-2)

@@ -15,7 +15,6 @@ import xarray as xr
 
 import forecast
 from checkpoints.files import step_folder
-from command_line import load_config
 from datasets.grid import area_weights, global_grid
 from errors import UserError
 from parallelisms.mesh import start_ranks
@@ -26,6 +25,7 @@ from tests.parity import Layout, SmallRun, config_of
 from tests.started_jobs import write_config
 from tests.test_rollout_training import peak_bytes
 from train import train
+from training.config_checks import load_checked
 from verification.validation_scores import ensemble_errors, spread_skill
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def options(request, tmp_path_factory) -> list[str]:
     found += ["--data.history", str(request.param)]
     found += ["--data.train_period", '["2020-01-01", "2020-01-08"]']
     found += ["--data.validation_period", '["2020-01-09", "2020-01-10"]']
-    train(load_config(found))
+    train(load_checked(found))
     return found
 
 
@@ -76,13 +76,13 @@ def records(folder: Path) -> list[dict]:
 def make_forecast(options: list[str], target: Path, *more: str) -> xr.DataArray:
     """(time, lead, number, latitude, longitude) from the dates of the validation."""
     arguments = [*options, "--forecast.path", str(target), "--forecast.num_steps", "2", *more]
-    assert forecast.forecast(load_config(arguments)) == 0
+    assert forecast.forecast(load_checked(arguments)) == 0
     return xr.open_zarr(target, decode_timedelta=True)[NAME].load()
 
 
 def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
     """The same seed, date and member have the same noise; all scores written out with loops in float64."""
-    found, history = records(run_folder(options))[-1], load_config(options).data.history
+    found, history = records(run_folder(options))[-1], load_checked(options).data.history
     members = make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
     archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].transpose(
         ..., "latitude", "longitude"
@@ -156,7 +156,7 @@ def test_a_run_goes_on_to_the_bit(options, tmp_path):
     shutil.copytree(run_folder(options), tmp_path / "run")
     shutil.rmtree(step_folder(tmp_path / "run/checkpoints", 6))
     again = [*options, "--job.dump_folder", str(tmp_path / "run")]
-    train(load_config(again))
+    train(load_checked(again))
     ours, theirs = (
         {r["step"]: r for r in records(folder)} for folder in (tmp_path / "run", run_folder(options))
     )
@@ -169,13 +169,13 @@ def test_a_run_goes_on_to_the_bit(options, tmp_path):
 
 def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, caplog):
     plain = [*options, "--training.loss", "mse", "--training.members", "1", "--model.noise_dim", "0"]
-    train(load_config([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
+    train(load_checked([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
     finer = [*options, "--job.dump_folder", str(tmp_path / "finer")]
-    train(load_config([*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
+    train(load_checked([*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
     names = [f"noise 0 over {size} points, {kept}" for size in (4, 16) for kept in ("of a step", "kept")]
     assert f"new channels, initialised: {', '.join(names)}" in caplog.text
     with pytest.raises(UserError, match=r"model.noise_dim = 2.*was trained with 4"):
-        train(load_config([*options, "--model.noise_dim", "2"]))
+        train(load_checked([*options, "--model.noise_dim", "2"]))
 
 
 PROGRAM = """
@@ -194,7 +194,7 @@ def test_an_exported_program_takes_keys(options, tmp_path, monkeypatch):
     target = tmp_path / "model.pt2"
     monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(target)])
     forecast.main()
-    history = load_config(options).data.history
+    history = load_checked(options).data.history
     np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
     command = [sys.executable, "-c", PROGRAM, str(target), str(tmp_path / "state.npy")]
     subprocess.run(command, cwd=tmp_path, check=True)
@@ -258,14 +258,14 @@ def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
 )
 def test_what_does_not_go_together(settings, message):
     with pytest.raises(UserError, match=message):
-        load_config(settings)
+        load_checked(settings)
 
 
 def test_the_best_checkpoint_may_be_that_of_the_best_crps():
     best = ["--checkpoint.enable", "true", "--validation.interval", "10", "--checkpoint.keep_best"]
-    load_config([*ENSEMBLE, *best, "val/crps/geopotential:300@24h"])
+    load_checked([*ENSEMBLE, *best, "val/crps/geopotential:300@24h"])
     with pytest.raises(UserError, match="no such score"):
-        load_config([*best, "val/crps/geopotential:300@24h"])
+        load_checked([*best, "val/crps/geopotential:300@24h"])
 
 
 # -- what they cost

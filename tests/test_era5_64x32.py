@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from command_line import load_config
 from datasets.selection import open_selection
 from planning.data_costs import bytes_of
 from tests.era5_like import write_era5_like
 from tests.s3_server import ROOT, S3Server
 from train import train
+from training.config_checks import load_checked
 
 CONFIG = ROOT / "train_configs/era5_64x32.toml"
 
@@ -30,7 +30,7 @@ def test_the_configuration_trains_and_validates(store, tmp_path):
         run = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path), "--training.steps", "2"]
         few = ["--validation.plots", "false", "--metrics.enable_tensorboard", "false"]
         few += ["--metrics.log_freq", "1"]
-        train(load_config([*run, *source, *few]))
+        train(load_checked([*run, *source, *few]))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     scores = {key: value for record in records for key, value in record.items() if key.startswith("val/")}
@@ -39,7 +39,7 @@ def test_the_configuration_trains_and_validates(store, tmp_path):
 
 def test_its_data_are_those_of_the_store(store):
     """Grid, order of dims and levels are found out; north stands first."""
-    config = load_config(["--job.config_file", str(CONFIG), "--data.path", str(store)])
+    config = load_checked(["--job.config_file", str(CONFIG), "--data.path", str(store)])
     selection = open_selection(config.data, config.model.patch_size, config.validation.lead_hours)
     assert selection.archive.grid.shape == (32, 64) and selection.archive.grid.latitude[0] > 87
     assert len(selection.variables) == 16 and len(selection.train) == 84 and len(selection.validation) == 28

@@ -17,9 +17,9 @@ import xarray as xr
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints.files import complete_steps, step_folder
-from command_line import load_config
 from tests.sample_archives import weatherbench
 from train import train
+from training.config_checks import load_checked
 
 STEPS, INTERVAL = 60, 5
 OTHERS = {1: "LAMB", 4: "Muon"}  # seed -> optimiser that is not AdamW
@@ -103,7 +103,7 @@ def test_a_ramp_goes_on_from_any_step(config_file, tmp_path):
 def run(config_file: Path, folder: Path, options: list[str]) -> None:
     try:
         train(
-            load_config(["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options])
+            load_checked(["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options])
         )
     finally:
         if dist.is_initialized():

@@ -13,9 +13,9 @@ import xarray as xr
 from safetensors import safe_open
 
 import forecast
-from command_line import load_config
 from tests.started_jobs import write_config
 from train import train
+from training.config_checks import load_checked
 
 PROGRAM = """
 import sys, numpy, torch
@@ -44,7 +44,7 @@ def options(request, tmp_path_factory) -> list[str]:
     options += UNET if request.param == "unet" else []
     options += ["--model.name", "swin", "--model.window_size", "[2,1]"] if request.param == "swin" else []
     options += HISTORY if request.param == "history" else []
-    train(load_config(options))
+    train(load_checked(options))
     return options
 
 
@@ -57,10 +57,10 @@ def test_the_program_runs_with_torch_alone_and_equals_the_forecast(options, tmp_
     export(options, tmp_path / "model.pt2", monkeypatch)
     forecasts = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4"]
     forecasts += ["--forecast.path", str(tmp_path / "forecast.zarr")]
-    assert forecast.forecast(load_config([*options, *forecasts])) == 0
+    assert forecast.forecast(load_checked([*options, *forecasts])) == 0
     name, archive = "10m_u_component_of_wind", Path(options[1]).parent / "wb.zarr"
     expected = xr.open_zarr(tmp_path / "forecast.zarr")[name].values[0]  # (4, H, W)
-    dates = ["2020-01-07T00", "2020-01-06T18"][: load_config(options).data.history]
+    dates = ["2020-01-07T00", "2020-01-06T18"][: load_checked(options).data.history]
     start = xr.open_zarr(archive)[name].sel(time=dates).values  # (h, H, W)
     np.save(tmp_path / "states.npy", np.stack([start, start + 1, start]))  # (3, h, H, W)
     names = [str(tmp_path / name) for name in ("model.pt2", "states.npy", "leads")]

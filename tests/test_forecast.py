@@ -17,7 +17,6 @@ import xarray as xr
 from torch.distributed.checkpoint import state_dict_loader
 
 import forecast
-from command_line import load_config
 from config import Model
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
@@ -26,6 +25,7 @@ from models.attention import Kernel
 from models.vit import VisionTransformer
 from tests.sample_archives import zarr_chunked
 from train import train
+from training.config_checks import load_checked
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size
 
@@ -68,7 +68,7 @@ period = ["2020-01-07", "2020-01-08T06"]
 num_steps = 5
 local_batch_size = 4
 """)
-    train(load_config(arguments(folder / "run")))
+    train(load_checked(arguments(folder / "run")))
     return folder / "run"
 
 
@@ -98,7 +98,7 @@ def arguments(run: Path, *options: str) -> list[str]:
 
 def store(run: Path, path: Path, *options: str, code: int = 0) -> xr.Dataset:
     """The forecasts of a run made in this process."""
-    assert forecast.forecast(load_config(arguments(run, "--forecast.path", str(path), *options))) == code
+    assert forecast.forecast(load_checked(arguments(run, "--forecast.path", str(path), *options))) == code
     return xr.open_zarr(path).load()
 
 
@@ -180,7 +180,7 @@ def test_raw_weights_are_validated_beside_the_averaged_ones(run: Path, tmp_path:
     scores = []
     for decay in ("0.9", "0"):
         folder = tmp_path / decay
-        train(load_config([*options, "--training.ema_decay", decay, "--job.dump_folder", str(folder)]))
+        train(load_checked([*options, "--training.ema_decay", decay, "--job.dump_folder", str(folder)]))
         scores.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
     averaged, plain = scores
     key = "geopotential:500@24h"
@@ -394,13 +394,13 @@ def test_a_forecast_takes_the_kernel_and_the_float8_recipes_of_its_run(run, tmp_
     options = [*chosen, "--float8.recipe", "auto", "--training.local_batch_size", "1"]
     folder = tmp_path / "run"
     files = ["--job.config_file", str(run.parent / "tiny.toml"), "--job.dump_folder", str(folder)]
-    train(load_config([*files, *options]))
+    train(load_checked([*files, *options]))
     kept = json.loads((folder / "attention.json").read_text())
     (folder / "attention.json").write_text(json.dumps(kept | {"backend": "math"}))
     recipes = json.loads((folder / "float8.json").read_text())["recipes"]
     recipes["blocks.1.mlp.up"] = "none"
     (folder / "float8.json").write_text(json.dumps({"recipes": recipes}))
-    config = load_config([*files, *options, "--forecast.local_batch_size", "3"])
+    config = load_checked([*files, *options, "--forecast.local_batch_size", "3"])
     model = forecast.load_forecaster(config, forecast.open_data(config)).model.parts[0]
     torch.distributed.destroy_process_group()
     assert {module.backend for module in model.modules() if isinstance(module, Kernel)} == {"math"}

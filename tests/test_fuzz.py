@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from command_line import load_config, own_options, split_options
+from command_line import own_options, split_options
 from config import SECTIONS, Range
 from errors import ConfigError, shown, without_secrets
 from plan import OPTIONS as PLAN
+from training.config_checks import load_checked
 
 LONG = "[" + ",".join(["1"] * 20_000) + "]"
 NUMBERS = ["1" + "0" * 18, "1" + "0" * 30, "-1" + "0" * 30]
@@ -65,7 +66,7 @@ def test_every_bad_value_is_one_line_and_quick():
     for key, value in CASES:
         began = time.monotonic()
         try:
-            load_config([f"--{key}={value}"])
+            load_checked([f"--{key}={value}"])
         except ConfigError as error:
             text = str(error)
             if key.partition(".")[2] not in text or len(text) > 1000 or "\n" in text:

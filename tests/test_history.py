@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import state_dict_loader
 import forecast
 from checkpoints.initial_weights import Channels
 from checkpoints.trained_weights import Trained
-from command_line import load_config
 from config import Data, Model
 from datasets.conditions import Conditions
 from datasets.field_dataset import split_sample
@@ -33,6 +32,7 @@ from tests.parity import Layout, SmallRun, difference
 from tests.sample_archives import weatherbench
 from train import train
 from training.assembly import Fields
+from training.config_checks import load_checked
 from verification.rollout import model_forecast, rollout
 
 U, V = "10m_u_component_of_wind", "10m_v_component_of_wind"
@@ -103,7 +103,7 @@ def arguments(config_file: Path, folder: Path, *options: str) -> list[str]:
 def run(config_file: Path, folder: Path, *options: str) -> dict[str, float]:
     """A training in this process; what its validation has found."""
     try:
-        train(load_config(arguments(config_file, folder, *options)))
+        train(load_checked(arguments(config_file, folder, *options)))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -118,7 +118,7 @@ def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 def make_forecasts(config_file: Path, trained, path: Path, *options: str) -> tuple[int, xr.Dataset]:
     words = arguments(config_file, trained[0], "--forecast.path", str(path), *options)
-    code = forecast.forecast(load_config(words))
+    code = forecast.forecast(load_checked(words))
     return code, xr.open_zarr(path).load()
 
 
@@ -225,7 +225,7 @@ def test_validation_scores_what_forecasts_are(config_file, trained, tmp_path) ->
 
 
 def test_members_differ_in_their_newest_state(config_file, trained) -> None:
-    config = load_config(arguments(config_file, trained[0], "--forecast.num_members", "2"))
+    config = load_checked(arguments(config_file, trained[0], "--forecast.num_members", "2"))
     selection = forecast.open_data(config)
     statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
     chosen = np.array([[7, 6], [8, 7]])
@@ -258,7 +258,7 @@ def test_a_wanted_date_without_its_past_is_named(config_file, trained, tmp_path)
 
 
 def test_no_window_in_a_period(config_file) -> None:
-    data = load_config(arguments(config_file, Path("unused"))).data
+    data = load_checked(arguments(config_file, Path("unused"))).data
     short = replace(data, train_period=("2020-01-01", "2020-01-01T18"), history=4)
     with pytest.raises(
         UserError, match=r"data.train_period: none of its 4 dates has another 6 hours later, and"
@@ -270,7 +270,7 @@ def test_no_window_in_a_period(config_file) -> None:
 
 
 def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> None:
-    data: Data = load_config(arguments(config_file, Path("unused"))).data
+    data: Data = load_checked(arguments(config_file, Path("unused"))).data
     for history in (1, 2, 3):
         selection = open_selection(replace(data, history=history), (1, 1), ())
         times, empty = selection.archive.times, selection.archive.index(EMPTY)

@@ -17,11 +17,11 @@ import forecast
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
 from checkpoints.run_folder import lock_folder
-from command_line import load_config
 from errors import ConfigError, DataError, UserError
 from jobs.start_checks import open_checked
 from tests.sample_archives import weatherbench
 from train import train
+from training.config_checks import load_checked
 
 NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 
@@ -70,7 +70,7 @@ enable = false
 def run(*options: str) -> None:
     """A training in this process, which a refusal may end anywhere."""
     try:
-        train(load_config(list(options)))
+        train(load_checked(list(options)))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -124,7 +124,7 @@ def test_another_meaning_is_refused_before_a_byte_changes(trained, key, value, w
     assert contents(folder) == before
     with pytest.raises(ConfigError):  # and before any rank starts
         open_checked(
-            load_config(
+            load_checked(
                 [*options, "--training.steps", "6", "--validation.lead_hours", "[12]", f"--{key}", value]
             )
         )
@@ -197,11 +197,11 @@ def test_evaluating_changes_nothing_of_the_run(trained, capsys):
     """Not even with other variables, whose statistics are others."""
     options, folder, _ = trained
     period = ["--forecast.period", '["2020-01-13", "2020-01-14"]', "--forecast.num_steps", "2"]
-    assert forecast.forecast(load_config([*options, *period])) == 0
+    assert forecast.forecast(load_checked([*options, *period])) == 0
     before = contents(folder)
     argv = [*options, "--data.variables", '["10m_v_component_of_wind"]', "--baselines", "damped_persistence"]
     own, rest = evaluate.parse_options(argv)
-    evaluate.run(load_config(rest), own)
+    evaluate.run(load_checked(rest), own)
     after = contents(folder)
     assert before.items() <= after.items()
     assert all(name.startswith("evaluation/") for name in after.keys() - before.keys())
@@ -211,7 +211,7 @@ def test_the_climatology_is_that_of_its_period(trained):
     options, folder, _ = trained
 
     def climatology(*more: str) -> float:
-        config = load_config([*options, *more])
+        config = load_checked([*options, *more])
         selection = open_checked(config)
         path = evaluate.climatology_path("", folder, selection)
         return float(abs(xr.open_zarr(path)[NAMES[0]]).mean())

@@ -10,7 +10,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from command_line import load_config
 from datasets.field_dataset import FieldDataset
 from models.build import build_model
 from tests.recordings import two_steps_of_a_gpu
@@ -23,6 +22,7 @@ from traces.report import comparison, ranks_table, tasks
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of, work_by_class, work_of
 from train import train
+from training.config_checks import load_checked
 from training.metrics import Metrics
 from training.objective import Objective
 
@@ -91,7 +91,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
         patch.setattr("training.samples.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count", wait_and_count)
-        train(load_config([*files, *settings.split(), *traced.split(), *options]))
+        train(load_checked([*files, *settings.split(), *traced.split(), *options]))
     return folder / "run"
 
 
@@ -132,7 +132,7 @@ def test_a_slow_loader_with_processes_is_named(tmp_path):
 def test_flops_of_a_trace_are_those_of_the_model(stalled):
     """Forward and backward, but for the gradient of the first layer's input, which nobody needs."""
     (timeline,) = inspect(stalled)
-    config = load_config(["--job.config_file", str(stalled / "config.toml")])
+    config = load_checked(["--job.config_file", str(stalled / "config.toml")])
     plan = build_model(config.model, 1, 0, (6, 8), periodic=True)
     batch, tokens, patch, dim = 2, 4, 12, config.model.dim
     work = work_by_class(timeline, rates_of(timeline))

@@ -28,6 +28,7 @@ from planning.dry_run import dry_run
 from tests.parity import TABLE, Layout, SmallRun, config_of, difference, full, reference_of
 from tests.started_jobs import write_config
 from train import train
+from training.config_checks import load_checked
 
 DTYPES = ("float32", "bfloat16", "int8")
 shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="jobs/start_checks.py refuses it")
@@ -132,7 +133,7 @@ def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
 @pytest.mark.parametrize(("name", "rank"), [("gfs_winds_lora", 0), ("vit1b", 16)])
 def test_at_most_two_percent_train(name: str, rank: int) -> None:
     file = Path(__file__).parent.parent / f"train_configs/{name}.toml"
-    config = load_config(["--job.config_file", str(file)], checked=False)
+    config = load_config(["--job.config_file", str(file)])
     model = build_model(config.model, 2, 6, (32, 64), True)
     apply_lora(model, replace(config.lora, rank=rank) if rank else config.lora)
     some, every = count(model)
@@ -159,7 +160,7 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
 def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) -> None:
     start = [] if not options else ["--checkpoint.initial_load_path", "elsewhere"]
     with pytest.raises(ConfigError) as caught:
-        load_config(["--model.dim", "192", "--lora.enable", *start, *options])
+        load_checked(["--model.dim", "192", "--lora.enable", *start, *options])
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -232,7 +233,7 @@ def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(
 def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
     options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
     options += ["--checkpoint.initial_load_path", "elsewhere", "--lora.base_dtype"]
-    found = {kind: dry_run(load_config([*options, kind]), 2, global_grid((32, 64)), 7) for kind in DTYPES}
+    found = {kind: dry_run(load_checked([*options, kind]), 2, global_grid((32, 64)), 7) for kind in DTYPES}
     adapters = 4 * 4 * 2 * 16 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
     assert all(each.gradients == adapters for each in found.values())
     assert all(2 * adapters <= each.optimizer < 2.1 * adapters for each in found.values())
@@ -254,7 +255,7 @@ def base(tmp_path_factory) -> list[str]:
     """Options of a short run that has ended, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp("base")
     options = ["--job.config_file", str(write_config(folder))]
-    train(load_config([*options, "--job.dump_folder", str(folder / "base"), *BASE]))
+    train(load_checked([*options, "--job.dump_folder", str(folder / "base"), *BASE]))
     return options
 
 
@@ -268,14 +269,14 @@ def adapted_options(base: list[str], folder: Path, *options: str) -> list[str]:
 def adapt(base: list[str], folder: Path, *options: str) -> list[str]:
     """The same, and the run has taken them."""
     chosen = adapted_options(base, folder, *options)
-    train(load_config(chosen))
+    train(load_checked(chosen))
     return chosen
 
 
 def refused(options: list[str], message: str) -> None:
     """A run that starts its ranks and ends in one line."""
     with pytest.raises(ConfigError, match=message):
-        train(load_config(options))
+        train(load_checked(options))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -290,7 +291,7 @@ def tensors(run: Path, step: int = 4) -> dict[str, Tensor]:
 
 def forecast_of(options: list[str], target: Path) -> np.ndarray:
     period = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "3"]
-    assert forecast.forecast(load_config([*options, *period, "--forecast.path", str(target)])) == 0
+    assert forecast.forecast(load_checked([*options, *period, "--forecast.path", str(target)])) == 0
     with xr.open_zarr(target) as store:
         return store["10m_u_component_of_wind"].values
 
@@ -307,7 +308,7 @@ def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path, base_
     assert ours["model.blocks.0.attention.qkv.lora_b"].abs().max() > 0
     kept = {each.split(".")[-2] for each in ours if each.startswith("optimizer.")}
     assert kept == {"lora_a", "lora_b"} == {each.split(".")[-1] for each in ours if each.startswith("ema.")}
-    train(load_config([*options, "--training.steps", "7"]))
+    train(load_checked([*options, "--training.steps", "7"]))
     whole = adapt(base, tmp_path / "whole", "--lora.base_dtype", base_dtype, "--training.steps", "7")
     assert whole
     stopped, through = tensors(tmp_path / "run", 7), tensors(tmp_path / "whole", 7)
@@ -343,12 +344,12 @@ def test_merged_it_is_a_plain_model_with_the_same_forecasts(
     assert {f"model.{name}" for name in names} == merged.keys() and not any("lora" in name for name in names)
     # Training goes on from it, and from nothing else that a run with adapters leaves.
     more = ["--training.steps", "1", "--job.dump_folder", str(tmp_path / "on")]
-    train(load_config([*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged")]))
+    train(load_checked([*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged")]))
     more[-1] = str(tmp_path / "refused")
     unmerged = ["--checkpoint.initial_load_path", str(tmp_path / "run")]
     refused([*base, *more, *unmerged], "its weights work only with their adapters")
     with pytest.raises(DataError, match="is there already; name another folder"):
-        forecast.export(load_config(options), tmp_path / "merged")
+        forecast.export(load_checked(options), tmp_path / "merged")
 
 
 def test_new_variables_need_the_layers_that_learn_them(base, tmp_path: Path) -> None:

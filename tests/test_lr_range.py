@@ -9,7 +9,6 @@ import pytest
 import torch
 import xarray as xr
 
-from command_line import load_config
 from datasets.selection import open_selection
 from optimizers.lr_range import (
     MARGIN,
@@ -26,6 +25,7 @@ from optimizers.lr_range import (
 )
 from tests.sample_archives import weatherbench
 from train import train
+from training.config_checks import load_checked
 from training.journal import read_records
 
 
@@ -70,7 +70,7 @@ enable = false
 
 def test_a_sweep(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("optimizers.lr_range.ROWS", 60)
-    train(load_config(["--job.config_file", str(config_file)]))
+    train(load_checked(["--job.config_file", str(config_file)]))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     capsys.readouterr()
     main([str(config_file), "--steps", "60", "--lowest", "1e-4", "--highest", "100"])
@@ -88,7 +88,7 @@ def test_a_sweep(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None
 
 def test_its_first_step_is_the_runs(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("optimizers.lr_range.WINDOW", 1)
-    train(load_config(["--job.config_file", str(config_file)]))
+    train(load_checked(["--job.config_file", str(config_file)]))
     capsys.readouterr()
     main([str(config_file), "--steps", "10", "--lowest", "1e-9", "--highest", "1e-8"])
     first = re.findall(r"^ *1 +1.0e-09 +(\S+)$", capsys.readouterr().out, re.MULTILINE)
@@ -96,7 +96,7 @@ def test_its_first_step_is_the_runs(config_file: Path, tmp_path: Path, capsys, m
 
 
 def losses_on_ranks(argv: list[str]) -> list[float]:
-    config = for_a_sweep(load_config(argv))
+    config = for_a_sweep(load_checked(argv))
     trial = Trial(config, open_selection(config.data, config.model.patch_size, ()), torch.device("cpu"))
     return sweep_losses(trial, Sweep(12, 1e-3, 1e-2))
 
@@ -153,5 +153,5 @@ def test_suggestions() -> None:
 
 def test_a_rate_that_grows_with_the_batch() -> None:
     root = ["--optimizer.lr_reference_batch_size=64", "--optimizer.lr_scaling=sqrt", "--optimizer.lr_max=0.1"]
-    assert scaling(load_config(root), 256) == pytest.approx(2.0)
-    assert scaling(load_config([]), 256) == 1.0
+    assert scaling(load_checked(root), 256) == pytest.approx(2.0)
+    assert scaling(load_checked([]), 256) == 1.0

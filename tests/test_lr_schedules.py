@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from command_line import load_config
 from config import LrScheduler
 from errors import ConfigError
 from optimizers.lr_schedules import lr_factor, peak_lr, scheduled_factor
+from training.config_checks import load_checked
 
 
 def test_warmup_reaches_the_peak():
@@ -81,4 +81,4 @@ def test_stages_warm_up_and_decay_each_by_itself():
 )
 def test_stages_that_cannot_be(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        load_config([f"--lr_scheduler.{argument}" for argument in arguments])
+        load_checked([f"--lr_scheduler.{argument}" for argument in arguments])

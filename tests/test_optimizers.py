@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.run_state import resume
-from command_line import load_config
 from config import Checkpoint, Model
 from errors import ConfigError
 from models.initialization import init_weights
@@ -23,6 +22,7 @@ from optimizers.lr_schedules import lr_factor
 from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training.bad_steps import step_unless
+from training.config_checks import load_checked
 
 COMPACT = ("bfloat16", "int8")
 STEPS = 3
@@ -208,12 +208,12 @@ def test_another_state_dtype_is_refused_by_name(ranks, tmp_path: Path) -> None:
 )
 def test_combinations_that_cannot_be(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config([f"--optimizer.{argument}" for argument in arguments])
+        load_checked([f"--optimizer.{argument}" for argument in arguments])
 
 
 def test_rows_cut_inside_a_block() -> None:
     argv = ["--optimizer.state_dtype=int8", "--parallelism.tensor_parallel_degree=2"]
     with pytest.raises(ConfigError, match="cuts model.dim = 192 inside a block of 64 numbers; use"):
-        load_config(argv)
+        load_checked(argv)
     with pytest.raises(ValueError, match="the run has 1 rank"):  # the next thing that is wrong
-        load_config([*argv, "--model.dim=256"])
+        load_checked([*argv, "--model.dim=256"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from command_line import load_config
 from datasets.grid import global_grid
 from models.build import build_model
 from models.vit import VisionTransformer
@@ -22,6 +21,7 @@ from planning.search import best_layouts, capacity, changes_that_fit, plan
 from planning.step_time import step_time
 from planning.workload import COPIES_AHEAD, Workload, architecture_of, workload_of
 from tests.planned import Ended, run_plan
+from training.config_checks import load_checked
 
 GRID = (32, 64)
 BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_backend": "sdpa"}
@@ -38,7 +38,7 @@ def workload(world: int = 1, /, **options: str) -> Workload:
 
 def configuration(**options: str):
     named = {key.replace("__", "."): value for key, value in options.items()}
-    return load_config([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
+    return load_checked([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
 
 
 POSITIONS = [{"model.position": "spherical"}, {"model.position": "spherical", "model.position_degree": "5"}]
@@ -136,7 +136,7 @@ def test_states_of_a_shard_by_hand():
 def vit1b(degrees: Degrees, **changes: object) -> Workload:
     os.environ["WORLD_SIZE"] = str(degrees.world)
     try:
-        config = load_config(["--job.config_file=train_configs/vit1b.toml"])
+        config = load_checked(["--job.config_file=train_configs/vit1b.toml"])
         work = workload_of(config, degrees.world, (1024, 2048), 17)
     finally:
         del os.environ["WORLD_SIZE"]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from checkpoints.files import complete_steps
-from command_line import load_config
-from config_checks import wall_time_seconds
+from config import wall_time_seconds
 from errors import ConfigError
 from jobs.preemption import EXIT_SAVED, Agreement, started_at
 from jobs.watchdog import Watchdog
 from tests.distributed import Ranks
 from tests.started_jobs import last_step, losses, write_config
 from train import train
+from training.config_checks import load_checked
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0:01:30", 90), ("100:00:01", 360_001), ("", float("inf"))])
@@ -27,7 +27,7 @@ def test_wall_time(text, seconds):
 @pytest.mark.parametrize("text", ["1:30", "1:60:00", "0:00:00", "a:b:c", "-1:00:00"])
 def test_wall_time_of_another_form_is_one_line(text):
     with pytest.raises(ValueError, match="training.max_wall_time = "):
-        load_config(["--training.max_wall_time", text])
+        load_checked(["--training.max_wall_time", text])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            train(load_config([*files, *options]))
+            train(load_checked([*files, *options]))
     finally:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)  # a run that leaves ignores them
@@ -107,7 +107,7 @@ def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
 
 
 def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, capsys):
-    config = load_config([])
+    config = load_checked([])
     agreement = Agreement("", 0.0, 60).listen(Watchdog(tmp_path, config.comm))
     try:
         with pytest.raises(SystemExit) as ended:

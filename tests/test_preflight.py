@@ -43,7 +43,7 @@ def config_in(folder: Path, *options: str) -> Config:
     """Of the tiny job, in a run's folder that does not exist yet."""
     file = folder / "tiny.toml"
     argv = ["--job.config_file", str(file if file.exists() else write_config(folder))]
-    return load_config([*argv, "--job.dump_folder", str(folder / "run"), *options], checked=False)
+    return load_config([*argv, "--job.dump_folder", str(folder / "run"), *options])
 
 
 def lines(printed: str, verdict: str) -> str:

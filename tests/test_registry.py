@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from config import Config, Data, Model, Parallelism
-from config_checks import check
 from errors import ConfigError
 from models.build import build_model
 from models.initialization import fill_with_nan, init_weights
 from models.registry import CONTEXT, MODELS, Registered
 from models.weather_model import GridModel, TokenModel, WeatherModel
+from training.config_checks import check
 
 GRID = (13, 32)  # rows that nothing divides
 SMALL: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 2, "width": 4, "levels": 2}
@@ -51,6 +51,7 @@ def test_a_model_gives_fields_and_learns_with_all_its_weights(built: tuple[Regis
 
 
 def test_a_model_with_conditions_is_the_one_that_is_registered() -> None:
+    name: Any
     for name, known in MODELS.items():
         if known.conditioned:
             model = build_model(Model(name, **SMALL, conditions=("time_of_day",)), 3, 2, GRID, True)
@@ -72,8 +73,9 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
     """On as many ranks as it asks for: nothing else is wrong."""
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setitem(MODELS, "toy", Registered("a toy", "toy.Toy", ("ulysses",), ()))
+    toy: Any = "toy"
     config = Config(
-        data=Data(variables=("2m_temperature",)), model=Model("toy"), parallelism=Parallelism(**layout)
+        data=Data(variables=("2m_temperature",)), model=Model(toy), parallelism=Parallelism(**layout)
     )
     with pytest.raises(ConfigError, match=message):
         check(config)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import forecast
-from command_line import load_config, to_toml
+from command_line import to_toml
 from datasets import remote
 from datasets.archive import open_archive
 from datasets.options import parse_storage_options
@@ -24,6 +24,7 @@ from tests.sample_archives import NAMES, analyses, values, weatherbench, zarr3
 from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
 from train import train
+from training.config_checks import load_checked
 from verification.climatology import open_climatology
 from verification.forecast_layouts import open_forecast
 
@@ -117,8 +118,8 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     remote = configuration(tmp_path, tmp_path / "remote", *options)
     server.set(latency=0.005, error_rate=0.1)
     for arguments in (local, remote):
-        train(load_config(arguments))
-        assert forecast.forecast(load_config(arguments)) == 0
+        train(load_checked(arguments))
+        assert forecast.forecast(load_checked(arguments)) == 0
     here, there = (json_lines(tmp_path / run / "metrics.jsonl") for run in ("local", "remote"))
     assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
     assert any("val/loss" in each for each in there)
@@ -225,7 +226,7 @@ def test_options_are_for_the_protocol_of_the_data():
 
 def test_secrets_are_not_written_down():
     options = ["key=AKIA1", "secret=s3cr", "token=anon", 'password="pw d"', "anon=false"]
-    text = to_toml(load_config(["--data.storage_options", json.dumps(options)]))
+    text = to_toml(load_checked(["--data.storage_options", json.dumps(options)]))
     assert not any(secret in text for secret in ("AKIA1", "s3cr", "pw d"))
     assert '"secret=***"' in text and '"token=anon"' in text and '"anon=false"' in text
     assert without_secrets(f"data.storage_options = {options!r}").count("***") == 3

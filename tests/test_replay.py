@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import xarray as xr
 
-from command_line import load_config
 from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.selection import open_selection
@@ -18,6 +17,7 @@ from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
 from tests.sample_archives import weatherbench
 from tests.test_exact_resume import CONFIG, goes_on_exactly, run
+from training.config_checks import load_checked
 from training.replay import ReplaySampler, one_step_samples, phases
 from verification.rollout import rollout
 
@@ -47,7 +47,7 @@ def config_of(path: Path, folder: Path, *options: str) -> Config:
         str(folder),
         f"--training.replay_steps={STEPS}",
     ]
-    return load_config([*own, f"--training.replay_capacity={PLACES}", *options])
+    return load_checked([*own, f"--training.replay_capacity={PLACES}", *options])
 
 
 def trial_of(config: Config) -> Trial:

@@ -13,12 +13,13 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from checkpoints.files import complete_steps, step_folder, stored_tensors
-from command_line import load_config, to_toml
+from command_line import to_toml
 from config import FaultTolerance
 from errors import ConfigError
 from jobs.replica_state import settings_of_replicas
 from jobs.replicas import brief, buckets, check_replicas, import_torchft
 from tests.test_train import archive, config_file, losses, read, read_complete_lines, run, start
+from training.config_checks import load_checked
 
 __all__ = ["archive", "config_file"]  # fixtures
 ROOT = Path(__file__).parent.parent
@@ -196,7 +197,7 @@ def test_a_lighthouse_that_is_not_there_is_named(address, reason, monkeypatch):
 )
 def test_impossible_places_are_refused(config_file, key, value):
     with pytest.raises(ConfigError, match=key):
-        load_config(["--job.config_file", str(config_file), *PAIR, f"--{key}", value])
+        load_checked(["--job.config_file", str(config_file), *PAIR, f"--{key}", value])
 
 
 # -- the parts
@@ -204,11 +205,11 @@ def test_impossible_places_are_refused(config_file, key, value):
 
 def test_a_replica_has_a_folder_of_its_own_and_its_settings_can_be_run_again(config_file, tmp_path):
     arguments = ["--job.config_file", str(config_file), "--job.dump_folder", str(tmp_path / "run")]
-    config = load_config([*arguments, *PAIR, "--fault_tolerance.replica_id", "1"])
+    config = load_checked([*arguments, *PAIR, "--fault_tolerance.replica_id", "1"])
     assert config.dump_folder == tmp_path / "run/replica-1"
     (tmp_path / "again.toml").write_text(to_toml(config))
-    assert load_config(["--job.config_file", str(tmp_path / "again.toml")]).dump_folder == config.dump_folder
-    other = load_config([*arguments, *PAIR, "--data.num_workers", "3"])
+    assert load_checked(["--job.config_file", str(tmp_path / "again.toml")]).dump_folder == config.dump_folder
+    other = load_checked([*arguments, *PAIR, "--data.num_workers", "3"])
     assert settings_of_replicas(config, 1) == settings_of_replicas(other, 1) != settings_of_replicas(other, 2)
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from command_line import load_config, to_toml
+from command_line import to_toml
 from errors import DataError
 from reports.forecast_maps import first_forecast
 from reports.run import differences, open_run, open_runs
 from reports.scores import rmse_of, score_rows, side_by_side
+from training.config_checks import load_checked
 from verification.report_page import main, write_page
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 def write_run(folder: Path, *words: str) -> Path:
     """Twelve steps of 2 s, logged every third; stopped after 9, of which 3 were done again; by two ranks."""
     folder.mkdir()
-    config = load_config(["--job.config_file", str(ROOT / "train_configs/demo.toml"), *words])
+    config = load_checked(["--job.config_file", str(ROOT / "train_configs/demo.toml"), *words])
     (folder / "config.toml").write_text(to_toml(config))
     start = {"time": "2026-01-01T00:00:00+00:00", "ranks": 2, "layout": {"dp_shard": 2, "tp": 1}}
     start |= {"device": "cpu", "torch": "2.13.0", "python": "3.11.7"}

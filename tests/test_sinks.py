@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from command_line import load_config
 from config import Metrics as Settings
 from errors import ConfigError
 from sinks.kept_run import KeptRun
@@ -30,6 +29,7 @@ from sinks.sink import Guarded
 from sinks.tensorboard import TensorBoard
 from tests.started_jobs import ROOT, losses, records, write_config
 from train import train
+from training.config_checks import load_checked
 
 GRAFANA = ROOT / "docs/grafana"
 ON_GPUS = "rossby_gpu_"  # which NVML knows, where there is one
@@ -125,9 +125,9 @@ def resumed(tmp_path_factory) -> Path:
     sinks = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
     options += ["--validation.enable", "--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
-    train(load_config([*options, *sinks, "--training.steps", "6"]))
+    train(load_checked([*options, *sinks, "--training.steps", "6"]))
     shutil.rmtree(run / "checkpoints/step-00000006")
-    train(load_config([*options, *sinks, "--training.steps", "8"]))
+    train(load_checked([*options, *sinks, "--training.steps", "8"]))
     assert sorted(losses(run)) == list(range(1, 9))
     return run
 

@@ -7,7 +7,6 @@ import statistics
 import numpy as np
 import pytest
 
-from command_line import load_config
 from datasets.grid import global_grid
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees
@@ -21,6 +20,7 @@ from planning.network import context_collectives, route
 from planning.search import best_layouts, changes, changes_that_fit, check_device, fitting
 from planning.step_time import gathers_backward, normal_maximum, spread, step_time
 from planning.workload import Workload, workload_of
+from training.config_checks import load_checked
 
 MODEL = Architecture(4096, 1536, 48, 24, 6144, 8704, 8704)  # mission.md, section 2: the case study's ViT
 VALUES = 17 * 1024 * 2048
@@ -89,7 +89,7 @@ def test_a_rollout_gathers_each_time_and_reduces_once(monkeypatch, reshard):
     layers, steps = 3, 3
     options = ["--data.forcings=[]", "--data.static_variables=[]", "--model.dim=64", "--model.num_layers=3"]
     options += [f"--training.rollout_steps=[{steps}]", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
-    config = load_config(options)
+    config = load_checked(options)
     found = dry_run(config, 4, global_grid((16, 32)), 7).calls
     block = max(call.size for call in found if call.kind == "reduce-scatter")
     work = workload_of(config, 4, (16, 32), 7)

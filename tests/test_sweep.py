@@ -31,6 +31,7 @@ from optimizers.sweep import (
 )
 from optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
 from tests.started_jobs import ROOT, last_step, records, write_config
+from training.config_checks import load_checked
 
 STEPS = 150
 RATES = ["--vary", "optimizer.lr=1e-3,1e30"]  # the second overflows
@@ -116,7 +117,7 @@ def test_a_run_that_outlives_its_sweep_keeps_others_out(tmp_path: Path, monkeypa
     script.write_text("#!/bin/sh\necho rossby: here I am\nexec sleep 60\n")
     script.chmod(0o755)
     lock = lock_folder(tmp_path)
-    run = Run({}, 0, [], load_config([]))
+    run = Run({}, 0, [], load_checked([]))
     with closing(Runner(tmp_path, lock)) as runner:
         thread = threading.Thread(target=runner.run, args=(run,))
         thread.start()
@@ -134,11 +135,11 @@ def test_a_run_that_outlives_its_sweep_keeps_others_out(tmp_path: Path, monkeypa
 
 def test_a_configuration_is_the_same_from_any_folder(tiny: list[str], tmp_path: Path, monkeypatch) -> None:
     words = ["--job.config_file", *tiny, "--checkpoint.initial_load_path=outputs/a"]
-    config = load_config([*words, f"--job.dump_folder={tmp_path}"], checked=False)
+    config = load_config([*words, f"--job.dump_folder={tmp_path}"])
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.toml").write_text(to_toml(config))
     monkeypatch.chdir(tmp_path)
-    elsewhere = load_config([*words[:-1], f"--checkpoint.initial_load_path={ROOT}/outputs/a"], checked=False)
+    elsewhere = load_config([*words[:-1], f"--checkpoint.initial_load_path={ROOT}/outputs/a"])
     check_same(elsewhere)
 
 
@@ -282,7 +283,7 @@ def write_records(folder: Path, *found: dict) -> None:
 def test_when_a_run_has_ended(tmp_path: Path) -> None:
     words = ["--checkpoint.enable", "--checkpoint.keep_best=val/loss", "--validation.interval=10"]
     words += ["--training.steps=50", f"--job.dump_folder={tmp_path}", "--validation.early_stop_patience=2"]
-    run = Run({}, 0, words, load_config(words))
+    run = Run({}, 0, words, load_checked(words))
     run.read("val/loss")
     assert run.state == WAITING
     (tmp_path / "best").mkdir()
@@ -304,7 +305,7 @@ def test_when_a_run_has_ended(tmp_path: Path) -> None:
 def test_the_order_of_a_table(tmp_path: Path) -> None:
     """The mean over seeds decides; who failed with one seed comes last."""
     found = {1e-3: [0.5, 0.3], 1e-2: [0.1, None], 1e-4: [0.35, 0.35]}
-    config = load_config([])
+    config = load_checked([])
     runs = [
         Run(
             {"optimizer.lr": rate},

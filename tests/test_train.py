@@ -15,10 +15,10 @@ import torch
 import xarray as xr
 
 from checkpoints.files import complete_steps
-from command_line import load_config
 from tests.sample_archives import weatherbench
 from train import train
 from training.bad_steps import TrainingDiverged
+from training.config_checks import load_checked
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
@@ -75,7 +75,7 @@ plots = false
 def run(config_file: Path, folder: Path, *options: str) -> list[dict]:
     """A run in this process; the objects of its metrics.jsonl."""
     arguments = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options]
-    train(load_config(arguments))
+    train(load_checked(arguments))
     return read(folder)
 
 
@@ -183,7 +183,7 @@ def test_half_precision_follows_float32(config_file, tmp_path, dtype, tolerance)
 
 def test_resolved_configuration_repeats_the_run(config_file, tmp_path):
     first = run(config_file, tmp_path / "run", "--training.steps", "4")
-    train(load_config(["--job.config_file", str(tmp_path / "run/config.toml")]))
+    train(load_checked(["--job.config_file", str(tmp_path / "run/config.toml")]))
     assert losses(read(tmp_path / "run")) == losses(first)
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from command_line import load_config
 from errors import ConfigError
 from tests.parity import Layout, SmallRun, cp, difference, full, replicate, tp
+from training.config_checks import load_checked
 from training.update import UpdateInBackward
 
 LAYOUTS = {
@@ -101,16 +101,16 @@ def test_sgd(one_rank) -> None:
 def test_what_needs_all_gradients_is_refused(arguments: list[str], message: str) -> None:
     norm = ["--training.max_norm=0"] if arguments else []
     with pytest.raises(ConfigError, match=message):
-        load_config(["--optimizer.in_backward=true", *norm, *arguments])
+        load_checked(["--optimizer.in_backward=true", *norm, *arguments])
 
 
 def test_replicas_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("NGPU", "2")
     argv = ["--optimizer.in_backward=true", "--training.max_norm=0"]
-    load_config(argv)
+    load_checked(argv)
     degrees = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     with pytest.raises(ConfigError, match="replicate_degree = 2: .*data_parallel_shard_degree = 2"):
-        load_config([*argv, *degrees])
+        load_checked([*argv, *degrees])
 
 
 def test_accumulation_is_refused(one_rank) -> None:

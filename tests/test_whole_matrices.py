@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from command_line import load_config
 from config import Optimizer
 from errors import ConfigError
 from optimizers.build import build_optimizer, set_lr
@@ -18,6 +17,7 @@ from tests.optimizer_references import MOMENTUM, trained
 from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
 from training.bad_steps import step_unless
+from training.config_checks import load_checked
 
 NAMES = ("LAMB", "LARS", "SGD", "Muon")
 STEPS = 3
@@ -163,4 +163,4 @@ def test_states_of_another_optimiser_are_refused_by_name(one_rank, tmp_path: Pat
 )
 def test_combinations_that_cannot_be(arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(arguments.split())
+        load_checked(arguments.split())

@@ -1,147 +1,41 @@
-"""Combinations of settings that cannot work, said before any rank starts in one line: key, value, reason,
-fix.
+"""Check combinations of settings before any rank starts, without importing torch.
+
+Each refusal is one line: key, value, reason, fix. What a technique alone needs is checked in its own folder.
 """
 
-import math
-
-from config import Config, Data, Model, Parallelism, Training, Validation
-from datasets.options import (
-    check_disjoint,
-    check_region,
-    parse_period,
-    parse_selection,
-    parse_storage_options,
-)
-from datasets.variables import expand_levels, named_by, nearest_name, split_name
+from command_line import load_config
+from config import Config, Training, Validation, wall_time_seconds
+from datasets.options import check_data, parse_period, predicted_variables
+from datasets.variables import named_by, nearest_name, split_name
 from errors import nearest, refuse
 from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
-from models.registry import CONTEXT, MODELS, Registered
+from models.registry import check_model
 from parallelisms.layout_checks import check_layout
 from training.due import Rollouts
 
 
+def load_checked(argv: list[str]) -> Config:
+    """Return the checked configuration that a command line asks for. Raises ConfigError."""
+    config = load_config(argv)
+    check(config)
+    return config
+
+
 def check(config: Config) -> None:
-    """Combinations that cannot work. What depends on the data is checked where the data are opened."""
-    known = MODELS[config.model.name]
-    _check_splits(config.parallelism, known)
-    if known.tokens:
-        _check_transformer(config.model)
-    else:
-        _check_grid_model(config, known)
-    _check_conditions(config, known)
-    _check_data(config.data)
+    """Raise ConfigError for a combination that cannot work; the data themselves are checked when opened."""
+    check_model(config)
+    check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
     _check_replay(config)
     check_ramp(config.training)
     _check_optimizer(config)
     _check_schedule(config)
-    if config.lora.enable:
-        _check_lora(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
     _check_best(config)
     _check_forecast(config)
-
-
-def _check_splits(parallelism: Parallelism, known: Registered) -> None:
-    """Axes of the mesh that the model has no plan for."""
-    method = parallelism.context_parallel_method
-    for axis, split in {"context": method, "tensor": "tp", "pipeline": "pp"}.items():
-        key = f"{axis}_parallel_degree"
-        if (degree := getattr(parallelism, key)) == 1 or split in known.splits:
-            continue
-        if "tiles" in known.splits:
-            reason = (
-                f"{known.label} is split by its grid; set this to 1 and parallelism.domain_parallel_tiles"
-            )
-            refuse(f"parallelism.{key}", degree, f"{reason} instead")
-        methods = [split for split in known.splits if split in CONTEXT]
-        if axis == "context" and methods:
-            reason = f"{known.label} cannot be split so; valid: {', '.join(methods)}"
-            refuse("parallelism.context_parallel_method", method, reason)
-        refuse(f"parallelism.{key}", degree, f"{known.label} cannot be split so; set this to 1")
-
-
-def _check_grid_model(config: Config, known: Registered) -> None:
-    mode = config.activation_checkpoint.mode
-    if mode in ("selective", "every_n_blocks"):
-        reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full, '
-        refuse("activation_checkpoint.mode", mode, f"{reason}memory_budget")
-    if config.float8.enable:
-        reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
-        refuse("float8.enable", True, reason)
-
-
-def _check_conditions(config: Config, known: Registered) -> None:
-    """What the norms of blocks are told."""
-    conditions, key = list(config.model.conditions), "model.conditions"
-    if not conditions:
-        return
-    for name in conditions:
-        if conditions.count(name) > 1:
-            refuse(key, conditions, f"{name!r} is listed twice; name it once")
-    if not known.conditioned:
-        reason = f"are for the norms of a ViT; {known.label} takes data.forcings: set this to []"
-        refuse(key, conditions, reason)
-    if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
-        reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"
-        refuse(key, conditions, f'{reason}, or take "lead_time" out')
-    if config.parallelism.pipeline_parallel_degree > 1:
-        reason = "do not travel from one stage of a pipeline to the next; set this to []"
-        refuse(key, conditions, f"{reason}, or parallelism.pipeline_parallel_degree to 1")
-    if config.activation_checkpoint.mode == "every_n_blocks":
-        reason = 'differ from block to block, and "every_n_blocks" runs several as one; use "full"'
-        refuse("activation_checkpoint.mode", "every_n_blocks", f"model.conditions = {conditions} {reason}")
-
-
-def _check_transformer(model: Model) -> None:
-    if model.dim % model.num_heads:
-        choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
-        near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
-        reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
-        refuse("model.num_heads", model.num_heads, reason)
-    if model.position == "sincos" and model.dim % 4:
-        refuse("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
-    if model.position == "rotary" and (model.dim // model.num_heads) % 4:
-        reason = 'model.position = "rotary" needs heads whose size, dim / num_heads, is a multiple of 4'
-        refuse("model.num_heads", model.num_heads, reason)
-    needs_eights = model.attention_backend not in ("auto", "sdpa", "math")
-    if needs_eights and (model.dim // model.num_heads) % 8:
-        reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
-        refuse("model.num_heads", model.num_heads, reason)
-
-
-def _check_data(data: Data) -> None:
-    if not data.path:
-        refuse("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
-    if not data.variables:
-        example = '["geopotential:500", "2m_temperature"]'
-        refuse("data.variables", [], f"name what is predicted, for example {example}")
-    predicted_variables(data)
-    parse_selection(data.select)
-    parse_storage_options(data.storage_options)
-    for key in ("static_variables", "forcings"):
-        names = list(getattr(data, key))
-        if twice := [name for name in names if names.count(name) > 1]:
-            refuse(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
-    for name in data.static_variables:
-        if name in predicted_variables(data):
-            refuse("data.static_variables", name, "is in data.variables, too; remove one of them")
-    check_region("data.region", data.region)
-    _check_periods(data)
-    if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
-        reason = "give both numbers, or [0, 0] for the grid of the data"
-        refuse("data.grid_shape", list(data.grid_shape), reason)
-
-
-def predicted_variables(data: Data) -> list[str]:
-    """`data.variables`, those on levels with theirs: "geopotential:500"."""
-    try:
-        return expand_levels(data.variables, data.levels)
-    except ValueError as error:
-        refuse("data.variables", list(data.variables), str(error))
 
 
 def _check_plots(config: Config) -> None:
@@ -151,11 +45,6 @@ def _check_plots(config: Config) -> None:
         if not name.partition(":")[0].endswith("wind_vector") and not named_by([name], there):
             reason = f"not among data.variables{nearest_name(name, there)}; name one of them"
             refuse("validation.plot_variables", name, reason)
-
-
-def _check_periods(data: Data) -> None:
-    names = ("train_period", "validation_period", "test_period")
-    check_disjoint({f"data.{name}": getattr(data, name) for name in names})
 
 
 def _check_training(config: Config) -> None:
@@ -342,26 +231,6 @@ def _check_optimizer(config: Config) -> None:
             refuse("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
 
 
-def _check_lora(config: Config) -> None:
-    """Adapters need matrices of a trained ViT to stand beside."""
-    lora, model = config.lora, config.model
-    if model.name != "vit":
-        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to false'
-        refuse("lora.enable", True, reason)
-    if not config.checkpoint.initial_load_path:
-        reason = "adapts a trained model; name its run in checkpoint.initial_load_path"
-        refuse("lora.enable", True, reason)
-    if config.float8.enable:
-        refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
-    if lora.rank >= model.dim:
-        refuse("lora.rank", lora.rank, f"is thin beside model.dim = {model.dim}; take less")
-    parts = {"modulation": model.conditions, "position": model.position in ("learned", "spherical")}
-    for name, there in parts.items():
-        if name in lora.also_train and not there:
-            reason = f"this model has no {name} that could train; take it out"
-            refuse("lora.also_train", list(lora.also_train), reason)
-
-
 def _check_schedule(config: Config) -> None:
     """Stages of the learning rate."""
     schedule, steps = config.lr_scheduler, config.training.steps
@@ -372,20 +241,6 @@ def _check_schedule(config: Config) -> None:
     if factors and len(factors) != len(restarts):
         reason = f"lr_scheduler.restart_steps names {len(restarts)} restarts; give one factor each"
         refuse("lr_scheduler.restart_lr_factors", factors, reason)
-
-
-def wall_time_seconds(text: str) -> float:
-    """Seconds of training.max_wall_time, "hours:minutes:seconds"; inf for ""."""
-    if not text:
-        return math.inf
-    parts = text.split(":")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-        refuse("training.max_wall_time", text, "write hours:minutes:seconds, for example 11:45:00")
-    hours, minutes, seconds = map(int, parts)
-    if minutes > 59 or seconds > 59 or not hours + minutes + seconds:
-        reason = "minutes and seconds must be below 60, and the time above 0; leave it empty for no limit"
-        refuse("training.max_wall_time", text, reason)
-    return float(3600 * hours + 60 * minutes + seconds)
 
 
 def _check_validation(validation: Validation, step_hours: int) -> None:
