@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 import tomli
 import tomli_w
 
-from config import DEFAULT_CONFIG, MOST, SECTIONS, Config, Range
+from config import DEFAULT_CONFIG, MOST, PATHS, PROJECT, SECTIONS, Config, Range, for_a_file, in_project
 from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
-from project_folder import PATHS, PROJECT, for_a_file, in_project
 
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
 LONGEST_LIST, LONGEST_TEXT, LONGEST_NAME = 1000, 4096, 255  # Linux: of a path and of a name in it

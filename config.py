@@ -6,14 +6,24 @@ command_line.py reads; training/config_checks.py refuses combinations that canno
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from errors import refuse
-from project_folder import in_project
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
+PROJECT = Path(__file__).resolve().parent
+SIMULATED = "simulated"  # as data.path: no file of that name
+PATHS = (  # keys that name a file or a folder; job.config_file is only ever the caller's
+    ("job", "dump_folder"),
+    ("data", "path"),
+    ("data", "static_path"),
+    ("checkpoint", "initial_load_path"),
+    ("forecast", "path"),
+    ("forecast", "checkpoint"),
+)
 
 
 @dataclass(frozen=True)
@@ -648,3 +658,27 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
+
+
+# -- relative paths: they begin at the caller's folder on the command line, at the project's everywhere else
+
+
+def in_project(path: str) -> str:
+    """Return a path in the project: relative to it, absolute if the caller is in another folder."""
+    return str(PROJECT / path) if _is_relative(path) and Path.cwd() != PROJECT else path
+
+
+def for_a_file(path: str) -> str:
+    """Return a path relative to the caller's folder in the form that a configuration file anywhere needs."""
+    return os.path.abspath(path) if _is_relative(path) and Path.cwd() != PROJECT else path
+
+
+def in_one_place(path: str) -> str:
+    """Return a path of a configuration file as an absolute path without "..", unless it is a URL."""
+    is_file = _is_relative(path) or os.path.isabs(path)
+    return os.path.normpath(PROJECT / path) if is_file else path
+
+
+def _is_relative(path: str) -> bool:
+    is_url = "://" in path or "::" in path  # fsspec's
+    return bool(path) and path != SIMULATED and not is_url and not os.path.isabs(path)

@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from config import Data
+from config import SIMULATED, Data, in_project
 from datasets import simulated
 from datasets.archive import Archive, open_archive, read_all_fields, read_one
 from datasets.dates import find_gaps, is_inside
@@ -28,7 +28,6 @@ from datasets.regrid import Regridder
 from datasets.remote import NO_OPTIONS, Access, is_url, protocol_of
 from datasets.variables import expand_levels, nearest_name
 from errors import ConfigError, DataError
-from project_folder import SIMULATED, in_project
 
 logger = logging.getLogger(__name__)
 SIMULATED_PATH = "outputs/simulated.zarr"

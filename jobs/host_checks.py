@@ -14,13 +14,12 @@ from statistics import median
 
 import torch
 
-from config import Config
+from config import PROJECT, Config
 from jobs.host_memory import host_memory
 from jobs.start_checks import check_machine, local_ranks
 from jobs.verdicts import FAIL, WARN, Row, attempt, judged
 from parallelisms.degrees import SMALLEST_PROCESS, num_ranks
 from planning.calibrate import Operation, rounds, tensors
-from project_folder import PROJECT
 
 SHM = Path("/dev/shm")
 NCCL_SHM = 2**25  # bytes of /dev/shm a rank: its buffers to one neighbour in shared memory, "size 33030528"

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from command_line import own_options, split_options, start
+from config import PROJECT
 from errors import BAD_INPUT, RunFailed, end_when_interrupted, one_line_errors, tell
 from parallelisms.degrees import number_in_environment
-from project_folder import PROJECT
 
 OPTIONS = own_options(cluster="", clusters=[])
 

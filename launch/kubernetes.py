@@ -6,11 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from config import Config
+from config import PROJECT, Config
 from errors import refuse
 from launch.forms import filled
 from launch.options import num_ranks, setting, word
-from project_folder import PROJECT
 
 SUFFIX = ".yaml"
 SUBMIT = ("kubectl", "apply", "-f")

@@ -5,11 +5,10 @@ import os
 import shlex
 from pathlib import Path
 
-from config import Config
+from config import PROJECT, Config
 from errors import ConfigError, refuse
 from launch.forms import filled
 from launch.options import num_ranks, number, setting, word
-from project_folder import PROJECT
 from training.config_checks import load_checked
 
 SUFFIX = ".sbatch"

@@ -33,14 +33,13 @@ import torch
 
 from checkpoints.run_folder import lock_folder
 from command_line import own_options, parse_command_line, split_options, start
-from config import SECTIONS, Config
+from config import PROJECT, SECTIONS, Config
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
 from jobs.preemption import EXIT_SAVED, HEARD
 from jobs.start_checks import open_checked
 from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
-from project_folder import PROJECT
 from training.config_checks import check_score, load_checked
 
 OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")

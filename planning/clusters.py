@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from config import in_project
 from errors import ConfigError
 from planning.calibration import calibrated, load_calibration
 from planning.hardware import Cluster, Device, Link
-from project_folder import in_project
 
 MACHINES = Path(__file__).with_name("clusters.toml")
 MOST_DEVICES = 1_000_000

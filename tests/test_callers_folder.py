@@ -9,9 +9,8 @@ import pytest
 import tomli
 
 from command_line import to_toml
-from config import DEFAULT_CONFIG
+from config import DEFAULT_CONFIG, PATHS, in_project
 from datasets.selection import SIMULATED_PATH
-from project_folder import PATHS, in_project
 from tests.started_jobs import ROOT, write_config
 from training.config_checks import load_checked
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from config import PROJECT
 from errors import one_line_errors
-from project_folder import PROJECT
 from traces.classes import COMMUNICATION
 from traces.events import read_trace
 from traces.timeline import build_timeline
