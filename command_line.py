@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
@@ -403,3 +403,20 @@ def answer_early(
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
     gc.disable()  # until `start` in main: imports make objects by the million and no garbage
+
+
+def text_table(formats: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as lines of text; `formats` has a specification for each column: "<34 >10.2f >9.1%".
+
+    Text, such as the head of a column, takes only alignment and width; None is an empty cell.
+    """
+    columns = formats.split()
+    lines = ["".join(map(_cell, row, columns)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object, specification: str) -> str:
+    if isinstance(value, int | float):
+        return format(value, specification)
+    width = re.match(r"[<>]?\d+", specification.replace("+", ""))
+    return format(value or "", width[0] if width else "")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from benchmarks.time_to_skill import ROOT, Task, records_of, train
-from text_tables import text_table
+from command_line import text_table
 
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 OF_LEVELS = ("geopotential", "u_component_of_wind", "v_component_of_wind")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from text_tables import text_table
+from command_line import text_table
 
 Row = dict[str, Any]
 

@@ -24,8 +24,8 @@ import numpy as np
 import xarray as xr
 
 from benchmarks.results_file import record
+from command_line import text_table
 from datasets.archive import open_archive
-from text_tables import text_table
 
 ROOT = Path(__file__).parent.parent
 DATES, HALF = 1600, 800  # two to four shards of 512 dates

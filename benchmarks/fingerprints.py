@@ -14,10 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.results_file import record
+from command_line import text_table
 from config import FaultTolerance
 from tests.distributed import Ranks
 from tests.parity import Layout, SmallRun, replicate, tp
-from text_tables import text_table
 from training.fingerprints import Fingerprints
 
 ROUNDS = 15

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from benchmarks.time_to_skill import TASKS, train
-from text_tables import text_table
+from command_line import text_table
 
 MODEL = (
     "--model.patch_size=[8,8] --model.dim=64 --model.num_layers=2 --lr_scheduler.warmup_fraction=0.1".split()

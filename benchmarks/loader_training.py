@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.loader import Shape, names, write_zarr
 from benchmarks.results_file import record
-from text_tables import text_table
+from command_line import text_table
 
 ROOT = Path(__file__).parent.parent
 SHAPE = Shape("20 x 180 x 360 float32", 20, (180, 360), "f4", 192)

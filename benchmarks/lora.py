@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
-from text_tables import text_table
+from command_line import text_table
 
 ROOT = Path(__file__).parent.parent
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.results_file import record
+from command_line import text_table
 from tests.distributed import Ranks
 from tests.optimizer_references import trained
 from tests.parity import TABLE, Layout, SmallRun, difference
 from tests.test_whole_matrices import NAMES, TOLERANCE, train
-from text_tables import text_table
 
 FEW = ("fsdp 2", "fsdp 2 x tp 2")
 TIMED = ("AdamW", *NAMES)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from benchmarks.time_to_skill import ROOT, Task, records_of
-from text_tables import text_table
+from command_line import text_table
 from verification.plots import build_panels, save
 
 WIDTHS = (32, 64, 96, 128, 192)

@@ -31,7 +31,7 @@ import xarray as xr
 
 from benchmarks.results_file import record
 from benchmarks.rollout_training import longer
-from text_tables import text_table
+from command_line import text_table
 
 ROOT = Path(__file__).parent.parent
 AS_LONG = "one step, as long"

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
-from text_tables import text_table
+from command_line import text_table
 
 ROOT = Path(__file__).parent.parent
 OFF = [

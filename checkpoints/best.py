@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer, NoCheckpoints
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
-from durable_files import write_durably
+from jobs.durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
 

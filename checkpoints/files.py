@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from durable_files import write_durably
 from errors import ConfigError, DataError
+from jobs.durable_files import write_durably
 
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")

@@ -17,8 +17,8 @@ from command_line import to_toml
 from config import Config
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
-from durable_files import append_whole, write_durably
 from errors import ConfigError
+from jobs.durable_files import append_whole, write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
 

@@ -14,8 +14,8 @@ from checkpoints.identity import Identity
 from checkpoints.trained_weights import Trained
 from command_line import to_toml
 from config import Checkpoint, Config, Lora
-from durable_files import write_durably
 from errors import DataError
+from jobs.durable_files import write_durably
 
 
 def check_target(target: Path) -> None:

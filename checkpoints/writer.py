@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoints.files import INCOMPLETE, prune, write_manifest
-from durable_files import replacing, sync_folder, write_durably
+from jobs.durable_files import replacing, sync_folder, write_durably
 
 ROOT = Path(__file__).parents[1]
 ALIGNMENT = 64  # bytes: where a tensor begins in the arena

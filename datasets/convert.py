@@ -44,8 +44,8 @@ from datasets.grid import Grid, area_weights, global_grid
 from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
-from durable_files import write_durably
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
+from jobs.durable_files import write_durably
 
 DONE = "conversion"  # folder in a store that is not complete: a file with the statistics of each part
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most

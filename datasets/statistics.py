@@ -23,8 +23,8 @@ import torch
 from datasets.dates import consecutive
 from datasets.grid import Grid
 from datasets.plausibility import count_implausible, log_implausible, log_missing, refuse_fill
-from durable_files import replacing
 from errors import DataError
+from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 Numbers = dict[str, list[float]]  # mean, std, change_std -> one number for each variable

@@ -24,7 +24,7 @@ from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import lock_folder
 from checkpoints.run_state import global_batch_of
-from command_line import own_options, split_options, start
+from command_line import own_options, split_options, start, text_table
 from config import Config
 from datasets.selection import Selection
 from errors import end_when_interrupted, one_line_errors, refuse
@@ -33,7 +33,6 @@ from jobs.replicas import Alone
 from jobs.start_checks import open_checked
 from optimizers.lr_schedules import peak_lr
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
-from text_tables import text_table
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
 from training.config_checks import check

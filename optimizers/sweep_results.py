@@ -12,12 +12,11 @@ import tomli
 
 from checkpoints.best import history
 from checkpoints.identity import with_defaults
-from command_line import to_toml
+from command_line import text_table, to_toml
 from config import PATHS, Config, in_one_place
-from durable_files import write_durably
 from errors import refuse
+from jobs.durable_files import write_durably
 from optimizers.search_space import name_of, shown_value
-from text_tables import text_table
 from training.journal import read_records
 from verification.plots import build_panels, save
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from command_line import text_table
 from errors import DataError
 from planning.hardware import PRECISION, Cluster, Device, Link
-from text_tables import text_table
 
 FORMAT = 1  # of the file
 NEIGHBOURS = 4  # measured shapes that a rate is taken from

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from command_line import text_table
 from config import Config
 from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
 from planning.step_time import step_time
 from planning.workload import Workload
-from text_tables import text_table
 from training.due import GlobalBatch, Rollouts
 
 HOUR = 3600.0

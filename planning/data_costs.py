@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import own_options, split_options
+from command_line import own_options, split_options, text_table
 from errors import ConfigError, one_line_errors
-from text_tables import text_table
 
 INPUTS = Path(__file__).with_name("data_inputs.toml")
 OPTIONS = own_options(inputs="")

@@ -9,12 +9,12 @@ import datetime
 import math
 from dataclasses import dataclass
 
+from command_line import text_table
 from config import Data
 from datasets.options import parse_period
 from planning.data_costs import FLOAT32, load_inputs
 from planning.hardware import Cluster
 from planning.workload import Workload
-from text_tables import text_table
 
 
 @dataclass(frozen=True)

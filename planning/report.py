@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from command_line import text_table
 from planning.compute import hardware_flops
 from planning.data_feed import read_rate
 from planning.error_bands import band_line, band_of, classes_of
@@ -10,7 +11,6 @@ from planning.memory import GIB, Memory
 from planning.search import Plan, capacity, fits
 from planning.step_time import StepTime
 from planning.workload import Workload
-from text_tables import text_table
 
 
 def describe(work: Workload, cluster: Cluster) -> str:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from typing import NamedTuple
 
+from command_line import text_table
 from errors import ConfigError
 from optimizers.lr_schedules import peak_lr
 from parallelisms.degrees import Degrees
@@ -22,7 +23,6 @@ from planning.report import checkpointing, layout
 from planning.search import best_layouts, capacity, plan
 from planning.step_time import bubble
 from planning.workload import Workload
-from text_tables import text_table
 
 REMARK = 34  # characters of a line of remarks
 ERA5, CHANNELS = (360, 720), 20  # the tutorial's

@@ -8,13 +8,13 @@ from typing import Any
 import matplotlib
 import pandas as pd
 
+from command_line import text_table
 from errors import ConfigError
 from planning.error_bands import band_of
 from planning.hardware import Cluster
 from planning.report import checkpointing, layout
 from planning.search import best_layouts
 from planning.workload import Workload
-from text_tables import text_table
 
 MAX_DEVICES = 16384
 

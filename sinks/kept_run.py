@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from durable_files import write_durably
+from jobs.durable_files import write_durably
 
 
 class KeptRun:

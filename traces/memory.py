@@ -7,7 +7,7 @@ there before the recording began is not counted.
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from text_tables import text_table
+from command_line import text_table
 from traces.events import Allocation, Loop, Trace
 
 MIB = 2**20

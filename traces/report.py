@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from command_line import text_table
 from errors import DataError
-from text_tables import text_table
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Trace
 from traces.timeline import Table, Timeline

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from durable_files import append_whole, write_durably
+from jobs.durable_files import append_whole, write_durably
 
 logger = logging.getLogger(__name__)
 

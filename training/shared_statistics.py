@@ -28,8 +28,8 @@ from datasets.statistics import (
     stored_as_trained,
     stored_statistics,
 )
-from durable_files import replacing
 from errors import UserError
+from jobs.durable_files import replacing
 from jobs.heartbeat import activity
 from jobs.progress_bar import progress_bar
 from jobs.rank_tree import RankTree

@@ -17,8 +17,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from command_line import own_options, split_options
-from durable_files import write_durably
 from errors import ConfigError, one_line_errors
+from jobs.durable_files import write_durably
 from planning.clusters import load_cluster
 from reports.run import open_runs
 from reports.sections import sections

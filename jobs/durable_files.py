@@ -1,5 +1,6 @@
-"""Files that are whole under their names: written beside, flushed, renamed. A kill or a full disk leaves the
-file that was there before.
+"""Atomic writing of files: to a temporary name, flushed, then renamed.
+
+A kill or a full disk leaves the file that was there before.
 """
 
 import os
@@ -10,29 +11,29 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Another name to write to, which takes the place of `path` when the block ends well. Raises OSError."""
+    """Yield a temporary path, renamed to `path` when the block ends without error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new{path.suffix}")  # numpy adds a suffix where there is none
+    partial = path.with_name(f".{path.name}.new{path.suffix}")  # numpy adds a suffix where there is none
     try:
-        yield beside
-        with beside.open("rb") as file:
+        yield partial
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(partial, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            beside.unlink()
+            partial.unlink()
         raise
     sync_folder(path.parent)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Raises OSError."""
-    with replacing(path) as beside:
-        beside.write_text(text)
+    """Write a text file atomically. Raises OSError."""
+    with replacing(path) as partial:
+        partial.write_text(text)
 
 
 def append_whole(path: Path, text: str) -> None:
-    """All of the text at the end of a file, or nothing of it. Raises OSError."""
+    """Append all of the text to a file, or nothing of it. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         before, left = file.tell(), text.encode()
         try:
@@ -45,7 +46,7 @@ def append_whole(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A new name is on the disk only when its folder is."""
+    """Flush a folder, without which a new name in it may be lost."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
