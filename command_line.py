@@ -1,8 +1,8 @@
-"""Strict reading of a configuration from TOML files and a command line: what every verb does first.
+"""Read a configuration strictly from TOML files and a command line.
 
-A schema maps each section to a frozen dataclass whose field types are bool, int, float, str, Literal, tuples
-of these, or numbers with a `Range`. Everything wrong ends in a `ConfigError` of one line. No torch here: help
-and a misspelt key are answered at once.
+A schema maps each section to a frozen dataclass with fields of type bool, int, float, str, Literal, tuples of
+these, or numbers with a `Range`. Anything wrong raises a `ConfigError` of one line. torch is not imported, so
+that help and a misspelt key are answered at once.
 """
 
 import argparse
@@ -32,8 +32,9 @@ Values = dict[str, dict[str, Any]]
 
 
 def parse_command_line(argv: list[str], schema: Schema) -> Values:
-    """`--section.key value`, `--section.key=value`, or the bare flag for a boolean. Of two the later wins, so
-    that who wraps a command can add to it.
+    """Return the values of `--section.key value`, `--section.key=value` or, for a boolean, the bare flag.
+
+    A later option replaces an earlier one. Raises ConfigError.
     """
     values: Values = {}
     tokens = list(argv)
@@ -54,7 +55,7 @@ def parse_command_line(argv: list[str], schema: Schema) -> Values:
 
 
 def _nearest_option(token: str, schema: Schema) -> str:
-    """What a word that is no option may have meant: a key without its section, or without its dashes."""
+    """Return a hint for a word that is not an option: a key without its section or without dashes."""
     name = token.lstrip("-").partition("=")[0]
     options = {
         f"{section}.{f.name}": f.name for section in schema for f in dataclasses.fields(schema[section])
@@ -67,7 +68,7 @@ def _nearest_option(token: str, schema: Schema) -> str:
 def read_toml(
     path: str | Path, schema: Schema, named_by: str = "job.config_file", seen: tuple[str, ...] = ()
 ) -> Values:
-    """Checked values of one TOML file, over those of the file it `extends` (relative to it)."""
+    """Return the checked values of a TOML file, merged over those of the file that it `extends`."""
     if not str(path):
         raise ConfigError(f"{named_by} = '': the name of a TOML file expected")
     path = Path(path)
@@ -87,7 +88,7 @@ def read_toml(
 
 
 def _is_endless(path: Path) -> bool:
-    """A device, or a pipe that nobody may ever write into; a shell's <(...) is one that somebody does."""
+    """Return True for a device or a pipe, which may never end; the <(...) of a shell does end."""
     piped = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
     return path.exists() and not (path.is_file() or path.is_dir() or piped)
 
@@ -160,7 +161,7 @@ def _outside_section(name: str, schema: Schema, where: str) -> str:
         return f"a section in {where} is a table; write [{name}] and its keys below"
     homes = [section for section in schema if name in _section(schema, section, where)]
     hint = f"write it below [{homes[0]}]" if homes else nearest(name, schema)
-    return f"stands outside any section in {where}; {hint}"
+    return f"is outside any section in {where}; {hint}"
 
 
 def merge(base: Values, over: Values) -> Values:
@@ -183,7 +184,7 @@ def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Fi
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """A command-line value as TOML would give it; strings need no quotes there."""
+    """Return a command-line value as TOML would give it; strings need no quotes on the command line."""
     base, _ = _unwrap(kind)
     if base is str or get_origin(base) is Literal:
         return text
@@ -218,10 +219,8 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 
 def _text_problem(text: str) -> str:
-    """Why a text is none that this program can mean: no file has such a name, no terminal shows it."""
-    if any(
-        ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0 or 0xD800 <= ord(letter) < 0xE000 for letter in text
-    ):
+    """Return why a text can be neither a name nor a path, "" if it can."""
+    if UNPRINTABLE.search(text):
         return "a text without control characters expected"
     longest = max(len(part.encode()) for part in text.split("/"))
     if len(text) > LONGEST_TEXT or (longest > LONGEST_NAME and "://" not in text):
@@ -289,7 +288,7 @@ def _show(value: Any) -> str:
     return re.sub(r"\s+", " ", text).replace("[ ", "[").replace(", ]", "]")
 
 
-# -- the configuration that a verb runs -----------------------------------------------------------------
+# -- configuration of an entry point
 
 
 def load_config(argv: list[str]) -> Config:
@@ -302,7 +301,7 @@ def load_config(argv: list[str]) -> Config:
     config_file = overrides.get("job", {}).get("config_file", in_project(DEFAULT_CONFIG))
     file = _with_paths(read_toml(config_file, SECTIONS), in_project)
     if "config_file" in file.get("job", {}):
-        reason = f"stands in {config_file} itself; name another file with extends, or on the command line"
+        reason = f"is in {config_file} itself; name another file with extends, or on the command line"
         raise ConfigError(f"job.config_file = {file['job']['config_file']!r}: {reason}")
     values = merge(file, overrides)
     config = Config(**{name: cls(**values.get(name, {})) for name, cls in SECTIONS.items()})
@@ -310,7 +309,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
-    """The same values, but for their paths, which `placed` gives."""
+    """Return the values with each path replaced by `placed(path)`."""
     found = merge(values, {})
     for section, key in PATHS:
         if key in found.get(section, {}):
@@ -319,14 +318,14 @@ def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration without passwords of URLs; running it, from anywhere, repeats the run."""
+    """Return the resolved configuration without secrets; running it, from any folder, repeats the run."""
     values = dataclasses.asdict(config)
     values["job"] = {"dump_folder": str(config.job_folder)}
     return without_secrets(tomli_w.dumps(_with_paths(values, for_a_file)))
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Of a module's command, without a configuration: its errors are ours, in one line."""
+    """Parser of the options of a module, `python -m module`, that raises ConfigError."""
 
     def __init__(self, module: str, doc: str | None) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
@@ -338,9 +337,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def own_options(**defaults: Any) -> argparse.ArgumentParser:
-    """Options of a verb beside the configuration's; the default's type says what is expected.
+    """Return a parser of the options of an entry point besides those of the configuration.
 
-    A boolean is a flag, and a list is an option that may be given again.
+    The type of a default is the type of the option: a boolean is a flag, a list may be given several times.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in defaults.items():
@@ -351,7 +350,7 @@ def own_options(**defaults: Any) -> argparse.ArgumentParser:
 
 
 def _own_type(kind: type) -> Callable[[str], Any]:
-    """A reader of texts, for argparse, which puts the option's name before what it raises."""
+    """Return the converter that argparse calls, which adds the name of the option to an error."""
 
     def read(text: str) -> Any:
         try:
@@ -368,7 +367,7 @@ def _own_type(kind: type) -> Callable[[str], Any]:
 
 
 def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """A verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
+    """Return the own options of an entry point and the remaining arguments. Raises ConfigError."""
     try:
         return own.parse_known_args(argv)
     except argparse.ArgumentError as error:

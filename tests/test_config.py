@@ -412,8 +412,8 @@ FILES = [
         "[data]\ntrain_period = [2001-01-01, 2001-02-01]",
         "= 2001-01-01: text expected, not a bare date; put it in",
     ),
-    ("steps = 3", "steps = 3: stands outside any section in case.toml; write it below [training]"),
-    ("modle = 3", "modle = 3: stands outside any section in case.toml; did you mean model?"),
+    ("steps = 3", "steps = 3: is outside any section in case.toml; write it below [training]"),
+    ("modle = 3", "modle = 3: is outside any section in case.toml; did you mean model?"),
     ("model = 3", "model = 3: a section in case.toml is a table; write [model] and its keys below"),
     ("[[model]]\ndim = 3", "model = [{'dim': 3}]: a section in case.toml is a table"),
     ("[model\ndim = 3", "job.config_file = case.toml: not TOML: "),
@@ -428,7 +428,7 @@ FILES = [
     ),
     ('extends = "case.toml"', "a circle of extends: case.toml -> case.toml"),
     (r'extends = "a\u0000b"', "embedded null byte"),
-    ('[job]\nconfig_file = "other.toml"', "job.config_file = 'other.toml': stands in case.toml itself"),
+    ('[job]\nconfig_file = "other.toml"', "job.config_file = 'other.toml': is in case.toml itself"),
 ]
 
 
