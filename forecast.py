@@ -31,8 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.trained_weights import Trained, find_trained, load_weights
-from checkpoints.weights_alone import check_target, write_weights
+from checkpoints.trained_weights import (
+    Trained,
+    check_export,
+    export_weights,
+    find_trained,
+    load_weights,
+)
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
@@ -151,7 +156,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = Path(source) if source else config.dump_folder
-    trained = find_trained(path, named_by, config.forecast.averaged_weights, config, selection.archive)
+    trained = find_trained(path, named_by, config, selection.archive)
     fields = Fields.of(selection, trained.statistics)
     assembly = assemble(config, fields, mesh, device, trained.run_folder, for_training=False)
     load_weights(trained, assembly.model.parameters)
@@ -300,7 +305,7 @@ def export(config: Config, target: Path) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
     check_folder("--export", target.parent)
-    check_target(target)
+    check_export(target)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
     asked, plain = config, replace(config.model, attention_backend="sdpa")
     config = replace(config, model=plain, compile=Compile(), float8=Float8())
@@ -321,7 +326,7 @@ def export(config: Config, target: Path) -> None:
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.suffix:
-        write_weights(target, forecaster.trained, model, asked)
+        export_weights(target, forecaster.trained, model, asked)
     elif target.suffix == ".safetensors":
         write_safetensors(target, model, description)
     else:

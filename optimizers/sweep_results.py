@@ -10,7 +10,6 @@ from typing import Any
 
 import tomli
 
-from checkpoints.best import history
 from checkpoints.identity import with_defaults
 from command_line import to_toml
 from config import Config
@@ -19,6 +18,7 @@ from errors import refuse
 from optimizers.search_space import name_of, shown_value
 from project_folder import PATHS, in_one_place
 from text_tables import text_table
+from training.best import history
 from training.journal import read_records
 from verification.plots import build_panels, save
 

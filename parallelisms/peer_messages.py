@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException
 
 from errors import RunFailed, UserError
 
@@ -27,6 +28,7 @@ NAMES = {
     "numpy._core.numeric": {"_frombuffer"},
     "torch": {"Size", "device", "strided", "contiguous_format"},
     "torch.serialization": {"_get_layout"},
+    "traceback": {"StackSummary", "FrameSummary"},  # of an error that DCP sends to all ranks
     "torch._utils": {"_rebuild_meta_tensor_no_storage"},  # a shape: what stages ask each other on torch 2.11
 }
 FOLDERS = tuple(f"{path.parent.name}." for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
@@ -39,7 +41,7 @@ class PeerUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in NAMES.get(module, ()) or (module == "torch" and is_dtype(name)):
             return super().find_class(module, name)
-        if module.startswith(HOMES) or module == "errors":
+        if module.startswith(HOMES) or module in ("errors", "builtins"):
             found = super().find_class(module, name)
             if is_plain(found):
                 return found
@@ -50,7 +52,11 @@ def is_plain(found: Any) -> bool:
     """Whether a class holds data alone."""
     if not isinstance(found, type):
         return False
-    return dataclasses.is_dataclass(found) or issubclass(found, Enum | UserError | RunFailed)
+    if issubclass(found, BaseException):
+        return found.__module__ == "builtins" or issubclass(
+            found, UserError | RunFailed | CheckpointException
+        )
+    return dataclasses.is_dataclass(found) or issubclass(found, Enum)
 
 
 def is_dtype(name: str) -> bool:

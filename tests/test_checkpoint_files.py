@@ -20,9 +20,9 @@ from checkpoints.files import (
     stored_tensors,
     write_manifest,
 )
-from checkpoints.run_folder import lock_folder
-from checkpoints.run_state import resume
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
+from training.run_folder import lock_folder
+from training.state import resume
 
 
 def shard(folder: Path) -> Path:
@@ -132,14 +132,14 @@ def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F8
     run.step()
     run.save(checkpointer)
     folder = step_folder(tmp_path, 1)
-    manifest, original = read_manifest(folder), (folder / ".metadata").read_bytes()
-    check_files(folder, manifest)
+    original = (folder / ".metadata").read_bytes()
+    check_files(folder)
     for place in range(0, len(original), 97):
         changed = bytearray(original)
         changed[place] ^= 1 << (place % 8)
         (folder / ".metadata").write_bytes(changed)
         with pytest.raises(Damaged, match="metadata"):
-            check_files(folder, manifest)
+            check_files(folder)
 
 
 def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):

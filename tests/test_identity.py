@@ -16,12 +16,12 @@ import evaluate
 import forecast
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
-from checkpoints.run_folder import lock_folder
 from command_line import load_config
 from errors import ConfigError, DataError, UserError
 from jobs.start_checks import open_checked
 from tests.sample_archives import weatherbench
 from train import train
+from training.run_folder import lock_folder
 
 NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoints.run_state import Progress
 from config import Training
 from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
 from training.due import COLLECT_EVERY, ONE_STEP, Due, GlobalBatch, Rollouts, Schedule, due_at
+from training.state import Progress
 
 EVERY = Schedule(last=100, log=10, save=20, validate=30)
 

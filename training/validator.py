@@ -11,7 +11,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.checkpointer import Saves
-from checkpoints.run_state import RunState
 from config import Config
 from datasets.variables import named_by
 from jobs.host_memory import giving_memory_back
@@ -21,6 +20,7 @@ from training.assembly import Assembly
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples
+from training.state import TrainState
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
 from verification.validation import Example, Validation
@@ -51,7 +51,7 @@ class Validator:
         samples: Samples,
         assembly: Assembly,
         objective: Objective,
-        run: RunState,
+        run: TrainState,
         saves: Saves,
         metrics: Metrics,
     ) -> None:
@@ -95,7 +95,7 @@ class Validator:
         if self.validation is None:
             return None
         self.model.train(False)
-        self.saves.before_update()  # averages take the place of weights that are still being copied
+        self.saves.wait_for_staging()  # averages take the place of weights that are still being copied
         started = time.monotonic()
         number = len(self.validation.sampler) * (2 if self.run.average else 1)
         bar = progress_bar(number, "batch", dist.get_rank() == 0, desc="validation")
