@@ -36,6 +36,7 @@ from training.batches import build_batches
 from training.best import Best
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
+from training.loggers.opening import check_loggers
 from training.metrics import Metrics, peak_tflops, what_is_there
 from training.run_folder import RunFolder
 from training.samples import Samples
@@ -52,6 +53,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(folder, config.comm)
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
+    check_loggers(config.metrics)
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks -------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             due = due_at(step, schedule, decision.save, bool(decision.stop))
             if due.look and bad_steps.too_many(step, due.last):
                 roll_back(saves if others.number == 1 else NoCheckpoints(), run)
-                metrics.go_back(progress.step)
+                metrics.rollback(progress.step)
                 continue
             assembly.fingerprints.compare(step, due.save)
             if due.log:

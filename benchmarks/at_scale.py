@@ -6,8 +6,9 @@ Measured (m) where this machine has that many processes or clients: gloo ranks t
 clients of a real TCPStore that do what a rank's watchdog does every second. Simulated (s) beyond: rank 0 of a
 world that has nobody else (gloo connects nobody before somebody speaks), recorded calls of a counting store,
 and answers of the other ranks that are made up; rank 0 works on them for real, in its own time. The mesh is
-FSDP over 64 ranks, replicated above. What is simulated counts processor time, which other work on the machine does not change. Exponents are those of a fit through 64, 512
-and 4,096: 0 is the same at any number, 1 grows like it. Needs no GPU, 4 GB of memory and three minutes.
+FSDP over 64 ranks, replicated above. What is simulated counts processor time, which other work on the machine
+does not change. Exponents are those of a fit through 64, 512 and 4,096: 0 is the same at any number, 1 grows
+like it. Needs no GPU, 4 GB of memory and three minutes.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/checkpoint_stall.py [--rounds 7] [--dim 768] [--folder DIR]
 
-One process trains a ViT on one thread; the second core is free for the writer, as host cores are on a GPU node. Rounds alternate: ten steps without a save, then for each mode a save and ten steps. A mode's excess is
-the time of its save and ten steps beyond that of the ten steps without one in the same round; medians of all
-rounds. The floor is one copy of the state into host memory that is in place already. Ends with 1 when
-the excess of "async_with_pinned_mem" is above 0.35 x that of plain dcp.async_save.
+One process trains a ViT on one thread; the second core is free for the writer, as host cores are on a GPU
+node. Rounds alternate: ten steps without a save, then for each mode a save and ten steps. A mode's excess
+is the time of its save and ten steps beyond that of the ten steps without one in the same round; medians of
+all rounds. The floor is one copy of the state into host memory that is in place already. Ends with 1 when the
+excess of "async_with_pinned_mem" is above 0.35 x that of plain dcp.async_save.
 """
 
 import argparse

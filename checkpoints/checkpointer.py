@@ -103,9 +103,10 @@ class Checkpointer:
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Start the checkpoint of `step`, after the one before it is complete or has failed."""
-        started = time.monotonic()
+        is_first, started = self.saved_step < 0, time.monotonic()
         self.wait()
-        self._warn_if_slow(time.monotonic() - started)
+        if not is_first:  # for which the process was still starting
+            self._warn_if_slow(time.monotonic() - started)
         if step == self.saved_step:
             return
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks

@@ -183,7 +183,7 @@ def test_fine_tuning_needs_the_same_model(trained, tmp_path):
 
 
 def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, tmp_path):
-    monkeypatch.setattr("checkpoints.run_folder.PATIENCE", 0.0)
+    monkeypatch.setattr("training.run_folder.PATIENCE", 0.0)
     options, folder, _ = trained
     before = contents(folder)
     lock = lock_folder(folder)

@@ -58,9 +58,9 @@ class Validator:
         self.model, self.objective, self.run = assembly.model, objective, run
         self.saves, self.metrics, self.samples, self.folder = saves, metrics, samples, config.dump_folder
         settings, data, area = config.validation, config.data, objective.area
-        sinks = config.metrics
         self.plots = settings.plots
-        self.shows = sinks.enable_tensorboard or sinks.enable_wandb or sinks.enable_mlflow
+        loggers = config.metrics
+        self.shows = loggers.enable_tensorboard or loggers.enable_wandb or loggers.enable_mlflow
         members, step_seconds = settings.members or config.training.members, data.step_hours * 3600
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, step_seconds)
         self.forecast = model_forecast(*parts, members, config.training.seed)
@@ -122,9 +122,9 @@ class Validator:
             return self.validation.last_date(self.forecast)
 
     def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Loss curve, errors against lead time, maps and spectra of the last date, into plots/ and sinks."""
+        """Plot losses, errors against lead time, maps and spectra of the last date; log them too."""
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
         selection, chosen = self.samples.selection, named_by(self.plotted, scores.variables)
         parts = (selection.archive.grid, selection.land(), chosen)
-        self.metrics.show(step, plot_run(self.folder, scores, example, *parts), scores.table())
+        self.metrics.log_images(step, plot_run(self.folder, scores, example, *parts), scores.table())
