@@ -172,8 +172,6 @@ class LrScheduler:
     # of the steps, the last, in which it falls; 1: all after the warm-up; 0.2: warm-up, stable, decay
     decay_ratio: Fraction = 1.0
     min_lr_factor: Fraction = 0.0  # last learning rate over the peak
-    restart_steps: tuple[Positive, ...] = ()  # steps after which a new stage begins, with warm-up and decay
-    restart_lr_factors: tuple[AboveZero, ...] = ()  # peak of each later stage over the first's; []: all 1
 
 
 @dataclass(frozen=True)
@@ -316,7 +314,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    enable: bool = False  # save, and resume from the newest complete checkpoint in the run's folder
+    enable: bool = True  # save, and resume from the newest complete checkpoint in the run's folder
     interval: Positive = 500  # steps between saves; the last step is always saved
     interval_minutes: NonNegative = 0.0  # save after so many minutes too; 0: by steps alone
     # "async": copy, then write in the background; "async_with_pinned_mem": copy during the next forward and
@@ -365,8 +363,6 @@ class Profiling:
     enable_profiling: bool = False  # write torch profiler traces (Chrome, Perfetto) into traces/
     profile_freq: Positive = 100  # steps between traces
     profile_steps: Positive = 3  # steps in a trace
-    with_stack: bool = False  # the lines of Python that called each operator, too; traced steps take longer
-    with_memory: bool = False  # each allocation in the traces, too: traces.inspect_trace adds them up by part
     enable_memory_snapshot: bool = False  # CUDA allocator snapshots beside the traces
 
 
@@ -384,13 +380,11 @@ class Forecast:
     path: str = ""  # the Zarr store to write; empty: forecast.zarr in the run's folder
     # checkpoint, or folder of a run, to forecast from; empty: the newest of job.dump_folder
     checkpoint: str = ""
-    averaged_weights: bool = True  # those of training.ema_decay, where the checkpoint has them
     # first and last initial date, both included; empty: data.test_period, else data.validation_period
     period: tuple[str, ...] = ()
     # hours between initial dates, all of which must be in the data; 0: every date
     interval_hours: Annotated[int, Range(0, 100_000)] = 0
     num_steps: Steps = 40  # steps of data.step_hours from each initial date: 40 x 6 h are 10 days
-    include_initial_state: bool = False  # write the lead of 0 h too
     local_batch_size: Batch = 8  # states (dates x members) a rank takes through the model at once
     num_members: Layers = 1  # members of an ensemble; the first starts from the analysis itself
     # how far the other members start from the analysis, in standard deviations of a variable's change a step;

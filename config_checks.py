@@ -23,6 +23,9 @@ from training.due import Rollouts
 def check(config: Config) -> None:
     """Combinations that cannot work. What depends on the data is checked where the data are opened."""
     known = MODELS[config.model.name]
+    if "://" in config.job.dump_folder:
+        reason = "a run writes into a local folder; name one, and copy it there afterwards"
+        refuse("job.dump_folder", config.job.dump_folder, reason)
     _check_splits(config.parallelism, known)
     if known.tokens:
         _check_transformer(config.model)
@@ -35,7 +38,6 @@ def check(config: Config) -> None:
     _check_replay(config)
     check_ramp(config.training)
     _check_optimizer(config)
-    _check_schedule(config)
     if config.lora.enable:
         _check_lora(config)
     check_layout(config)
@@ -360,18 +362,6 @@ def _check_lora(config: Config) -> None:
         if name in lora.also_train and not there:
             reason = f"this model has no {name} that could train; take it out"
             refuse("lora.also_train", list(lora.also_train), reason)
-
-
-def _check_schedule(config: Config) -> None:
-    """Stages of the learning rate."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    restarts, factors = list(schedule.restart_steps), list(schedule.restart_lr_factors)
-    if restarts != sorted(set(restarts)) or (restarts and restarts[-1] >= steps):
-        reason = f"name steps that ascend and lie before training.steps = {steps}"
-        refuse("lr_scheduler.restart_steps", restarts, reason)
-    if factors and len(factors) != len(restarts):
-        reason = f"lr_scheduler.restart_steps names {len(restarts)} restarts; give one factor each"
-        refuse("lr_scheduler.restart_lr_factors", factors, reason)
 
 
 def wall_time_seconds(text: str) -> float:

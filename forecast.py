@@ -86,7 +86,7 @@ def forecast(config: Config) -> int:
     rank, dp_rank, dp = dist.get_rank(), model.mesh.dp_rank, model.mesh.degrees.dp
 
     # -- the store: made once, then written to by every rank -----------------------------------------
-    leads = range(0 if settings.include_initial_state else 1, settings.num_steps + 1)
+    leads = range(1, settings.num_steps + 1)
     index = StoreIndex(
         selection.variables,
         selection.archive.grid,
@@ -251,9 +251,7 @@ def forecast_batch(
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
     start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
-    state, first = normalizer.newest(start), 0 if settings.include_initial_state else 1
-    if writer and not first:
-        writer.write(pairs, 0, state[rows])
+    state = normalizer.newest(start)
     limit, broken = plausible_size(normalizer.normalize(state)[0]), []
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
     members = torch.tensor([member for _, member in batch], device=times.device)
@@ -265,7 +263,7 @@ def forecast_batch(
         state = normalizer.newest(window)
         broken.append(blown_up(state, limit))  # (B, V)
         if writer:
-            writer.write(pairs, lead - first, normalizer.denormalize(state[rows]))
+            writer.write(pairs, lead - 1, normalizer.denormalize(state[rows]))
         bar.update()
     data, names = config.data, expand_levels(config.data.variables, config.data.levels)
     names = np.array(channel_names(names, data.history, data.step_hours))
