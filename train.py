@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoints.checkpointer import Checkpointer, NoCheckpoints
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import start_from
 from config import Config
 from errors import RunFailed, one_line_errors, tell
@@ -40,7 +40,7 @@ from training.loggers.opening import check_loggers
 from training.metrics import Metrics, peak_tflops, what_is_there
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import global_batch_of, resume, roll_back
+from training.state import NoCheckpoints, global_batch_of, resume, roll_back
 from training.step import train_step
 from training.validator import Validator
 

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 
 from checkpoints.files import (
     DAMAGED,
@@ -35,7 +37,7 @@ from checkpoints.files import (
     set_aside,
     step_folder,
 )
-from checkpoints.writer import CheckpointProcess, CheckpointWriter, Shard, ShardPlanner, shards_of
+from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
 from errors import DataError
 from parallelisms.mesh import from_first_rank, on_all_ranks
@@ -44,26 +46,6 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
 SLOW_SECONDS = 1.0  # that training waits for a save before it is logged
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
-
-
-class NoCheckpoints:
-    """The checkpoints of a run that saves none."""
-
-    saves, saved_step, last_seconds = False, -1, 0.0
-
-    def save(self, step: int, tensors: dict[str, Tensor]) -> None: ...
-
-    def wait_for_staging(self) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
-        return ""
-
-    def newest(self, at_most: float = math.inf) -> int | None:
-        return None
 
 
 class Checkpointer:
@@ -114,33 +96,35 @@ class Checkpointer:
         about = {"step": step, "saved_at": now, **self.about}
         writer = CheckpointWriter(step_folder(self.folder, step), about, self.config_toml, self.keep)
         started = time.monotonic()
-        future = self._start(shards_of(tensors), writer)
+        future = self._start(tensors, writer)
         future.add_done_callback(lambda _: setattr(self, "last_seconds", time.monotonic() - started))
         self.in_flight = (step, future)
 
-    def _start(self, shards: dict[str, Shard], writer: CheckpointWriter) -> Future:
+    def _start(self, tensors: dict[str, Tensor], writer: CheckpointWriter) -> Future:
         """Start writing; the future has the error where that fails."""
-        options = {"storage_writer": writer, "planner": ShardPlanner(), "process_group": self.group}
+        # Plans are cached: ranks exchange them again only when a shape has changed.
+        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
+        options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
         if self.mode == "disabled":
             future: Future = Future()
             try:
-                future.set_result(state_dict_saver.save(shards, **options))
+                future.set_result(state_dict_saver.save(tensors, **options))
             except (OSError, RuntimeError, CheckpointException) as error:
                 future.set_exception(error)
             return future
-        self._prepare(shards)
+        self._prepare([local(tensor) for tensor in tensors.values()])
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
         response = state_dict_saver.async_save(
-            shards, async_checkpointer_type=kind, async_stager=self.stager, **options
+            tensors, async_checkpointer_type=kind, async_stager=self.stager, **options
         )
         if not isinstance(response, AsyncSaveResponse):
             return response
         self.staging = response.staging_completion
         return cast(Future, response.upload_completion)
 
-    def _prepare(self, shards: dict[str, Shard]) -> None:
+    def _prepare(self, tensors: list[Tensor]) -> None:
         """Make what keeps the copies, at the first save, and a new process where one was killed."""
-        size = sum(shard.tensor.nbytes for shard in shards.values())
+        size = sum(tensor.nbytes for tensor in tensors)
         if self.process and not self.stager:
             try:
                 on_all_ranks(lambda: check_shared_memory(size))
@@ -151,7 +135,7 @@ class Checkpointer:
         if self.process and not all_agree(self.process.is_alive):
             self.process.close()
             self.process = CheckpointProcess()
-        on_gpu = any(shard.tensor.is_cuda for shard in shards.values())
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
         if on_gpu:
             torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
         shared = self.process is not None
@@ -277,7 +261,8 @@ class Checkpointer:
         on_all_ranks(lambda: read_tensors(folder, tensors))
 
 
-Saves = Checkpointer | NoCheckpoints
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_together(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saving by torch.distributed.checkpoint (DCP): tensors, files with checksums, the process that writes them.
+"""Saving by torch.distributed.checkpoint (DCP): files with checksums, and the process that writes them.
 
 When all ranks have written their files, DCP calls `CheckpointWriter.finish` on rank 0, in the trainer or in
 torch's checkpoint process: it adds the configuration and the manifest, flushes the folder and gives it its
@@ -23,21 +23,11 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from checkpoints.files import INCOMPLETE, Files, prune, write_manifest
@@ -48,48 +38,6 @@ from parallelisms.peer_messages import read_plainly
 PARENT_SECONDS = 0.2  # between two looks at whether the trainer is alive
 OPEN_FILES = 65536  # at most: each tensor in shared memory has a file descriptor
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the trainer handles them, and then saves
-
-
-# -- what is written -----------------------------------------------------------------------------------
-
-
-@dataclass
-class Shard:
-    """This rank's part of a tensor, without the device mesh of a DTensor, which no other process has."""
-
-    tensor: Tensor
-    offsets: torch.Size
-    size: torch.Size  # of the whole tensor
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        """Describe the shard to DCP (torch.distributed._checkpointable)."""
-        chunk = ChunkStorageMetadata(self.offsets, self.tensor.shape)
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.tensor), self.size)
-        return [WriteItem(MetadataIndex(name, self.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-
-def shards_of(tensors: dict[str, Tensor]) -> dict[str, Shard]:
-    """Return this rank's parts. A rank has none of a DTensor with fewer rows than ranks."""
-    shards = {}
-    for name, tensor in tensors.items():
-        local, offsets = tensor, torch.Size([0] * tensor.ndim)
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local()
-            place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            offsets = torch.Size(place[1])
-        if local.numel() or not tensor.numel():
-            shards[name] = Shard(local.detach(), offsets, tensor.shape)
-    return shards
-
-
-class ShardPlanner(DefaultSavePlanner):
-    """DCP's planner for shards. Plans are cached: ranks exchange them again only when a shape has changed."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, enable_plan_caching=True)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].tensor
 
 
 # -- files with checksums ------------------------------------------------------------------------------
@@ -192,7 +140,7 @@ class ProcessGroupInfo:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
-        logging.disable(logging.WARNING)  # torch logs every request; errors are sent to the trainer
+        logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)

@@ -20,7 +20,6 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.initial_weights import start_from
 from command_line import own_options, split_options, start
 from config import Config
@@ -37,7 +36,7 @@ from training.batches import build_batches
 from training.determinism import seed_step, set_determinism
 from training.run_folder import lock_folder
 from training.samples import Samples
-from training.state import global_batch_of
+from training.state import NoCheckpoints, global_batch_of
 from training.step import train_step
 from verification.plots import build_panels, save
 

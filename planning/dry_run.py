@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
-from checkpoints.checkpointer import NoCheckpoints
 from config import Config
 from datasets.grid import Grid
 from jobs.replicas import Alone
@@ -36,7 +35,7 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import Batch
 from training.due import GlobalBatch
 from training.gradients import LossScaler
-from training.state import TrainState
+from training.state import NoCheckpoints, TrainState
 from training.step import train_step
 from training.update import Update, UpdateInBackward
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.checkpointer import Saves
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
@@ -41,7 +40,7 @@ from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
 from training.objective import Objective
 from training.replay import Replay
-from training.state import Progress, TrainState
+from training.state import Progress, Saves, TrainState
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)

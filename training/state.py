@@ -6,6 +6,7 @@ functions of (seed, step): no generator has to be saved.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints.checkpointer import Checkpointer, NoCheckpoints, Saves
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
 from config import Training
 from errors import ConfigError
@@ -28,6 +29,29 @@ from training.replay import Replay
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 OPTIONAL = ("train.", "bad_steps.", "replay.")  # an older version, or a run without fp16, saved fewer
+
+
+class NoCheckpoints:
+    """The checkpoints of a run that saves none."""
+
+    saves, saved_step, last_seconds = False, -1, 0.0
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> None: ...
+
+    def wait_for_staging(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
+        return ""
+
+    def newest(self, at_most: float = math.inf) -> int | None:
+        return None
+
+
+Saves = Checkpointer | NoCheckpoints
 
 
 @dataclass

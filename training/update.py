@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.checkpointer import Saves
 from errors import ConfigError
 from optimizers.build import set_lr
 from optimizers.noise_scale import NoiseScale
@@ -18,7 +17,7 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
-from training.state import TrainState
+from training.state import Saves, TrainState
 
 
 class Update:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.checkpointer import Saves
 from config import Config
 from datasets.variables import named_by
 from jobs.host_memory import giving_memory_back
@@ -20,7 +19,7 @@ from training.assembly import Assembly
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples
-from training.state import TrainState
+from training.state import Saves, TrainState
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
 from verification.validation import Example, Validation
