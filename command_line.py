@@ -143,6 +143,18 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
     "data.disk_cache_gib": (100.0, "convert the data to a local store with python -m datasets.convert"),
     "data.prefetch_factor": (2, "raise data.num_workers where the loop waits for data"),
+    "lr_scheduler.restart_steps": (
+        [],
+        "start a second run with checkpoint.initial_load_path for each later stage",
+    ),
+    "lr_scheduler.restart_lr_factors": (
+        [],
+        "start a second run with a lower optimizer.lr for each later stage",
+    ),
+    "profiling.with_stack": (False, "look at the spans of the trace"),
+    "profiling.with_memory": (False, "set profiling.enable_memory_snapshot on a GPU"),
+    "forecast.averaged_weights": (True, "train with training.ema_decay = 0.0 for forecasts of plain weights"),
+    "forecast.include_initial_state": (False, "take the states at 0 h from the data"),
 }
 
 

@@ -247,10 +247,6 @@ class LrScheduler:
         "Fraction of the steps, at the end, in which the learning rate decays. 1: all after warm-up.",
     )
     min_lr_factor: Fraction = option(0.0, "Last learning rate as a fraction of the peak.")
-    restart_steps: tuple[Positive, ...] = option((), "Steps after which warm-up and decay start again.")
-    restart_lr_factors: tuple[AboveZero, ...] = option(
-        (), "Peak learning rate after each restart over the first peak. Default: all 1."
-    )
 
 
 @dataclass(frozen=True)
@@ -475,7 +471,7 @@ class Lora:
 @dataclass(frozen=True)
 class Checkpoint:
     enable: bool = option(
-        False, "Save checkpoints, and resume from the newest complete one in the folder of the run."
+        True, "Save checkpoints, and resume from the newest complete one in the folder of the run."
     )
     interval: Positive = option(500, "Steps between saves; the last step is always saved.")
     interval_minutes: NonNegative = option(0.0, "Minutes after which to save as well. 0: by steps alone.")
@@ -546,10 +542,6 @@ class Profiling:
     enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
     profile_freq: Positive = option(100, "Steps between traces.")
     profile_steps: Positive = option(3, "Steps in a trace.")
-    with_stack: bool = option(False, "Record the Python stack of each operator; slows the traced steps.")
-    with_memory: bool = option(
-        False, "Record allocations; traces.inspect_trace sums them by part of the step."
-    )
     enable_memory_snapshot: bool = option(False, "Write snapshots of the CUDA allocator with the traces.")
 
 
@@ -570,9 +562,6 @@ class Forecast:
     checkpoint: str = option(
         "", "Checkpoint, or folder of a run, to use. Default: the newest checkpoint of job.dump_folder."
     )
-    averaged_weights: bool = option(
-        True, "Use the weights averaged by training.ema_decay if the checkpoint has them."
-    )
     period: tuple[str, ...] = option(
         (),
         "First and last initial date, both included. Default: data.test_period, else data.validation_period.",
@@ -583,7 +572,6 @@ class Forecast:
     num_steps: Steps = option(
         40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
     )
-    include_initial_state: bool = option(False, "Write the analysis at lead time 0 as well.")
     local_batch_size: Batch = option(8, "States (dates x members) of one forward pass of a rank.")
     num_members: Layers = option(1, "Ensemble members; the first one starts from the analysis itself.")
     perturbation: Annotated[float, Range(-1.0, LARGEST)] = option(

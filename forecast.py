@@ -32,8 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.trained_weights import Trained, find_trained, load_weights
-from checkpoints.weights_alone import check_target, write_weights
+from checkpoints.trained_weights import (
+    Trained,
+    check_export,
+    export_weights,
+    find_trained,
+    load_weights,
+)
 from config import Compile, Config, FaultTolerance, Float8
 from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
@@ -82,7 +87,7 @@ def forecast(config: Config) -> int:
     rank, dp_rank, dp = dist.get_rank(), model.mesh.dp_rank, model.mesh.degrees.dp
 
     # -- the store: made once, then written to by every rank -----------------------------------------
-    leads = range(0 if settings.include_initial_state else 1, settings.num_steps + 1)
+    leads = range(1, settings.num_steps + 1)
     index = StoreIndex(
         selection.variables,
         selection.archive.grid,
@@ -152,7 +157,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = Path(source) if source else config.dump_folder
-    trained = find_trained(path, named_by, config.forecast.averaged_weights, config, selection.archive)
+    trained = find_trained(path, named_by, config, selection.archive)
     fields = Fields.of(selection, trained.statistics)
     assembly = assemble(config, fields, mesh, device, trained.run_folder, for_training=False)
     load_weights(trained, assembly.model.parameters)
@@ -247,9 +252,7 @@ def forecast_batch(
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
     start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
-    state, first = normalizer.newest(start), 0 if settings.include_initial_state else 1
-    if writer and not first:
-        writer.write(pairs, 0, state[rows])
+    state = normalizer.newest(start)
     limit, broken = plausible_size(normalizer.normalize(state)[0]), []
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
     members = torch.tensor([member for _, member in batch], device=times.device)
@@ -261,7 +264,7 @@ def forecast_batch(
         state = normalizer.newest(window)
         broken.append(blown_up(state, limit))  # (B, V)
         if writer:
-            writer.write(pairs, lead - first, normalizer.denormalize(state[rows]))
+            writer.write(pairs, lead - 1, normalizer.denormalize(state[rows]))
         bar.update()
     data, names = config.data, expand_levels(config.data.variables, config.data.levels)
     names = np.array(channel_names(names, data.history, data.step_hours))
@@ -301,7 +304,7 @@ def export(config: Config, target: Path) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
     check_folder("--export", target.parent)
-    check_target(target)
+    check_export(target)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
     asked, plain = config, replace(config.model, attention_backend="sdpa")
     config = replace(config, model=plain, compile=Compile(), float8=Float8())
@@ -322,7 +325,7 @@ def export(config: Config, target: Path) -> None:
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.suffix:
-        write_weights(target, forecaster.trained, model, asked)
+        export_weights(target, forecaster.trained, model, asked)
     elif target.suffix == ".safetensors":
         write_safetensors(target, model, description)
     else:

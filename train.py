@@ -20,11 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoints.best import Best
-from checkpoints.checkpointer import Checkpointer, NoCheckpoints
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import start_from
-from checkpoints.run_folder import RunFolder
-from checkpoints.run_state import global_batch_of, go_back, resume
 from config import Config
 from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
@@ -37,10 +34,14 @@ from parallelisms.mesh import mesh_of, start_ranks
 from traces.profiler import Profiler, part_times, span
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
+from training.best import Best
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
+from training.loggers.opening import check_loggers
 from training.metrics import Metrics, peak_tflops, what_is_there
+from training.run_folder import RunFolder
 from training.samples import Samples
+from training.state import NoCheckpoints, global_batch_of, resume, roll_back
 from training.step import train_step
 from training.validator import Validator
 
@@ -53,6 +54,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(folder, config.comm)
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
+    check_loggers(config.metrics)
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks -------------------------------------------------------------------------------------
@@ -84,7 +86,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         about = run_folder.about(samples.statistics, asdict(degrees))
         saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), about)
     if not resume(saves, run) and config.checkpoint.initial_load_path:
-        start_from(Path(config.checkpoint.initial_load_path), run, config)
+        start_from(Path(config.checkpoint.initial_load_path), run.parameters, config)
+        run.restart_average()
     others = meet_replicas(config, run)
     dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
     global_batch = global_batch_of(training, training.local_batch_size * dp, progress)
@@ -145,8 +148,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 decision = agreement.at(saves.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))
             if due.look and bad_steps.too_many(step, due.last):
-                go_back(saves if others.number == 1 else NoCheckpoints(), run)
-                metrics.go_back(progress.step)
+                roll_back(saves if others.number == 1 else NoCheckpoints(), run)
+                metrics.rollback(progress.step)
                 continue
             assembly.fingerprints.compare(step, due.save)
             if due.log:
@@ -159,7 +162,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             # One replica saves; one that is told to stop does not know who else is.
             if due.save and (others.saves or decision.stop) and (decision.stop or not bad_steps.now):
                 with span("checkpoint"):
-                    saves.save(step, run.tensors())
+                    saves.save(step, run.state_dict())
                 agreement.saved()
                 metrics.start_interval()
             if due.validate and (scores := validator.scores(step)):
@@ -171,7 +174,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     gc.enable()
     activity.chapter("end", progress.step)
     others.close() if decision.stop else others.finish()
-    unsaved = saves.finish(progress.step, run)
+    unsaved = saves.finish(progress.step, run.state_dict())
 
     # -- at the end: scores and plots, unless it is to be started again ----------------------------
     if decision.stop:

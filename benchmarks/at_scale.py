@@ -1,15 +1,14 @@
-"""What the control plane costs at 8, 64, 512 and 4,096 ranks: groups, store, checkpoints, heartbeats.
+"""What the control plane costs at 8, 64, 512 and 4,096 ranks: groups, store, heartbeats, statistics.
 
     .venv/bin/python benchmarks/at_scale.py
 
 Measured (m) where this machine has that many processes or clients: gloo ranks that fork from one process, and
 clients of a real TCPStore that do what a rank's watchdog does every second. Simulated (s) beyond: rank 0 of a
 world that has nobody else (gloo connects nobody before somebody speaks), recorded calls of a counting store,
-and the plans and answers of the other ranks, made from rank 0's by moving its shards; rank 0 works on them
-for real, in its own time. The state is vit1b's (1.386 billion parameters with AdamW), once with FSDP over 64
-ranks (HSDP above) and once over all; of its blocks one in eight, times eight. What is simulated counts
-processor time, which other work on the machine does not change. Exponents are those of a fit through 64, 512
-and 4,096: 0 is the same at any number, 1 grows like it. Needs no GPU, 4 GB of memory and three minutes.
+and answers of the other ranks that are made up; rank 0 works on them for real, in its own time. The mesh is
+FSDP over 64 ranks, replicated above. What is simulated counts processor time, which other work on the machine
+does not change. Exponents are those of a fit through 64, 512 and 4,096: 0 is the same at any number, 1 grows
+like it. Needs no GPU, 4 GB of memory and three minutes.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import io
 import math
 import os
 import pickle
-import shutil
 import socket
 import sys
 import tempfile
@@ -43,18 +41,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.loader import Shape
 from benchmarks.results_file import record
 from benchmarks.statistics_start import VARIABLES, write_tiled
-from checkpoints.files import MANIFEST, TensorReader
-from checkpoints.save_plan import bytes_of, plan_together
-from checkpoints.writer import METADATA, Finish, Finisher, Written
 from config import Comm
 from datasets.archive import open_archive
 from jobs.launch import listen
@@ -341,7 +331,7 @@ def measure_beats(table: Table) -> None:
         table.add("  first contact of all ranks", "s", world, max(c["first"] for c in clients), "m")
 
 
-# -- checkpoints
+# -- answers of other ranks
 
 
 @dataclass
@@ -389,110 +379,6 @@ def number_of(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("blocks.") else 0
 
 
-def plan_of_shard(shard: int, shards: int) -> SavePlan:
-    """What a rank holds under FSDP: its rows of weights and moments, as plan_of lists them."""
-    items = []
-    for part in ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
-        for name, shape in weights().items():
-            rows = -(-shape[0] // shards)
-            first = min(shard * rows, shape[0])
-            count = min(rows, shape[0] - first)
-            if count:
-                items.append(write_item(part.format(name), shape, first, count))
-    items += [write_item(f"optimizer.{name}.step", (), 0, 0) for name in weights()]
-    return SavePlan(items)
-
-
-def write_item(name: str, shape: tuple[int, ...], first: int, count: int) -> WriteItem:
-    offsets = torch.Size((first, *[0] * (len(shape) - 1)) if shape else ())
-    sizes = torch.Size((count, *shape[1:]) if shape else ())
-    chunk, properties = ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=torch.float32)
-    data = TensorWriteData(chunk, properties, torch.Size(shape))
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def written_by(rank: int, items: list[WriteItem]) -> Written:
-    """What a rank's file is said to hold."""
-    results, offset, file = [], 0, f"__{rank}_0.distcp"
-    for item in items:
-        size = bytes_of(item) + 1100  # torch.save's own
-        results.append(WriteResult(item.index, size, _StorageInfo(file, offset, size)))
-        offset += size
-    return Written(results, {file: (offset, rank)} if items else {})
-
-
-def simulate_save(table: Table, world: int, shards: int, name: str) -> None:
-    """A first save and a second one, as rank 0 sees them; and what resuming costs any rank."""
-    own, dealt = plan_of_shard(0, shards), []
-    answers = [
-        lambda value: [str(rank % shards).encode() if rank % shards else value for rank in range(world)],
-        lambda value: [value, *(plan_of_shard(rank, shards) for rank in range(1, shards))],
-    ]
-    ranks = LoneRank(world, answers)
-    deal = ranks.deal
-    ranks.deal = lambda values: dealt.extend(values) or deal(values)  # type: ignore[method-assign]
-    started = time.process_time()
-    _, metadata = plan_together(ranks, own)  # type: ignore[arg-type]
-    seconds = PART * (time.process_time() - started - ranks.made_up)
-    table.add(f"{name}: first save, plan on rank 0", "s", world, seconds, "s")
-    table.add(f"{name}: plans that rank 0 receives", "MB", world, PART * ranks.received / 1e6, "s")
-    with tempfile.TemporaryDirectory() as folder:
-        finisher, target = Finisher(), Path(folder) / "step-00000001"
-        first = [written_by(rank, items) for rank, items in enumerate(dealt)]
-        again = [Written(None, written.files) for written in first]
-        for what, written in (("first save", first), ("later saves", again)):
-            (Path(folder) / "step-00000001.incomplete").mkdir()
-            ranks = LoneRank(world, [lambda _, written=written: written])
-            started = time.process_time()
-            told = ranks.gather(None)
-            described = (metadata, [each.results for each in told]) if what == "first save" else None
-            files = {name: entry for each in told for name, entry in each.files.items()}
-            finisher.finish(target, Finish(described, files, {}, "", 0))
-            seconds = (PART if described else 1) * (time.process_time() - started - ranks.made_up)
-            table.add(f"{name}: {what}, completed by rank 0", "s", world, seconds, "s")
-            if described is None:
-                break
-            table.add(f"{name}: files", "", world, len(files) + 3, "s")
-            table.add(f"{name}: metadata", "MB", world, PART * (target / METADATA).stat().st_size / 1e6, "s")
-            table.add(f"{name}: manifest", "MB", world, (target / MANIFEST).stat().st_size / 1e6, "s")
-            table.add(
-                f"{name}: resuming: metadata and plan, any rank",
-                "s",
-                world,
-                PART * resume_plan(target, own),
-                "s",
-            )
-            shutil.rmtree(target)
-
-
-def resume_plan(folder: Path, own: SavePlan) -> float:
-    """Seconds until a rank knows which bytes it reads."""
-    started = time.process_time()
-    stored = TensorReader(str(folder)).read_metadata().state_dict_metadata
-    for item in own.items:
-        assert item.tensor_data
-        entry: Any = stored[item.index.fqn]
-        assert create_read_items_for_chunk_list(item.index.fqn, entry, [item.tensor_data.chunk])
-    return time.process_time() - started
-
-
-def time_signature(table: Table) -> None:
-    """What a later save's plan is: every rank finds that nothing has changed, and all agree."""
-    tensors = {
-        item.index.fqn: torch.empty(item.tensor_data.size, device="meta")
-        for item in plan_of_shard(0, 1).items
-        if item.tensor_data
-    }
-    started = time.process_time()
-    signature = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    assert signature == dict(signature)
-    seconds = time.process_time() - started
-    for world in SIZES:
-        table.add(
-            "later saves: the plan, any rank (and an agreement)", "ms", world, 1e3 * PART * seconds, "s"
-        )
-
-
 # -- what is left of a start
 
 
@@ -538,11 +424,6 @@ def main() -> int:
     measure_ranks(table)
     simulate_groups(table)
     measure_beats(table)
-    for world in SIZES:
-        simulate_save(table, world, min(world, SHARDS), "HSDP")
-    for world in SIZES[:-1]:
-        simulate_save(table, world, world, "FSDP")
-    time_signature(table)
     time_weights(table)
     count_opens(table)
     table.record()

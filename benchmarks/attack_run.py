@@ -9,9 +9,9 @@ import zarr
 
 from benchmarks.attack_case import Case, refused, runs, warned
 from benchmarks.attack_stage import MORE, Stage
-from checkpoints.run_folder import lock_folder
 from tests.sample_archives import weatherbench
 from tests.test_identity import NAMES, waves
+from training.run_folder import lock_folder
 
 KIND = "identity"
 U, V = NAMES

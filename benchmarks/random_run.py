@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from checkpoints.checkpointer import NoCheckpoints
 from config import Config
 from datasets.grid import area_weights, global_grid
 from jobs.replicas import Alone
@@ -18,6 +17,7 @@ from training.assembly import (
     build_update,
 )
 from training.due import GlobalBatch
+from training.state import NoCheckpoints
 from training.step import Step, train_step
 
 

@@ -1,13 +1,13 @@
-"""The folder of a run's checkpoints: what is complete, what is damaged, what may go.
+"""The folder of a run's checkpoints: names, manifest, checks, reading, removal.
 
-    checkpoints/step-00000100/        complete: it has its final name, its manifest was written before that
-                step-00000200.incomplete/   being written, or left by a run that was killed meanwhile
-                step-00000050.deleting/     the same of one that is being removed
-                step-00000100.damaged/      set aside when its bytes were not those of its manifest
+    checkpoints/step-00000100/             complete: a checkpoint has this name only when it is on the disk
+                step-00000200.incomplete/  being written, or left by a run that was killed
+                step-00000050.deleting/    being removed, or left by a run that was killed
+                step-00000100.damaged/     set aside because a file is not the one of its manifest
 
-A checkpoint is one of torch.distributed.checkpoint, with the run's `config.toml` and a `manifest.json` that
-names every file with its size and CRC-32. Nothing in it is code: `.metadata`, which is a pickle, is read
-through a list of the few classes that it needs.
+A checkpoint is a folder of torch.distributed.checkpoint (DCP) with the run's `config.toml` and a
+`manifest.json`, which has size and CRC-32 of every file. DCP's `.metadata` is a pickle: it is read by an
+unpickler that knows a few classes of data and no other.
 """
 
 import fcntl
@@ -34,11 +34,12 @@ from jobs.durable_files import write_durably
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
-OURS = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
-MANIFEST = "manifest.json"
+OWN_NAME = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
+MANIFEST, METADATA = "manifest.json", ".metadata"
 CHUNK = 2**24  # bytes read at once for a checksum
+Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 
-# What the metadata of tensors is made of; a class more would be a way to run code.
+# The classes that the metadata of tensors consists of; a further one could run code.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -52,12 +53,28 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"},
-    "pathlib": {"PosixPath"},  # in DCP's own checkpoints: where they were written
+    "pathlib": {"PosixPath"},  # where DCP wrote the checkpoint
 }
 
 
 class Damaged(DataError):
-    """A checkpoint that cannot be trusted: `file` and why."""
+    """A checkpoint that cannot be trusted: its file, and the reason."""
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into one line: a file that may not be read is no damage, every other failure is."""
+    try:
+        yield
+    except PermissionError as error:
+        raise DataError(
+            f"{error.filename or path}: permission denied; give the user of this run the right to read it"
+        ) from None
+    except OSError as error:
+        raise Damaged(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
+
+
+# -- names ---------------------------------------------------------------------------------------------
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -65,30 +82,34 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first. Links and files of such a name are not
-    ours.
-    """
+    """Return the steps of the complete checkpoints in a folder, ascending; links and files do not count."""
     if not folder.is_dir():
         return []
-    named = [(match, path) for path in folder.iterdir() if (match := COMPLETE.match(path.name))]
+    with read_errors(folder):
+        named = [(match, path) for path in folder.iterdir() if (match := COMPLETE.match(path.name))]
     return sorted(int(match[1]) for match, path in named if is_own(path))
 
 
 def is_own(path: Path) -> bool:
-    """Whether a run may have made this entry among checkpoints: a folder, and no link to one elsewhere."""
+    """Return whether a run may have made this entry among checkpoints: a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
+def newest_name(folder: Path) -> str:
+    steps = complete_steps(folder)
+    return str(step_folder(folder, steps[-1])) if steps else "none"
+
+
 def candidates(path: Path) -> Iterator[Path]:
-    """Checkpoints that a path may mean, best first: itself, those of a folder, those of a run's folder."""
+    """Yield the checkpoints that a path may mean, best first: itself, those in it, those of a run."""
     for folder in (path, path / "checkpoints"):
-        if (folder / ".metadata").exists():
+        if (folder / METADATA).exists():
             yield folder
         yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
 
 
 def check_steps(folder: Path, steps: int) -> None:
-    """ConfigError when a folder already holds more steps than the run asks for: it would train nothing."""
+    """Raise ConfigError if a folder already has more steps than the run asks for: it would train nothing."""
     done = complete_steps(folder)
     if done and done[-1] > steps:
         raise ConfigError(
@@ -97,11 +118,11 @@ def check_steps(folder: Path, steps: int) -> None:
         )
 
 
-# -- the manifest ------------------------------------------------------------------------------------
+# -- the manifest --------------------------------------------------------------------------------------
 
 
 def crc32_of(path: Path) -> int:
-    """CRC-32 of a file's bytes: 4 GiB/s, and it sees every single flipped bit."""
+    """Compute the CRC-32 of a file: 4 GiB/s, and every single flipped bit changes it."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -109,48 +130,54 @@ def crc32_of(path: Path) -> int:
     return checksum
 
 
-def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, tuple[int, int]]) -> None:
-    """`files`: name -> (bytes, CRC-32), as they were written, not as they are read back."""
+def write_manifest(folder: Path, about: dict[str, Any], files: Files) -> None:
+    """files: as they were written, not as they are read back. Raises OSError."""
     body = about | {"files": {name: {"bytes": size, "crc32": crc} for name, (size, crc) in files.items()}}
     text = json.dumps(body, indent=1)
     write_durably(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises Damaged, with the file's name, where there is none or it is not what was written."""
+    """Read a manifest. Raises Damaged if it is not as it was written, DataError without permission."""
     path = folder / MANIFEST
     try:
-        first, _, text = path.read_text().partition("\n")
-        if json.loads(first)["crc32"] != zlib.crc32(text.encode()):
-            raise Damaged(f"{path}: its checksum is not the one written in it")
-        return json.loads(text)
-    except FileNotFoundError:
-        raise Damaged(f"{path}: is missing") from None
+        with read_errors(path):
+            first, _, text = path.read_text().partition("\n")
+        if json.loads(first)["crc32"] == zlib.crc32(text.encode()):
+            return json.loads(text)
+    except DataError as error:
+        raise error if path.exists() else Damaged(f"{path}: is missing") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(f"{path}: cannot be read ({error})") from None
+        raise Damaged(f"{path}: cannot be read ({error})") from None
+    raise Damaged(f"{path}: its checksum is not the one written in it")
 
 
 def check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
-    """Raises Damaged where a file is not the one that the manifest describes."""
+    """Raise Damaged if a file is not the one that the manifest describes."""
     path = folder / name
-    if not path.is_file():
-        raise Damaged(f"{path}: is missing")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
-    if crc32_of(path) != expected["crc32"]:
-        raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
+    with read_errors(path):
+        if not path.is_file():
+            raise Damaged(f"{path}: is missing")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
+        if crc32_of(path) != expected["crc32"]:
+            raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
 
 
-def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
-    """Raises Damaged for the first bad file of this rank's part; what may not be unpickled is bad too."""
-    for name, expected in sorted(manifest["files"].items())[part::parts]:
-        check_file(folder, name, expected)
-    if part == 0:
-        stored_tensors(folder)
+def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Check the manifest and this rank's part of the files, on rank 0 also that .metadata may be unpickled.
+
+    Raises Damaged, or DataError without permission to read.
+    """
+    with reading(folder):
+        for name, expected in sorted(read_manifest(folder)["files"].items())[part::parts]:
+            check_file(folder, name, expected)
+        if part == 0:
+            stored_tensors(folder)
 
 
-# -- metadata without code ---------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -163,7 +190,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(file: IO[bytes], path: Path) -> Metadata:
-    """DCP's metadata of tensors. Raises Damaged, with what it carries, for anything else."""
+    """Read DCP's metadata of tensors. Raises Damaged, naming what it found, for anything else."""
     try:
         metadata = MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
@@ -180,8 +207,8 @@ class TensorReader(FileSystemReader):
     """DCP's reader, for tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        with path.open("rb") as file:
+        path = Path(self.path) / METADATA
+        with read_errors(path), path.open("rb") as file:
             metadata = read_metadata(file, path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -189,14 +216,14 @@ class TensorReader(FileSystemReader):
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> shape and type of every tensor in a checkpoint."""
+    """Return shape and type of every tensor in a checkpoint, by name."""
     return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors, which may be a rank's parts, from a checkpoint. DataError where one does not fit.
+    """Fill tensors, which may be shards, from a checkpoint. Raises DataError where one does not fit.
 
-    Without a word to other ranks: torch's own load gathers names and plans of all on rank 0.
+    Exchanges nothing with other ranks: dcp.load gathers names and plans of all on rank 0.
     """
     reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = reader.read_metadata()
@@ -209,49 +236,64 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
             raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-
-
-# -- what may go, and when ---------------------------------------------------------------------------
+    with read_errors(folder), reading(folder):
+        reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """While this lasts, no run that prunes its checkpoints takes this one away."""
-    if not (folder / MANIFEST).exists():
-        yield  # written by another program: no run of ours prunes it
+    """Keep a checkpoint from being pruned. One of another program, without a manifest, is never pruned."""
+    path = folder / MANIFEST
+    if not path.exists():
+        yield
         return
-    with (folder / MANIFEST).open("rb") as file:
+    with read_errors(path):
+        file = path.open("rb")
+    with file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
-def remove(folder: Path) -> bool:
-    """Renames, then deletes, so that what has a checkpoint's name is whole. False: somebody reads it."""
+# -- removal -------------------------------------------------------------------------------------------
+
+
+def remove(folder: Path, even_if_read: bool = False) -> None:
+    """Rename, then delete a checkpoint: whatever has the name of a complete one is whole. Raises OSError.
+
+    One that a process reads stays, unless `even_if_read`: then it is renamed, and deleted by the next start.
+    """
     manifest = folder / MANIFEST
     if not manifest.exists():
-        return False  # not one of ours, or damaged: neither is ours to delete
+        return  # of another program, or damaged
+    doomed = folder.with_name(folder.name + DELETING)
     with manifest.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        doomed = folder.with_name(folder.name + DELETING)
+            if even_if_read:
+                os.replace(folder, doomed)
+            return
         os.replace(folder, doomed)
     shutil.rmtree(doomed)
-    return True
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, also those that a process reads. Raises OSError."""
+    for later in complete_steps(folder):
+        if later > step:
+            remove(step_folder(folder, later), even_if_read=True)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """All but the newest `keep` complete checkpoints; 0 keeps all."""
+    """Remove all but the newest `keep` complete checkpoints; 0 keeps all."""
     for step in complete_steps(folder)[:-keep] if keep else []:
         remove(step_folder(folder, step))
 
 
 def clear_leftovers(folder: Path) -> None:
-    """What a killed run left half written or half deleted; what no run has made is named and left alone."""
+    """Delete what a killed run has half written or half deleted; log what no run has made, and leave it."""
     for path in sorted(folder.iterdir()):
-        if not is_own(path) or not OURS.match(path.name):
+        if not is_own(path) or not OWN_NAME.match(path.name):
             logger.warning("%s: is no checkpoint of this run (a link, or a stranger); left alone", path)
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped meanwhile; removed", path)
@@ -259,7 +301,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Out of the way of resuming, and kept for whoever wants to look at it."""
+    """Rename a damaged checkpoint, so that no run resumes from it; its files stay for inspection."""
     aside = folder.with_name(folder.name + DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + "-again")

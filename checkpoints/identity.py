@@ -1,20 +1,20 @@
-"""What the weights of a checkpoint mean: the model they are of, and the fields that go in and come out.
+"""The meaning of the weights in a checkpoint: their model, and the fields that go in and come out.
 
-A checkpoint keeps the run's configuration (config.toml) and, in its manifest under "identity", what the
-configuration does not say: grid, units, statistics, data. What would change the meaning of weights is refused
-wherever they are used; what else has changed since is said in one line.
+It consists of the run's configuration (config.toml) and, in the manifest under "identity", of the grid, the
+units, the statistics and the data. A configuration that would change the meaning is refused wherever weights
+are used; other changes are logged in one line.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from checkpoints.files import MANIFEST, Damaged, complete_steps, read_manifest, step_folder
+from checkpoints.files import MANIFEST, Damaged, complete_steps, read_errors, read_manifest, step_folder
 from config import SECTIONS, Config
 from datasets.archive import Archive
 from datasets.grid import Grid
@@ -26,12 +26,12 @@ from models.registry import MODELS
 
 LORA = ("rank", "alpha", "base_dtype")
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
-UNSAID = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes nobody has to be told
+UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 
 
 def describe(selection: Selection, statistics: Statistics) -> dict[str, Any]:
-    """What a manifest says beside config.toml."""
+    """Return the entry "identity" of a manifest."""
     archive, names = selection.archive, selection.variables
     dates = statistics.dates
     return {
@@ -43,24 +43,25 @@ def describe(selection: Selection, statistics: Statistics) -> dict[str, Any]:
 
 
 class Identity:
-    """Of one checkpoint. `more` is empty where another program, or an older version, wrote it."""
+    """The identity of one checkpoint. `more` is empty in one of another program or an older version."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Damaged."""
+        """Raises Damaged, or DataError if a file may not be read."""
         self.folder = folder
         path = folder / "config.toml"
-        stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+        with read_errors(path):
+            stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
         self.values = with_defaults(stored) if stored else {}
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
         self.more: dict[str, Any] = manifest.get("identity", {})
 
     @property
     def statistics(self) -> Numbers | None:
-        """Mean, deviation and deviation of the change of each variable."""
+        """Mean, standard deviation and standard deviation of the change of each variable."""
         return self.more.get("statistics")
 
     def check(self, config: Config, way_out: str, archive: Archive | None = None) -> None:
-        """ConfigError: these weights mean something else than `config`, or the data, take them for."""
+        """Raise ConfigError if `config`, or the data, give these weights another meaning."""
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [*theirs, *(key for key in ours if key not in theirs)] if theirs else []:
             if theirs.get(key) != ours.get(key):
@@ -69,7 +70,7 @@ class Identity:
             self._check_fields(archive, way_out)
 
     def check_model(self, config: Config, way_out: str) -> None:
-        """The same of the model alone, which may have more layers and other channels: for fine-tuning."""
+        """Check the model alone, which may have more layers and other channels: for fine-tuning."""
         if self.values and self.values["lora"]["enable"]:
             reason = "its weights work only with their adapters; take what forecast.py --export FOLDER makes"
             raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
@@ -83,7 +84,7 @@ class Identity:
     def _check_fields(self, archive: Archive, way_out: str) -> None:
         grid = Grid(self.more["grid"]["latitude"], self.more["grid"]["longitude"])
         if not grid.same_as(archive.grid):
-            self._refuse("the grid of data.path", shown(archive.grid), shown(grid), way_out)
+            self._refuse("the grid of data.path", format_grid(archive.grid), format_grid(grid), way_out)
         for name, unit in self.more["units"].items():
             if plain_units(archive.units(name)) != plain_units(unit):
                 self._refuse(f"the units of {name} in data.path", archive.units(name), unit, way_out)
@@ -92,35 +93,35 @@ class Identity:
         raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
 
     def changes(self, config: Config) -> list[str]:
-        """What is not as it was when the checkpoint was saved: "optimizer.lr 0.001 -> 0.0001"."""
+        """Return the settings that have changed since the checkpoint: "optimizer.lr 0.001 -> 0.0001"."""
         now = plain(config)
         return [
             f"{section}.{key} {old!r} -> {now[section][key]!r}"
             for section, keys in self.values.items()
             for key, old in keys.items()
-            if section not in UNSAID and old != now[section][key]
+            if section not in UNLOGGED and old != now[section][key]
         ]
 
 
-def shown(grid: Grid) -> str:
+def format_grid(grid: Grid) -> str:
     corners = [f"{axis[0]:g} to {axis[-1]:g}" for axis in (grid.latitude, grid.longitude)]
     return f"{grid.shape[0]} x {grid.shape[1]}, latitudes {corners[0]}, longitudes {corners[1]}"
 
 
 def plain(config: Config) -> Values:
-    """As to_toml writes it: lists for tuples, no passwords."""
+    """Return a configuration as to_toml writes it: lists for tuples, no passwords."""
     return json.loads(without_secrets(json.dumps(asdict(config))))
 
 
 def with_defaults(stored: Values) -> Values:
-    """Every key there is: those of an older version's file are the defaults that have come since."""
+    """Return all keys of this version: defaults for those that a file lacks, without unknown ones."""
     filled = {name: asdict(cls()) | stored.get(name, {}) for name, cls in SECTIONS.items()}
     known = {name: {f: keys[f] for f in SECTIONS[name].__dataclass_fields__} for name, keys in filled.items()}
     return json.loads(json.dumps(known))
 
 
 def meaning(values: Values) -> dict[str, Any]:
-    """Key -> value of all that weights depend on."""
+    """Return all settings that weights depend on."""
     if not values:
         return {}
     model, data = values["model"], values["data"]
@@ -136,32 +137,28 @@ def meaning(values: Values) -> dict[str, Any]:
 
 
 def plain_units(text: str) -> str:
-    """Units in one spelling: "m**2 s**-2", "m^2/s^2" and "m2 s-2" are the same."""
+    """Return units in one spelling: "m**2 s**-2", "m^2/s^2" and "m2 s-2" are the same."""
     text = re.sub(r"\*\*|\^", "", text.strip())
     text = re.sub(r"\s*/\s*([A-Za-z]+)(\d*)", lambda m: f" {m[1]}-{m[2] or 1}", text)
     return "1" if text in ("", "~", "(0 - 1)", "0-1", "dimensionless", "fraction") else text
 
 
 def newest_identity(folder: Path) -> Identity | None:
-    """Of the newest checkpoint in a run's folder whose manifest can be read, which a start resumes from."""
-    for identity in _identities(folder / "checkpoints"):
-        return identity
+    """Return that of the newest checkpoint in a run's folder. Damaged ones are left to `Checkpointer.newest`.
+
+    Raises DataError if a file may not be read.
+    """
+    for step in reversed(complete_steps(folder / "checkpoints")):
+        with suppress(Damaged, tomli.TOMLDecodeError):
+            return Identity(step_folder(folder / "checkpoints", step))
     return None
-
-
-def _identities(folder: Path) -> Iterator[Identity]:
-    for step in reversed(complete_steps(folder)):
-        try:
-            yield Identity(step_folder(folder, step))
-        except (Damaged, OSError, ValueError):
-            continue  # resuming sets it aside, and says so
 
 
 NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial_load_path for these weights"
 
 
 def check_resume(config: Config, selection: Selection) -> Identity | None:
-    """What a run in this folder would resume from. ConfigError: another model's, or of other fields."""
+    """Return the identity of what a run resumes from. Raises ConfigError if it is another one."""
     identity = newest_identity(config.dump_folder) if config.checkpoint.enable else None
     if identity:
         identity.check(config, NEW_RUN, selection.archive)

@@ -1,73 +1,87 @@
-"""The weights of a finished or running training, for forecasts: found, checked and loaded on any layout."""
+"""The weights of a training for forecasts and fine-tuning: found, checked, loaded on any layout, exported.
+
+An export is a run's folder with one checkpoint that contains weights and nothing else: adapters are merged
+into plain weights, and averaged weights take the place of the trained ones.
+"""
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
-from checkpoints.checkpointer import load, problem_of
-from checkpoints.files import MANIFEST, candidates, stored_tensors
+from checkpoints.checkpointer import Checkpointer, check_together
+from checkpoints.files import (
+    COMPLETE,
+    MANIFEST,
+    Damaged,
+    candidates,
+    read_tensors,
+    step_folder,
+    stored_tensors,
+)
 from checkpoints.identity import Identity
-from checkpoints.run_state import Parameters
-from config import Config
+from command_line import to_toml
+from config import Checkpoint, Config, Lora
 from datasets.archive import Archive
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
-from jobs.rank_tree import RankTree
+from jobs.durable_files import write_durably
 from parallelisms.float8 import plain_weight
-from parallelisms.mesh import from_first_rank
+from parallelisms.mesh import from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that can be trusted, and what its weights were trained with."""
+    """A checkpoint that can be trusted, and the statistics that its weights were trained with."""
 
     folder: Path
-    averaged: bool  # whether the averaged weights are the ones to take
+    averaged: bool  # its averaged weights are taken
     statistics: Statistics
 
     @property
     def run_folder(self) -> Path:
-        """That holds checkpoints/step-... and best/step-..., beside what was found when the run began."""
+        """The folder that contains checkpoints/step-... or best/step-..., and the choices of the run."""
         return self.folder.parent.parent
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Which weights these are, wherever the run's folder lies."""
+        """Which weights these are, wherever the run's folder is."""
         manifest = self.folder / MANIFEST
         first = manifest.read_text().partition("\n")[0] if manifest.exists() else '{"crc32": 0}'
         return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
 
 
-def find_trained(path: Path, named_by: str, averaged: bool, config: Config, archive: Archive) -> Trained:
-    """The newest checkpoint at `path` whose bytes are what was written. Called by all ranks together.
+def find_trained(path: Path, named_by: str, config: Config, archive: Archive) -> Trained:
+    """Return the newest checkpoint at `path` that is not damaged. Called by all ranks together.
 
-    averaged: take averaged weights where it has them. DataError: there is none, or the statistics of its run
-    are missing. ConfigError: its weights mean something else than the configuration and the archive say.
+    Raises DataError if there is none or the statistics of its run are missing, ConfigError if the
+    configuration or the archive give its weights another meaning.
     """
-    ranks = RankTree()
     found = from_first_rank(lambda: list(candidates(path)))
     for folder in found:
-        problem = problem_of(folder, ranks) if (folder / MANIFEST).exists() else ""
-        if not problem:
+        try:
+            if (folder / MANIFEST).exists():  # of another program: there is nothing to check
+                check_together(folder)
             break
-        logger.warning("%s; taking the one before", problem)
+        except Damaged as error:
+            logger.warning("%s; taking the one before", error)
     else:
         reason = "all its checkpoints are damaged" if found else "no checkpoint there"
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
     identity = Identity(folder)
     identity.check(config, "take the configuration beside these weights", archive)
-    has_averages = any(name.startswith("ema.") for name in stored_tensors(folder))
-    return Trained(folder, averaged and has_averages, statistics_of(identity, archive.grid.shape))
+    averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
+    return Trained(folder, averaged, statistics_of(identity, archive.grid.shape))
 
 
 def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
-    """What the weights were trained with; the data they came from need not be there any more."""
+    """Return the statistics that weights were trained with; their data need not be there any more."""
     if numbers := identity.statistics:
         moments = {name: np.asarray(values) for name, values in numbers.items()}
         nothing = np.zeros(0, "datetime64[s]")
@@ -80,11 +94,36 @@ def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
     raise DataError(f"{path}: is missing or damaged; copy it from the run that trained the weights")
 
 
-def load_weights(trained: Trained, parameters: Parameters) -> None:
-    """Fills the parameters, cut as they are on this rank. DataError: another model's."""
-    tensors = {name: plain_weight(parameter.detach()) for name, parameter in parameters.items()}
+def load_weights(trained: Trained, parameters: dict[str, nn.Parameter]) -> None:
+    """Fill the parameters of this rank. Raises DataError if they are of another model."""
     stored = stored_tensors(trained.folder) if trained.averaged else {}
-    averaged = {name for name in tensors if f"ema.{name}" in stored}  # frozen ones have no average
-    parts = {"ema": averaged, "model": tensors.keys() - averaged}
-    load(trained.folder, {part: {name: tensors[name] for name in parts[part]} for part in parts}, RankTree())
+    tensors = {}
+    for name, parameter in parameters.items():
+        part = "ema" if f"ema.{name}" in stored else "model"  # frozen weights have no average
+        tensors[f"{part}.{name}"] = plain_weight(parameter.detach())
+    on_all_ranks(lambda: read_tensors(trained.folder, tensors))
     logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)
+
+
+def check_export(target: Path) -> None:
+    """Raise DataError if a checkpoint is there already."""
+    if found := next(candidates(target), None):
+        raise DataError(f"--export {target}: {found} is there already; name another folder")
+
+
+def export_weights(target: Path, trained: Trained, model: nn.Module, config: Config) -> Path:
+    """Write the weights of a plain model, with the identity of the checkpoint that they come from.
+
+    Returns the checkpoint's folder. Raises DataError if it cannot be written.
+    """
+    text = to_toml(replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path="")))
+    about = {"layout": {}, "identity": Identity(trained.folder).more}
+    checkpointer = Checkpointer(target / "checkpoints", Checkpoint(async_mode="disabled"), text, about)
+    name = COMPLETE.match(trained.folder.name)
+    step = int(name[1]) if name else 0
+    checkpointer.save(step, {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    checkpointer.close()
+    if checkpointer.last_error:
+        raise DataError(f"--export {target}: {checkpointer.last_error}")
+    write_durably(target / "config.toml", text)
+    return step_folder(checkpointer.folder, step)

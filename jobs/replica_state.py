@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoints.run_state import RunState
 from config import Config
 from errors import ConfigError
 from jobs.replicas import Alone, Replicas, State, local
 from optimizers.compact_adamw import empty_moment
+from training.state import TrainState as RunState
 
 
 def hand_over(run: RunState) -> State:

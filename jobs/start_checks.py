@@ -36,7 +36,6 @@ from parallelisms.degrees import check_processes, num_ranks, number_in_environme
 from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from sinks.opening import check_sinks
 from training.due import num_places
 
 
@@ -59,7 +58,6 @@ def open_checked(config: Config) -> Selection:
 def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
     started_at()
-    check_sinks(config.metrics)
     if config.fault_tolerance.enable:
         check_replicas(config.fault_tolerance)
     use_cuda = check_devices(config.comm.backend)

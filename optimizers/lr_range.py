@@ -20,10 +20,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from checkpoints.checkpointer import NoCheckpoints
 from checkpoints.initial_weights import start_from
-from checkpoints.run_folder import lock_folder
-from checkpoints.run_state import global_batch_of
 from command_line import own_options, split_options, start, text_table
 from config import Config
 from datasets.selection import Selection
@@ -37,7 +34,9 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import build_batches
 from training.config_checks import check
 from training.determinism import seed_step, set_determinism
+from training.run_folder import lock_folder
 from training.samples import Samples
+from training.state import NoCheckpoints, global_batch_of
 from training.step import train_step
 from verification.plots import build_panels, save
 
@@ -76,7 +75,7 @@ class Trial:
         self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)
         run = build_run_state(config, self.model, self.objective.replay)
         if config.checkpoint.initial_load_path:
-            start_from(Path(config.checkpoint.initial_load_path), run, config)
+            start_from(Path(config.checkpoint.initial_load_path), run.parameters, config)
         self.progress, smallest = run.progress, config.training.local_batch_size * dp
         self.global_batch = global_batch_of(config.training, smallest, self.progress)
         saves, loss_part = NoCheckpoints(), self.objective.loss_part

@@ -1,7 +1,6 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
 import math
-from itertools import pairwise
 
 from config import LrScheduler, Optimizer
 
@@ -41,17 +40,10 @@ def lr_factor(
 
 
 def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
-    """The same over all stages of a run, each of which warms up and decays by itself."""
-    ends = [*(end for end in schedule.restart_steps if end < steps), steps]
-    factors = [1.0, *(schedule.restart_lr_factors or [1.0] * len(schedule.restart_steps))]
-    stages = zip(pairwise([0, *ends]), factors, strict=False)
-    begin, end, factor = next(
-        (*span, factor) for span, factor in stages if step <= span[1] or span[1] == steps
-    )
-    fraction = schedule.warmup_fraction
-    warmup = round(fraction * (end - begin)) if fraction else schedule.warmup_steps
+    """Return the factor of a configuration's schedule at step `step` of `steps`."""
+    warmup = round(schedule.warmup_fraction * steps) if schedule.warmup_fraction else schedule.warmup_steps
     shape = (schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio)
-    return factor * lr_factor(step - begin, end - begin, warmup, *shape)
+    return lr_factor(step, steps, warmup, *shape)
 
 
 def learning_rate(

@@ -31,7 +31,6 @@ from typing import IO
 
 import torch
 
-from checkpoints.run_folder import lock_folder
 from command_line import own_options, parse_command_line, split_options, start
 from config import PROJECT, SECTIONS, Config
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
@@ -41,6 +40,7 @@ from optimizers.search_space import MOST, Varied, combinations, name_of, parse_v
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
 from training.config_checks import check_score, load_checked
+from training.run_folder import lock_folder
 
 OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")
 OPTUNA = "optuna==5.0.0"  # as requirements-extras.txt has it

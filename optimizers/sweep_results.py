@@ -10,13 +10,13 @@ from typing import Any
 
 import tomli
 
-from checkpoints.best import history
 from checkpoints.identity import with_defaults
 from command_line import text_table, to_toml
 from config import PATHS, Config, in_one_place
 from errors import refuse
 from jobs.durable_files import write_durably
 from optimizers.search_space import name_of, shown_value
+from training.best import history
 from training.journal import read_records
 from verification.plots import build_panels, save
 

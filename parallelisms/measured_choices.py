@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.profiler import ProfilerActivity, profile
 
 from config import Float8
-from errors import ConfigError
+from errors import ConfigError, DataError
+from jobs.durable_files import write_durably
 from models.attention import HOPPER, activate, attention, check_backend, use_backend
 from models.weather_model import TokenModel
 from parallelisms.degrees import Degrees
@@ -46,8 +47,7 @@ class Choices:
         return from_first_rank(lambda: self._kept(name, key) or self._measured(name, key, measure))
 
     def _kept(self, name: str, key: dict[str, Any]) -> dict[str, Any] | None:
-        path = self.folder / f"{name}.json"
-        found = json.loads(path.read_text()) if path.exists() else None
+        found = read_choice(self.folder / f"{name}.json")
         same = found and {entry: found.get(entry) for entry in key} == key
         return found if same or self.fixed else None
 
@@ -56,9 +56,20 @@ class Choices:
     ) -> dict[str, Any]:
         found = measure()
         if not self.fixed:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{name}.json").write_text(json.dumps(key | found, indent=1) + "\n")
+            write_durably(self.folder / f"{name}.json", json.dumps(key | found, indent=1) + "\n")
         return found
+
+
+def read_choice(path: Path) -> dict[str, Any] | None:
+    """Return a stored choice, None if there is none. Raises DataError if the file is damaged."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        reason = f"is damaged or cannot be read ({error})"
+        raise DataError(f"{path}: {reason}; remove it, and the next start measures again") from None
+    return found or None
 
 
 def device_name(device: torch.device) -> str:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -162,6 +162,20 @@ def from_first_rank(compute: Callable[[], T]) -> T:
         kind, text = answer[1]
         raise kind(text)
     return answer[0]
+
+
+def on_all_ranks(compute: Callable[[], T]) -> T:
+    """Return what `compute` returns on this rank; a UserError of any rank is raised on every rank."""
+    result, problem = None, None
+    try:
+        result = compute()
+    except UserError as error:
+        problem = type(error), str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for kind, text in filter(None, problems):
+        raise kind(text)
+    return cast(T, result)
 
 
 def copy_part(target: Tensor, value: Tensor) -> None:

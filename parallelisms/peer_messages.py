@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException
 
 from errors import RunFailed, UserError
 
@@ -27,10 +28,20 @@ NAMES = {
     "numpy._core.numeric": {"_frombuffer"},
     "torch": {"Size", "device", "strided", "contiguous_format"},
     "torch.serialization": {"_get_layout"},
+    "traceback": {"StackSummary", "FrameSummary"},  # of an error that DCP sends to all ranks
     "torch._utils": {"_rebuild_meta_tensor_no_storage"},  # a shape: what stages ask each other on torch 2.11
 }
 FOLDERS = tuple(f"{path.parent.name}." for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
 HOMES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.", *FOLDERS)
+
+
+class PeerPickler(pickle.Pickler):
+    """Pickler of plain data. tblib, which dask installs, would pickle every exception as a call of its own."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException):
+            return type(obj).__reduce__(obj)
+        return NotImplemented
 
 
 class PeerUnpickler(pickle.Unpickler):
@@ -39,7 +50,7 @@ class PeerUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in NAMES.get(module, ()) or (module == "torch" and is_dtype(name)):
             return super().find_class(module, name)
-        if module.startswith(HOMES) or module == "errors":
+        if module.startswith(HOMES) or module in ("errors", "builtins"):
             found = super().find_class(module, name)
             if is_plain(found):
                 return found
@@ -50,7 +61,11 @@ def is_plain(found: Any) -> bool:
     """Whether a class holds data alone."""
     if not isinstance(found, type):
         return False
-    return dataclasses.is_dataclass(found) or issubclass(found, Enum | UserError | RunFailed)
+    if issubclass(found, BaseException):
+        return found.__module__ == "builtins" or issubclass(
+            found, UserError | RunFailed | CheckpointException
+        )
+    return dataclasses.is_dataclass(found) or issubclass(found, Enum)
 
 
 def is_dtype(name: str) -> bool:
@@ -59,4 +74,4 @@ def is_dtype(name: str) -> bool:
 
 def read_plainly() -> None:
     """For all object collectives of this process."""
-    distributed_c10d._unpickler = PeerUnpickler
+    distributed_c10d._pickler, distributed_c10d._unpickler = PeerPickler, PeerUnpickler

@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
-from checkpoints.checkpointer import NoCheckpoints
-from checkpoints.run_state import RunState
 from config import Config
 from datasets.grid import Grid
 from jobs.replicas import Alone
@@ -37,6 +35,7 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import Batch
 from training.due import GlobalBatch
 from training.gradients import LossScaler
+from training.state import NoCheckpoints, TrainState
 from training.step import train_step
 from training.update import Update, UpdateInBackward
 
@@ -242,7 +241,7 @@ def reduced_bucket(
     return done
 
 
-def make_states(model: ParallelModel, run: RunState) -> None:
+def make_states(model: ParallelModel, run: TrainState) -> None:
     """As after the first step: the peak of a run is that of its second."""
     for parameter in model.own_parameters().values():
         parameter.grad = torch.zeros_like(parameter)

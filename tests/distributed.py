@@ -30,6 +30,7 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     from parallelisms.mesh import start_ranks
 
     torch.set_num_threads(1)
+    mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start DCP's process
     start_ranks("gloo", timeout_seconds=120)
     while (task := inbox.get()) is not None:
         check, arguments = task

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpoints.checkpointer import NoCheckpoints
 from config import (
     ActivationCheckpoint,
     Compile,
@@ -40,6 +39,7 @@ from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
 from training.due import GlobalBatch
+from training.state import NoCheckpoints
 from training.step import train_step
 
 GLOBAL_BATCH = 8

@@ -7,9 +7,9 @@ import numpy as np
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_state import RunState, resume
 from config import Checkpoint
 from tests.parity import Layout, SmallRun, cp, full, pp, replicate, tp
+from training.state import TrainState, resume
 
 STEPS, MORE = 2, 2  # before the save, and after it
 KINDS: dict[str, Layout] = {
@@ -24,10 +24,9 @@ KINDS: dict[str, Layout] = {
 }
 
 
-def whole(state: RunState) -> dict[str, np.ndarray]:
+def whole(state: TrainState) -> dict[str, np.ndarray]:
     """Every tensor of a run, gathered over shards, stages and owners; the same on every rank."""
-    tensors = state.tensors()
-    mine = {f"{part}.{name}": full(t) for part, named in tensors.items() for name, t in named.items()}
+    mine = {name: full(tensor) for name, tensor in state.state_dict().items()}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {name: value for part in parts for name, value in part.items()}
@@ -42,7 +41,7 @@ def save(
     for step in range(STEPS):
         small.step(step)
     checkpointer = Checkpointer(folder, Checkpoint(async_mode=mode, keep_latest_k=1), "", layout.parallelism)  # type: ignore[arg-type]
-    checkpointer.save(STEPS, state.tensors())
+    checkpointer.save(STEPS, state.state_dict())
     saved = whole(state)
     checkpointer.wait()
     checkpointer.close()

@@ -1,5 +1,6 @@
 """The attention kernel chosen by measurement: the fastest, the same on all ranks, kept for a resumed run."""
 
+import errno
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn.attention._fa3 import register_flash_attention_fa3
 from torch.nn.attention._fa4 import register_flash_attention_fa4
 
 from config import Model
+from errors import DataError
 from models.attention import Kernel, activate, check_backend, preferred_backend
 from models.vit import VisionTransformer
 from parallelisms import measured_choices
@@ -138,3 +140,23 @@ def test_packages_that_are_missing_are_named(backend):
         check_backend(backend, "cpu", torch.bfloat16)
     with pytest.raises(ValueError, match=f'"{backend}": the package with flash_attn.* is not installed'):
         check_backend(backend, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"backend"', None])
+def test_a_damaged_file_is_one_line_that_names_it(tmp_path, one_rank, content):
+    path = tmp_path / "attention.json"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(
+        DataError, match=r"attention.json: is damaged .*; remove it, and the next start measures"
+    ):
+        choose(tmp_path)
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path, one_rank, monkeypatch):
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("durable_files.os.fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        choose(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.files import complete_steps
-from checkpoints.run_state import go_back
 from optimizers.build import build_adamw, set_lr
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged, step_unless
+from training.state import roll_back
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -80,7 +80,7 @@ def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
     run, checkpointer = Run(), build()
     bad_steps = run.run.bad_steps = BadSteps(0.0, 0, CPU)
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
-        go_back(checkpointer, run.run)
+        roll_back(checkpointer, run.run)
     weights = []
     for step in (1, 2, 3):
         run.step()
@@ -89,14 +89,14 @@ def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
         judge(bad_steps, step, 1.0)
     judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
     assert bad_steps.too_many(4)
-    go_back(checkpointer, run.run)
+    roll_back(checkpointer, run.run)
     assert run.run.progress.step == 2 and run.run.progress.rollbacks == 1
     assert torch.equal(run.run.parameters["0.weight"], weights[1])
     assert complete_steps(checkpointer.folder) == [1, 2]
     judge(bad_steps, 4, NAN, NAN)
     assert bad_steps.too_many(4)
     with pytest.raises(TrainingDiverged, match="going back to step 2 and taking other samples did not help"):
-        go_back(checkpointer, run.run)
+        roll_back(checkpointer, run.run)
 
 
 def test_a_run_does_not_end_on_a_bad_step(one_rank):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.best import Best, history, link_folder
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import check_files, complete_steps, read_manifest
+from checkpoints.files import check_files, complete_steps
 from config import Checkpoint
 from tests.started_jobs import write_config
+from training.best import Best, history, link_folder
 from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -27,7 +27,7 @@ def checkpointer(one_rank, tmp_path):
 
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
     """What train.py does at a validation."""
-    checkpointer.save(step, {"model": {"weight": torch.full((3,), float(step))}})
+    checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, SCORE: value if math.isfinite(value) else None}) + "\n")
     best.judge(step, {SCORE: value}, checkpointer)
@@ -40,7 +40,7 @@ def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path)
     assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
     assert json.loads((tmp_path / "best/best.json").read_text()) == {"score": SCORE, "value": 1.0, "step": 2}
     kept = tmp_path / "best/step-00000002"
-    check_files(kept, read_manifest(kept))  # every byte is there, though the original is pruned
+    check_files(kept)  # every byte is there, though the original is pruned
     assert best.later == {3, 4, 5} and not best.exhausted
 
 

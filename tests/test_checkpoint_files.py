@@ -1,5 +1,6 @@
 """Damaged, foreign and crafted checkpoints: each named in one line, set aside, and the one before taken."""
 
+import errno
 import fcntl
 import os
 import pickle
@@ -7,22 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from checkpoints.files import (
     Damaged,
     check_files,
     check_steps,
     complete_steps,
+    crc32_of,
     prune,
     read_manifest,
+    read_tensors,
     reading,
     step_folder,
     stored_tensors,
     write_manifest,
 )
-from checkpoints.run_folder import lock_folder
-from checkpoints.run_state import resume
+from errors import DataError
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
+from training.run_folder import lock_folder
+from training.state import resume
 
 
 def shard(folder: Path) -> Path:
@@ -132,20 +137,18 @@ def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F8
     run.step()
     run.save(checkpointer)
     folder = step_folder(tmp_path, 1)
-    manifest, original = read_manifest(folder), (folder / ".metadata").read_bytes()
-    check_files(folder, manifest)
+    original = (folder / ".metadata").read_bytes()
+    check_files(folder)
     for place in range(0, len(original), 97):
         changed = bytearray(original)
         changed[place] ^= 1 << (place % 8)
         (folder / ".metadata").write_bytes(changed)
         with pytest.raises(Damaged, match="metadata"):
-            check_files(folder, manifest)
+            check_files(folder)
 
 
 def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
     """DCP would unpickle them without a list."""
-    from torch.distributed.checkpoint import state_dict_saver
-
     state_dict_saver.save({"a": torch.zeros(2), "b": {"c": "text"}}, checkpoint_id=str(tmp_path))
     with pytest.raises(Damaged, match="refused: carries .*BytesStorageMetadata|b.c is no tensor"):
         stored_tensors(tmp_path)
@@ -196,3 +199,53 @@ def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, c
     assert complete_steps(folder) == [1]
     assert (elsewhere / "precious").exists() and set(before) < set(folder.iterdir())
     assert caplog.text.count("left alone") == 4
+
+
+def test_a_rollback_removes_what_a_process_reads(build, tmp_path):  # noqa: F811
+    """It stayed the newest: a restart resumed from the bad weights, and saving that step again failed."""
+    run, checkpointer = Run(), build("disabled", keep=0)
+    for _ in range(3):
+        run.step()
+        run.save(checkpointer)
+    tensors = run.run.state_dict()
+    with reading(step_folder(tmp_path, 3)):
+        checkpointer.remove_after(1)
+        assert checkpointer.newest() == 1 and complete_steps(tmp_path) == [1]
+        with pytest.raises(DataError, match="step-00000003/.metadata: cannot be read: No such file"):
+            read_tensors(step_folder(tmp_path, 3), tensors)
+        checkpointer.save(3, tensors)
+        assert not checkpointer.last_error and checkpointer.newest() == 3
+    assert resume(build("disabled"), Run().run) and not list(tmp_path.glob("*.deleting"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", ".metadata"])
+def test_a_checkpoint_that_may_not_be_read_is_not_set_aside(build, tmp_path, monkeypatch, name):  # noqa: F811
+    run, checkpointer = Run(), build()
+    for _ in range(2):
+        run.step()
+        run.save(checkpointer)
+    real = Path.open
+
+    def forbid(path: Path, *arguments, **options):
+        if path == step_folder(tmp_path, 2) / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(DataError, match=f"step-00000002/{name}: permission denied; give the user") as caught:
+        resume(build(), Run().run)
+    assert not isinstance(caught.value, Damaged) and complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_checkpoint_of_the_version_before_resumes(build, tmp_path):  # noqa: F811
+    """Its files were written by DCP's own classes, with a manifest of the same form."""
+    run, folder = Run(), step_folder(tmp_path, 3)
+    for _ in range(3):
+        run.step()
+    state_dict_saver.save(run.run.state_dict(), checkpoint_id=str(folder))
+    (folder / "config.toml").write_text("x = 1")
+    files = {path.name: (path.stat().st_size, crc32_of(path)) for path in folder.iterdir()}
+    write_manifest(folder, {"step": 3, "ranks": 1, "layout": {}}, files)
+    expected = [run.step() for _ in range(3)]
+    other = Run(seed=1)
+    assert resume(build(), other.run) and [other.step() for _ in range(3)] == expected

@@ -87,6 +87,10 @@ COMMAND_LINES = [
     ("--training.steps", "--training.steps: a value is missing (whole number at least 1 expected)"),
     ("--training.steps --training.seed 1", "--training.steps: a value is missing"),
     ("--data.path", "--data.path: a value is missing (text expected)"),
+    (
+        "--job.dump_folder s3://bucket/run",
+        "job.dump_folder = 's3://bucket/run': a run writes into a local folder",
+    ),
     # -- types
     ("--training.steps=", "training.steps = '': whole number at least 1 expected, not text"),
     ("--training.steps many", "training.steps = 'many': whole number"),

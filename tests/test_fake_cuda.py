@@ -92,7 +92,7 @@ def test_an_update_whose_gradients_are_on_the_host(
         average=None,
     )
     model = SimpleNamespace(parameters={"weight": parameter}, pipeline_group=None, after_update=lambda: None)
-    saves = SimpleNamespace(before_update=lambda: None)
+    saves = SimpleNamespace(wait_for_staging=lambda: None)
     update = Update(model, run, saves, lambda step: 1e-3, lambda *_: torch.empty(()), max_norm=1.0)  # type: ignore[arg-type]
     update.begin(1)
     loss = torch.empty((), device=device)

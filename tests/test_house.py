@@ -132,7 +132,7 @@ def test_models_and_grid_know_nothing_of_ranks() -> None:
             assert not forbidden, f"{module}{via} imports {forbidden}: a model never asks with whom it runs"
 
 
-ORDER = "errors config command_line jobs models datasets parallelisms verification checkpoints training "
+ORDER: str = "errors config command_line jobs models datasets parallelisms verification checkpoints training "
 ORDER += "planning traces"
 IN_ORDER = ("errors", "config", "command_line", "datasets")  # folders and modules that follow it so far
 

@@ -16,12 +16,12 @@ import evaluate
 import forecast
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
-from checkpoints.run_folder import lock_folder
 from errors import ConfigError, DataError, UserError
 from jobs.start_checks import open_checked
 from tests.sample_archives import weatherbench
 from train import train
 from training.config_checks import load_checked
+from training.run_folder import lock_folder
 
 NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 
@@ -183,7 +183,7 @@ def test_fine_tuning_needs_the_same_model(trained, tmp_path):
 
 
 def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, tmp_path):
-    monkeypatch.setattr("checkpoints.run_folder.PATIENCE", 0.0)
+    monkeypatch.setattr("training.run_folder.PATIENCE", 0.0)
     options, folder, _ = trained
     before = contents(folder)
     lock = lock_folder(folder)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import Channels, load_initial_weights
-from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Checkpoint, Compile, Model, Parallelism
 from models.build import build_model
 from optimizers.build import build_adamw
@@ -20,6 +19,7 @@ from tests.parity import full
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
+from training.state import Progress, TrainState
 
 GRID = (8, 16)
 OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])
@@ -56,9 +56,9 @@ def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
         for tensor in average.averages.values():
             tensor += 1
     bad_steps = BadSteps(0.0, 0, torch.device("cpu"))
-    run = RunState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
+    run = TrainState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
     checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, {})
-    checkpointer.save(1, run.tensors())
+    checkpointer.save(1, run.state_dict())
     checkpointer.close()
     kept = average.averages if average else parameters
     return {name: torch.from_numpy(full(tensor)) for name, tensor in kept.items()}

@@ -5,9 +5,7 @@ import math
 import pytest
 
 from config import LrScheduler
-from errors import ConfigError
 from optimizers.lr_schedules import lr_factor, peak_lr, scheduled_factor
-from training.config_checks import load_checked
 
 
 def test_warmup_reaches_the_peak():
@@ -59,26 +57,3 @@ def test_warmup_by_a_fraction_of_the_steps():
     schedule = LrScheduler(warmup_steps=7, warmup_fraction=0.05)
     assert scheduled_factor(schedule, 200, 5) == pytest.approx(0.5)
     assert scheduled_factor(schedule, 200, 10) == 1.0
-
-
-def test_stages_warm_up_and_decay_each_by_itself():
-    """Stages end at steps 40, 60 and 100; the second has a tenth of the rate, the third a half."""
-    schedule = LrScheduler(5, restart_steps=(40, 60), restart_lr_factors=(0.1, 0.5))
-    for begin, end, factor in ((0, 40, 1.0), (40, 60, 0.1), (60, 100, 0.5)):
-        for step in range(1, end - begin + 1):
-            expected = factor * lr_factor(step, end - begin, 5, "cosine", 0.0)
-            assert scheduled_factor(schedule, 100, begin + step) == pytest.approx(expected, rel=1e-12)
-    assert scheduled_factor(LrScheduler(5, restart_steps=(40,)), 100, 45) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["restart_steps=[50, 20]"], "restart_steps = \\[50, 20\\]: name steps that ascend"),
-        (["restart_steps=[400]"], "lie before training.steps = 400"),
-        (["restart_steps=[50]", "restart_lr_factors=[0.1, 0.2]"], "names 1 restarts; give one factor each"),
-    ],
-)
-def test_stages_that_cannot_be(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        load_checked([f"--lr_scheduler.{argument}" for argument in arguments])

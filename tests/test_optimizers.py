@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.run_state import resume
 from config import Checkpoint, Model
 from errors import ConfigError
 from models.initialization import init_weights
@@ -23,6 +22,7 @@ from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training.bad_steps import step_unless
 from training.config_checks import load_checked
+from training.state import resume
 
 COMPACT = ("bfloat16", "int8")
 STEPS = 3
@@ -127,7 +127,7 @@ def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, 
         weights = {name: full(p) for name, p in small.model.parameters.items()}
         if folder:
             checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
-            checkpointer.save(STEPS, state.tensors())
+            checkpointer.save(STEPS, state.state_dict())
             checkpointer.close()
         saved = whole(state)
         losses += [small.step(STEPS + more)[0] for more in range(STEPS)]

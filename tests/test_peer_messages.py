@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from checkpoints.writer import Written
+from checkpoints.writer import WrittenFiles
 from errors import DataError
 from parallelisms.peer_messages import read_plainly
 
@@ -46,8 +46,9 @@ def test_plain_data_are_read(one_rank, monkeypatch):
         if reduce.__module__.startswith("tblib"):  # of Dask, for all of a process that has imported it
             monkeypatch.delitem(copyreg.dispatch_table, kind)
     index = MetadataIndex("weight", torch.Size([2]))
-    values = [1, "a", {"b": (2.5, None)}, Path("c"), index, Written([], {"f": (1, 2)}), torch.bfloat16]
-    assert received(values) == values
+    values = [1, "a", {"b": (2.5, None)}, Path("c"), index, WrittenFiles({"f": (1, 2)}), torch.bfloat16]
+    values.append(FileNotFoundError(2, "gone"))
+    assert repr(received(values)) == repr(values)
     shape = torch.empty(2, 3, device="meta")  # of what a stage of a pipeline gives, on torch 2.11
     assert received(shape).shape == shape.shape  # type: ignore[attr-defined]
     array = received(np.arange(3, dtype=np.float32))
@@ -56,3 +57,12 @@ def test_plain_data_are_read(one_rank, monkeypatch):
     assert isinstance(dates, np.ndarray) and str(dates[0]) == "2020-01-01T00:00:00"
     error = received(DataError("a line"))
     assert isinstance(error, DataError) and str(error) == "a line"
+
+
+def test_an_exception_is_plain_data_where_dask_was_imported(one_rank) -> None:
+    """tblib registers a function of its own for every exception, in the whole process."""
+    pytest.importorskip("tblib.pickling_support").install()
+    read_plainly()
+    sent, size = distributed_c10d._object_to_tensor(OSError(28, "no space"), "cpu", dist.group.WORLD)
+    error = distributed_c10d._tensor_to_object(sent, size, dist.group.WORLD)
+    assert isinstance(error, OSError) and error.errno == 28

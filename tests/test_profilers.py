@@ -1,8 +1,6 @@
 """What other profilers are given: ranges for Nsight, stacks and allocations, traces for other readers."""
 
-import gzip
 import json
-import re
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +14,8 @@ from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces import profiler as profilers
 from traces.classes import COMMUNICATION
-from traces.events import read_trace
 from traces.exposed import KEY, Exposed
 from traces.holistic import analysis_of
-from traces.memory import memory_report, step_memory
 from traces.profiler import Profiler, span
 
 
@@ -67,27 +63,6 @@ def test_without_nsight_nothing_of_it_is_called(tmp_path, nsight, monkeypatch):
     monkeypatch.delenv(profilers.NSIGHT)
     steps(tmp_path, Profiling(), 2)
     assert nsight == []
-
-
-def test_a_trace_has_stacks_and_allocations(tmp_path):
-    settings = Profiling(
-        enable_profiling=True, profile_freq=2, profile_steps=1, with_stack=True, with_memory=True
-    )
-    with Profiler(tmp_path, settings, 0, 0) as profiler:
-        kept = []
-        for _ in range(2):
-            with span("forward"):
-                kept.append(torch.ones(2**20))  # 4 MiB
-            with span("backward"):
-                kept.clear()
-            profiler.step()
-    (path,) = tmp_path.glob("*.json.gz")
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    assert any(event.get("cat") == "python_function" for event in events)
-    (memory,) = step_memory(read_trace(path))
-    assert memory.parts["forward"] == 2**22 and memory.parts["backward"] == -(2**22)
-    assert memory.peak - memory.start == 2**22 and memory.peak_part == "forward"
-    assert re.search(r"  forward +\+4.00\n", memory_report(read_trace(path)))
 
 
 def test_holistic_says_what_it_needs(tmp_path, monkeypatch):

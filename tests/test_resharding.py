@@ -4,6 +4,7 @@ import pytest
 
 from tests.resharding import KINDS, differences, load, save, tolerance
 
+MODES = ("async_with_pinned_mem", "async", "disabled")
 PAIRS = [
     ("fsdp 2 x tp 2", "pp 2 x fsdp 2"),
     ("pp 2 x fsdp 2", "zero-1 2"),
@@ -22,7 +23,8 @@ def saved(ranks, tmp_path_factory):
     def get(name: str):
         if name not in made:
             folder = tmp_path_factory.mktemp("checkpoints")
-            made[name] = (folder, *ranks(KINDS[name].ranks).run(save, KINDS[name], folder, "disabled")[0])
+            mode = MODES[len(made) % len(MODES)]
+            made[name] = (folder, *ranks(KINDS[name].ranks).run(save, KINDS[name], folder, mode)[0])
         return made[name]
 
     return get

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from checkpoints.files import complete_steps
-from checkpoints.run_folder import lock_folder
 from command_line import load_config, to_toml
 from errors import ConfigError
 from jobs.preemption import EXIT_SAVED
@@ -32,6 +31,7 @@ from optimizers.sweep import (
 from optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
 from tests.started_jobs import ROOT, last_step, records, write_config
 from training.config_checks import load_checked
+from training.run_folder import lock_folder
 
 STEPS = 150
 RATES = ["--vary", "optimizer.lr=1e-3,1e30"]  # the second overflows

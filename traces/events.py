@@ -57,15 +57,6 @@ class Event:
             event = event.parent
 
 
-class Allocation(NamedTuple):
-    """Memory that was taken, or given back."""
-
-    time: float  # microseconds
-    size: int  # bytes; below 0: given back
-    held: int  # bytes, after it
-    device: tuple[int, int]  # kind and number; the CPU's number is -1
-
-
 class Part(NamedTuple):
     """A span of the loop (data, forward, ...), or what lies between two."""
 
@@ -91,7 +82,6 @@ class Trace:
     threads: dict[Hashable, list[Event]]  # operators, spans and calls of the host by thread, in order
     kernels: list[Event]  # kernels and copies of the GPU, in order; empty on a CPU
     calls: dict[int, Event] = field(default_factory=dict)  # correlation -> the call that launched it
-    allocations: list[Allocation] = field(default_factory=list)  # in order; where they were recorded
 
     @property
     def on_gpu(self) -> bool:
@@ -179,7 +169,6 @@ def read_trace(path: Path) -> Trace:
         dict(threads),
         kernels,
         {e.args["correlation"]: e for e in events if e.kind == "call" and "correlation" in e.args},
-        sorted(_allocations(record["traceEvents"])),
     )
 
 
@@ -202,14 +191,6 @@ def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
             yield Event(
                 record["name"], kind, thread, start, start + float(record["dur"]), record.get("args", {})
             )
-
-
-def _allocations(records: Iterable[dict[str, Any]]) -> Iterator[Allocation]:
-    for record in records:
-        if record.get("name") == "[memory]" and "Total Allocated" in record.get("args", {}):
-            args = record["args"]
-            device = args.get("Device Type", 0), args.get("Device Id", -1)
-            yield Allocation(float(record["ts"]), args["Bytes"], args["Total Allocated"], device)
 
 
 def _device_name(record: dict[str, Any], kernels: list[Event]) -> str:

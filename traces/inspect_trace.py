@@ -14,7 +14,6 @@ from pathlib import Path
 from errors import ConfigError, one_line_errors
 from traces.advice import advice
 from traces.events import find_traces, read_trace
-from traces.memory import memory_report
 from traces.plots import plot_breakdown
 from traces.report import MAX_RANKS, comparison, ranks_table, report
 from traces.timeline import Timeline, build_timeline
@@ -31,8 +30,6 @@ def tell(timelines: list[Timeline]) -> None:
     first = timelines[0]
     rates = rates_of(first)
     print(report(first, rates))
-    if memory := memory_report(first.trace):
-        print("\n" + memory)
     if len(timelines) > 1:
         print("\n" + ranks_table(timelines))
     print("\n" + advice(first, rates, timelines))

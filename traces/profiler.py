@@ -153,8 +153,6 @@ class Profiler:
             ),
             on_trace_ready=self.write,
             record_shapes=True,
-            with_stack=settings.with_stack,
-            profile_memory=settings.with_memory,
         )
 
     def __enter__(self) -> "Profiler":

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoints.checkpointer import Saves
-from checkpoints.run_state import Progress, RunState
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
@@ -42,6 +40,7 @@ from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
 from training.objective import Objective
 from training.replay import Replay
+from training.state import Progress, Saves, TrainState
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ def weights_of(config: Config, num_variables: int) -> Tensor:
     return weights
 
 
-def build_run_state(config: Config, model: ParallelModel, replay: Replay | None = None) -> RunState:
+def build_run_state(config: Config, model: ParallelModel, replay: Replay | None = None) -> TrainState:
     """Optimiser, loss scaler and averages of a model whose weights are there; no step has been taken."""
     decay = config.training.ema_decay
     products = torch.float32 if config.training.mixed_precision_param == "float32" else torch.bfloat16
@@ -211,7 +210,7 @@ def build_run_state(config: Config, model: ParallelModel, replay: Replay | None 
     average = EMA(trained(model.parameters), decay) if decay else None
     scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
     bad_steps = BadSteps(config.training.spike_threshold, config.training.max_skipped_steps, model.device)
-    return RunState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay)
+    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay)
 
 
 def sums_of(model: ParallelModel) -> SharedSums:
@@ -224,7 +223,7 @@ def sums_of(model: ParallelModel) -> SharedSums:
 def build_update(
     config: Config,
     model: ParallelModel,
-    run: RunState,
+    run: TrainState,
     saves: Saves,
     loss_part: LossPart,
     global_batch: GlobalBatch,

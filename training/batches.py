@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from checkpoints.run_state import Progress, RunState
 from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
 from traces.profiler import span
 from training.due import ONE_STEP, GlobalBatch, Rollouts, num_places
 from training.replay import Replay, ReplaySampler, one_step_samples
+from training.state import Progress, TrainState
 
 logger = logging.getLogger(__name__)
 # Fields (B, h + R, V, H, W) float32, NaN where missing: windows (datasets/window.py), then what follows in R
@@ -25,7 +25,7 @@ Batch = tuple[Tensor, Tensor]
 def build_batches(
     samples: FieldDataset,
     config: Config,
-    run: RunState,
+    run: TrainState,
     parts: tuple[int, int],
     global_batch: GlobalBatch,
     device: torch.device,

@@ -23,6 +23,9 @@ def load_checked(argv: list[str]) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError for a combination that cannot work; the data themselves are checked when opened."""
+    if "://" in config.job.dump_folder:
+        reason = "a run writes into a local folder; name one, and copy it there afterwards"
+        refuse("job.dump_folder", config.job.dump_folder, reason)
     check_model(config)
     check_data(config.data)
     _check_training(config)
@@ -30,7 +33,6 @@ def check(config: Config) -> None:
     _check_replay(config)
     check_ramp(config.training)
     _check_optimizer(config)
-    _check_schedule(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
@@ -229,18 +231,6 @@ def _check_optimizer(config: Config) -> None:
                 f"tensor_parallel_degree = {tp} cuts model.{key} = {width} inside a block of {block} numbers"
             )
             refuse("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
-
-
-def _check_schedule(config: Config) -> None:
-    """Stages of the learning rate."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    restarts, factors = list(schedule.restart_steps), list(schedule.restart_lr_factors)
-    if restarts != sorted(set(restarts)) or (restarts and restarts[-1] >= steps):
-        reason = f"name steps that ascend and lie before training.steps = {steps}"
-        refuse("lr_scheduler.restart_steps", restarts, reason)
-    if factors and len(factors) != len(restarts):
-        reason = f"lr_scheduler.restart_steps names {len(restarts)} restarts; give one factor each"
-        refuse("lr_scheduler.restart_lr_factors", factors, reason)
 
 
 def _check_validation(validation: Validation, step_hours: int) -> None:

@@ -1,4 +1,5 @@
-"""What the loop reports: metrics.jsonl, what else takes metrics (sinks/), one dense line, a progress bar.
+"""The metrics of a run: metrics.jsonl, loggers (training/loggers/), one dense line, a progress bar.
+
 Metrics are the machine's; scores are the weather's and come from verification/.
 """
 
@@ -20,12 +21,12 @@ from tqdm import tqdm
 from config import Metrics as Settings
 from datasets.loader import data_wait_advice
 from optimizers.noise_scale import NoiseScale, shown
-from sinks.opening import open_sinks
 from traces.exposed import exposed
 from traces.profiler import part_times
 from traces.slow_ranks import SlowRanks
 from training.batches import Batches
 from training.journal import Journal
+from training.loggers.opening import open_loggers
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Metrics:
         self.flops_per_pass, self.peak_tflops = flops_per_pass, peak
         self.bar = None
         written = self.journal.forget_after(resume_step) if self.is_first else 0
-        self.sinks = open_sinks(settings, folder, resume_step, written, steps, self.is_first)
+        self.loggers = open_loggers(settings, folder, resume_step, written, steps, self.is_first)
         if self.is_first and sys.stderr.isatty():
             self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
         self.last_line, self.epoch, self.has_advised = 0.0, 0.0, False
@@ -158,29 +159,27 @@ class Metrics:
             logger.info(dense_line(record, self.steps, left))
 
     def write(self, record: dict[str, Any]) -> None:
-        """One object into metrics.jsonl, where not-a-number becomes null, and its numbers into the sinks."""
+        """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
         if self.is_first:
             self.journal.write({k: _finite(v) for k, v in record.items()})
-        for sink in self.sinks:
-            sink.write(record)
+        self.loggers.call("log", record)
 
-    def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
-        """Of a validation, into the sinks: name -> PNG, and its table. The first rank has what to show."""
-        for sink in self.sinks:
-            sink.show(step, pictures, scorecard)
+    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """Log the pictures of a validation by name, and its table. Called on the first rank."""
+        self.loggers.call("log_images", step, pictures, scorecard)
 
-    def go_back(self, step: int) -> None:
-        """The steps after `step` are going to be done again."""
+    def rollback(self, step: int) -> None:
+        """Forget the steps after `step`, which are done again."""
         if self.is_first:
             self.journal.forget_after(step)
-        for sink in self.sinks:
-            sink.go_back(step)
+        self.loggers.call("rollback", step)
         self.start_interval()
 
     def close(self) -> None:
-        for sink in (self.journal, *self.sinks, self.bar):
-            if sink is not None:
-                sink.close()
+        self.loggers.call("close")
+        self.journal.close()
+        if self.bar is not None:
+            self.bar.close()
 
 
 def _finite(value: Any) -> Any:

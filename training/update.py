@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.checkpointer import Saves
-from checkpoints.run_state import RunState
 from errors import ConfigError
 from optimizers.build import set_lr
 from optimizers.noise_scale import NoiseScale
@@ -19,6 +17,7 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
+from training.state import Saves, TrainState
 
 
 class Update:
@@ -27,7 +26,7 @@ class Update:
     def __init__(
         self,
         model: ParallelModel,
-        run: RunState,
+        run: TrainState,
         saves: Saves,
         rate: Callable[[int], float],
         loss_part: LossPart,
@@ -58,7 +57,7 @@ class Update:
             norm = norm.to(loss.device)  # offloaded gradients, and with them their norm, are on the host
             if self.noise:
                 self.noise.step(norm, scaler.factor)
-            self.saves.before_update()  # the window of losses is saved too
+            self.saves.wait_for_staging()  # the window of losses is saved too
             bad = self.run.bad_steps.judge(step, loss, norm, overflow_is_normal=scaler.enabled)
             if scaler.good(norm):
                 step_unless(bad, self.run.optimizer)
@@ -80,7 +79,7 @@ class UpdateInBackward:
     def __init__(
         self,
         model: ParallelModel,
-        run: RunState,
+        run: TrainState,
         saves: Saves,
         rate: Callable[[int], float],
         loss_part: LossPart,
@@ -103,7 +102,7 @@ class UpdateInBackward:
     def begin(self, step: int) -> None:
         self.step, self.lr = step, self.rate(step)
         set_lr(self.run.optimizer, self.lr)
-        self.saves.before_update()
+        self.saves.wait_for_staging()
         self.norms.clear()
 
     def loss_part(self, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -135,7 +134,7 @@ class UpdateInBackward:
         parameter.grad = None
 
 
-def weights_have_changed(model: ParallelModel, run: RunState, step: int) -> None:
+def weights_have_changed(model: ParallelModel, run: TrainState, step: int) -> None:
     """What follows an update: other ranks' parameters, scales of float8 weights, averages."""
     model.after_update()
     if run.average:

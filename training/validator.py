@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.checkpointer import Saves
-from checkpoints.run_state import RunState
 from config import Config
 from datasets.variables import named_by
 from jobs.host_memory import giving_memory_back
@@ -21,6 +19,7 @@ from training.assembly import Assembly
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples
+from training.state import Saves, TrainState
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
 from verification.validation import Example, Validation
@@ -51,16 +50,16 @@ class Validator:
         samples: Samples,
         assembly: Assembly,
         objective: Objective,
-        run: RunState,
+        run: TrainState,
         saves: Saves,
         metrics: Metrics,
     ) -> None:
         self.model, self.objective, self.run = assembly.model, objective, run
         self.saves, self.metrics, self.samples, self.folder = saves, metrics, samples, config.dump_folder
         settings, data, area = config.validation, config.data, objective.area
-        sinks = config.metrics
         self.plots = settings.plots
-        self.shows = sinks.enable_tensorboard or sinks.enable_wandb or sinks.enable_mlflow
+        loggers = config.metrics
+        self.shows = loggers.enable_tensorboard or loggers.enable_wandb or loggers.enable_mlflow
         members, step_seconds = settings.members or config.training.members, data.step_hours * 3600
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, step_seconds)
         self.forecast = model_forecast(*parts, members, config.training.seed)
@@ -95,7 +94,7 @@ class Validator:
         if self.validation is None:
             return None
         self.model.train(False)
-        self.saves.before_update()  # averages take the place of weights that are still being copied
+        self.saves.wait_for_staging()  # averages take the place of weights that are still being copied
         started = time.monotonic()
         number = len(self.validation.sampler) * (2 if self.run.average else 1)
         bar = progress_bar(number, "batch", dist.get_rank() == 0, desc="validation")
@@ -122,9 +121,9 @@ class Validator:
             return self.validation.last_date(self.forecast)
 
     def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Loss curve, errors against lead time, maps and spectra of the last date, into plots/ and sinks."""
+        """Plot losses, errors against lead time, maps and spectra of the last date; log them too."""
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
         selection, chosen = self.samples.selection, named_by(self.plotted, scores.variables)
         parts = (selection.archive.grid, selection.land(), chosen)
-        self.metrics.show(step, plot_run(self.folder, scores, example, *parts), scores.table())
+        self.metrics.log_images(step, plot_run(self.folder, scores, example, *parts), scores.table())

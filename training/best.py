@@ -17,11 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpoints.checkpointer import Checkpointer, NoCheckpoints
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
 from jobs.durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
+from training.state import NoCheckpoints
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A run's folder: held by one run at a time, and what stands in it of the run before."""
+"""A run's folder: one run at a time writes into it, and finds there what the run before has left."""
 
 import fcntl
 import json
@@ -27,9 +27,9 @@ PATIENCE = 5.0  # seconds that the run before may still need to end
 
 
 class RunFolder:
-    """Made by all ranks together; from then on, until `release`, nobody else writes into the folder.
+    """The folder of this run. Made by all ranks together; until `release` no other run writes into it.
 
-    ConfigError: another run is in, or the weights of the checkpoints there mean something else.
+    Raises ConfigError if another run does, or the weights of the checkpoints there mean something else.
     """
 
     def __init__(self, config: Config, selection: Selection) -> None:
@@ -44,18 +44,18 @@ class RunFolder:
         return self.before and self.before.statistics
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
-        """The run is going to be one: its configuration takes the place of the one before it, and a line of
-        starts.jsonl says from which step it goes on, where and when.
-        """
+        """Write the configuration, and a line of starts.jsonl: the first step, where and when."""
         if dist.get_rank():
             return
+        for warning in start_warnings(self.config):
+            logger.warning(warning)
         write_durably(self.path / "config.toml", to_toml(self.config))
         append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
         if self.before and (changes := self.before.changes(self.config)):
             logger.info("changed since %s: %s", self.before.folder, ", ".join(changes))
 
     def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
-        """`reached`: the last step that was logged before; what comes after `step` is done again."""
+        """Describe this start. `reached`: the last logged step; those after `step` are done again."""
         records = read_records(self.path / "metrics.jsonl")
         return {
             "step": step,
@@ -69,17 +69,31 @@ class RunFolder:
         }
 
     def about(self, statistics: Statistics, layout: dict[str, Any]) -> dict[str, Any]:
-        """What the manifests of its checkpoints say."""
+        """Return the entries of the manifests of its checkpoints."""
         return {"layout": layout, "identity": describe(self.selection, statistics)}
 
     def release(self) -> None:
         self.lock.clear()
 
 
+def start_warnings(config: Config) -> list[str]:
+    """Return what is allowed and may waste the run, a line each."""
+    warnings, schedule, steps = [], config.lr_scheduler, config.training.steps
+    if not config.checkpoint.enable:
+        warnings.append(
+            "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "
+            "first step"
+        )
+    if schedule.warmup_steps > steps and not schedule.warmup_fraction:
+        warnings.append(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is above training.steps = {steps}: the "
+            "learning rate does not reach optimizer.lr"
+        )
+    return warnings
+
+
 def lock_folder(folder: Path) -> IO[str]:
-    """A folder, made where it is not there: an open file that keeps other runs out of it as long as it stays
-    open. ConfigError: another run is in.
-    """
+    """Make a folder if needed, and lock it as long as the returned file is open. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, deadline = (folder / ".lock").open("a"), time.monotonic() + PATIENCE

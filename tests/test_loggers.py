@@ -1,4 +1,4 @@
-"""What W&B, MLflow and Prometheus are told, read with their own readers."""
+"""Loggers of TensorBoard, W&B, MLflow and Prometheus, read with their own readers."""
 
 import json
 import math
@@ -10,29 +10,27 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import Metrics as Settings
 from errors import ConfigError
-from sinks.kept_run import KeptRun
-from sinks.opening import EXTRAS, check_sinks, open_sinks
-from sinks.sink import Guarded
-from sinks.tensorboard import TensorBoard
 from tests.started_jobs import ROOT, losses, records, write_config
 from train import train
 from training.config_checks import load_checked
+from training.loggers.opening import EXTRAS, Loggers, check_loggers, open_loggers
+from training.loggers.stored_run import StoredRun
+from training.loggers.tensorboard import Logger as TensorBoard
 
 GRAFANA = ROOT / "docs/grafana"
-ON_GPUS = "rossby_gpu_"  # which NVML knows, where there is one
+EXPORTERS = ("DCGM_", "node_")  # of other programs: GPUs, the host
 
 
 def free_port() -> int:
@@ -53,28 +51,23 @@ def test_an_extra_that_is_absent_is_one_line(key, package, monkeypatch):
     def absent(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("sinks.opening.version", absent)
+    monkeypatch.setattr("training.loggers.opening.version", absent)
     with pytest.raises(ConfigError, match=rf"metrics\.{key} = .*: needs .*-m pip install {package}"):
-        check_sinks(replace(Settings(), **{key: 1}))
-    check_sinks(Settings())
+        check_loggers(replace(Settings(), **{key: 1}))
+    check_loggers(Settings())
     assert package in (ROOT / "requirements-extras.txt").read_text()
 
 
-def test_a_sink_that_fails_costs_one_warning(caplog):
+def test_a_logger_that_fails_costs_one_warning(caplog):
     class Broken:
-        def write(self, record: dict[str, Any]) -> None:
+        def log(self, record: dict[str, Any]) -> None:
             raise ConnectionError("https://user:password@host is\nnot there")
 
-        def go_back(self, step: int) -> None: ...
-
-        def show(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None: ...
-
-        def close(self) -> None: ...
-
-    sink = Guarded("Somebody's", Broken)
+    loggers = Loggers()
+    loggers.loggers["Somebody's"] = Broken()
     for step in range(3):
-        sink.write({"step": step})
-    sink.close()
+        loggers.call("log", {"step": step})
+    loggers.call("close")
     assert [record.message for record in caplog.records] == [
         "Somebody's: https://***@host is not there (ConnectionError); the run goes on without it"
     ]
@@ -83,9 +76,9 @@ def test_a_sink_that_fails_costs_one_warning(caplog):
 def test_tensorboard_shows_validations(tmp_path):
     picture = tmp_path / "maps.png"
     Image.new("RGB", (4, 3), "red").save(picture)
-    sink = TensorBoard(tmp_path / "tensorboard", 0)
-    sink.show(20, {"maps": picture}, "RMSE  lead\na     6 h")
-    sink.close()
+    logger = TensorBoard(tmp_path / "tensorboard", 0)
+    logger.log_images(20, {"maps": picture}, "RMSE  lead\na     6 h")
+    logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (image,) = events.Images("plots/maps")
@@ -97,12 +90,12 @@ def test_tensorboard_shows_validations(tmp_path):
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
     path, names = tmp_path / "run.json", iter("abcd")
 
-    def start(resume_step: int, written: int, store: str = "s") -> KeptRun:
-        return KeptRun(path, store, resume_step, written, lambda: next(names))
+    def start(resume_step: int, written: int, store: str = "s") -> StoredRun:
+        return StoredRun(path, store, resume_step, written, lambda: next(names))
 
     first = start(0, 0)
     assert all(first.lacks(step) for step in (1, 2, 3, 3))  # a validation has its step's number
-    first.go_back()
+    first.rollback()
     assert [first.lacks(step) for step in (2, 3, 4)] == [False, False, True]
     second = start(2, 7)  # killed after step 7, and again after step 3
     third = start(2, 3)
@@ -119,15 +112,15 @@ def resumed(tmp_path_factory) -> Path:
     """The folder of a run of 8 steps that took steps 5 and 6 twice."""
     pytest.importorskip("wandb", reason="requirements-extras.txt")
     pytest.importorskip("mlflow", reason="requirements-extras.txt")
-    folder = tmp_path_factory.mktemp("sinks")
+    folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
     options = ["--job.config_file", str(config), "--job.dump_folder", str(run), "--checkpoint.interval", "4"]
-    sinks = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
+    loggers = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
     options += ["--validation.enable", "--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
-    train(load_checked([*options, *sinks, "--training.steps", "6"]))
+    train(load_checked([*options, *loggers, "--training.steps", "6"]))
     shutil.rmtree(run / "checkpoints/step-00000006")
-    train(load_checked([*options, *sinks, "--training.steps", "8"]))
+    train(load_checked([*options, *loggers, "--training.steps", "8"]))
     assert sorted(losses(run)) == list(range(1, 9))
     return run
 
@@ -176,10 +169,11 @@ def test_wandb_has_the_losses_of_the_run_once(resumed):
 def served(tmp_path) -> Iterator[tuple[Any, str]]:
     pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
     port = free_port()
+    (tmp_path / "checkpoints").mkdir()  # as the Checkpointer has made it
     settings = Settings(enable_tensorboard=False, prometheus_port=port)
-    (sink,) = open_sinks(settings, tmp_path, 0, 0, steps=10, is_first=False)
-    yield sink, f"http://127.0.0.1:{port}/metrics"
-    sink.close()
+    loggers = open_loggers(settings, tmp_path, 0, 0, steps=10, is_first=False)
+    yield loggers, f"http://127.0.0.1:{port}/metrics"
+    loggers.call("close")
 
 
 def values_of(url: str) -> dict[str, float]:
@@ -194,10 +188,10 @@ def values_of(url: str) -> dict[str, float]:
 
 
 def test_open_metrics_are_what_was_told(served, tmp_path):
-    sink, url = served
+    loggers, url = served
     before = values_of(url)
     assert before["rossby_last_step"] == 10 and before["rossby_skipped_steps"] == 0
-    assert not {"rossby_loss", "rossby_mfu_ratio", "rossby_checkpoint_age_seconds"} & before.keys()
+    assert not {"rossby_loss", "rossby_mfu_ratio"} & before.keys()
     record = {
         "step": 3,
         "loss": 0.5,
@@ -206,24 +200,24 @@ def test_open_metrics_are_what_was_told(served, tmp_path):
         "step_seconds": 0.4,
         "data_seconds": 0.1,
     }
-    sink.write(record | {"seconds/forward": 0.2})
-    sink.write({"step": 3, "val/rmse/geopotential:500@24h": 70.0})
-    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    loggers.call("log", record | {"seconds/forward": 0.2})
+    loggers.call("log", {"step": 3, "val/rmse/geopotential:500@24h": 70.0})
+    (tmp_path / "checkpoints/step-00000002").mkdir()
     after = values_of(url)
     assert (after["rossby_step"], after["rossby_loss"], after["rossby_data_wait_ratio"]) == (3, 0.5, 0.25)
     assert after["rossby_peak_memory_bytes"] == 2**31 and after["rossby_part_seconds forward"] == 0.2
     assert after["rossby_score val/rmse/geopotential:500@24h"] == 70 and "rossby_mfu_ratio" not in after
     assert 0 <= after["rossby_checkpoint_age_seconds"] < 60 and after["rossby_heartbeat_age_seconds"] >= 0
-    sink.write({"step": 4, "loss": math.nan})
+    loggers.call("log", {"step": 4, "loss": math.nan})
     assert math.isnan(values_of(url)["rossby_loss"])
 
 
 def test_a_port_that_is_taken_costs_one_warning(served, tmp_path, caplog):
     url = served[1]
     settings = Settings(enable_tensorboard=False, prometheus_port=urllib.parse.urlsplit(url).port or 0)
-    (second,) = open_sinks(settings, tmp_path, 0, 0, steps=10, is_first=False)
-    second.write({"step": 1, "loss": 1.0})
-    second.close()
+    second = open_loggers(settings, tmp_path, 0, 0, steps=10, is_first=False)
+    second.call("log", {"step": 1, "loss": 1.0})
+    second.call("close")
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert re.fullmatch(r"metrics.prometheus_port = \d+: .*in use.*; the run goes on without it", said)
     assert "rossby_loss" not in values_of(url)
@@ -280,7 +274,7 @@ def test_a_real_prometheus_has_data_for_every_panel(prometheus, start_job, tmp_p
     options += ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "20"]
     job = start_job(write_config(tmp_path), tmp_path / "run", *validation, *options, NGPU="2")
     job.wait_for_step(60)
-    asked = [each for each in queries() if torch.cuda.is_available() or ON_GPUS not in each[1]]
+    asked = [each for each in queries() if not each[1].startswith(EXPORTERS)]
     end = time.monotonic() + 30
     while (empty := [each for each in asked if not data_of(address, each[1])]) and time.monotonic() < end:
         time.sleep(0.5)

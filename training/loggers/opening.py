@@ -1,0 +1,82 @@
+"""The loggers of a run beside metrics.jsonl: which of them a rank opens, and what happens when one fails."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from config import Metrics
+from errors import refuse, without_secrets
+
+logger = logging.getLogger(__name__)
+# Key of the configuration -> the package that it needs, as in requirements-extras.txt.
+EXTRAS = {
+    "enable_wandb": "wandb==0.30.0",
+    "enable_mlflow": "mlflow-skinny==3.17.2",
+    "prometheus_port": "prometheus-client==0.26.0",
+}
+
+
+def check_loggers(settings: Metrics) -> None:
+    """Raise ConfigError if a package that is asked for is not installed."""
+    for key, package in EXTRAS.items():
+        name = package.partition("==")[0]
+        try:
+            version(name)
+        except PackageNotFoundError:
+            if getattr(settings, key):
+                fix = f"{sys.executable} -m pip install {package}"
+                reason = f"needs {name}, which is not installed; {fix}"
+                refuse(f"metrics.{key}", getattr(settings, key), reason)
+
+
+class Loggers:
+    """Loggers by name. The first error of one is a warning, and its end; the run goes on.
+
+    A logger has the methods log(record), log_images(step, pictures, scorecard), rollback(step), close().
+    """
+
+    def __init__(self) -> None:
+        self.loggers: dict[str, Any] = {}
+
+    def open(self, name: str, module: str, *arguments: Any) -> None:
+        """Open the `Logger` of a module in this folder, which may import an extra package."""
+        if opened := self._try(name, import_module(f"training.loggers.{module}").Logger, *arguments):
+            self.loggers[name] = opened
+
+    def call(self, method: str, *arguments: Any) -> None:
+        for name, each in list(self.loggers.items()):
+            self._try(name, getattr(each, method), *arguments)
+
+    def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # of a library or its server: any
+            text = without_secrets(" ".join(f"{error}".split()))[:300]
+            logger.warning("%s: %s (%s); the run goes on without it", name, text, type(error).__name__)
+            self.loggers.pop(name, None)
+
+
+def open_loggers(
+    settings: Metrics, folder: Path, resume_step: int, written: int, steps: int, is_first: bool
+) -> Loggers:
+    """Open those of this rank: on rank 0 those of the run, on the first rank of each host Prometheus.
+
+    written: the last step that the start before logged.
+    """
+    loggers = Loggers()
+    if is_first and settings.enable_tensorboard:
+        loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step)
+    if is_first and settings.enable_wandb:
+        loggers.open("Weights & Biases", "wandb_run", folder, resume_step, written)
+    if is_first and settings.enable_mlflow:
+        loggers.open("MLflow", "mlflow_run", folder, resume_step, written)
+    if settings.prometheus_port and os.environ.get("LOCAL_RANK", "0") == "0":
+        name = f"metrics.prometheus_port = {settings.prometheus_port}"
+        where = (settings.prometheus_address, settings.prometheus_port)
+        loggers.open(name, "prometheus", *where, folder, steps)
+    return loggers

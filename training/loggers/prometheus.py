@@ -1,0 +1,74 @@
+"""Prometheus and other readers of OpenMetrics (prometheus-client, an extra); names: docs/metrics.md."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server  # type: ignore[reportMissingImports]
+
+from checkpoints.files import complete_steps, step_folder
+from jobs.heartbeat import activity
+
+# Key of metrics.jsonl -> its name, and the factor to SI units. The others keep theirs.
+RENAMED = {
+    "lr": ("learning_rate", 1),
+    "exposed_communication": ("exposed_communication_ratio", 1),
+    "mfu": ("mfu_ratio", 1),
+    "tflops": ("model_flops_per_second", 1e12),
+    "memory_gib": ("peak_memory_bytes", 2**30),
+}
+
+
+class Logger:
+    """Serves the last values from a thread. Raises OSError if the port is taken."""
+
+    def __init__(self, address: str, port: int, folder: Path, steps: int) -> None:
+        self.checkpoints, self.started = folder / "checkpoints", time.time()
+        self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
+        ProcessCollector(registry=self.registry)
+        for name in ("start_timestamp_seconds", "step_timestamp_seconds"):
+            self._gauge(name).set(self.started)
+        self._gauge("last_step").set(steps)
+        self._gauge("skipped_steps").set(0)
+        self._gauge("heartbeat_age_seconds").set_function(lambda: activity.seconds)
+        if self.checkpoints.is_dir():
+            self._gauge("checkpoint_age_seconds").set_function(self._checkpoint_age)
+        self.server, _ = start_http_server(port, address, self.registry)
+
+    def _gauge(self, name: str, *labels: str) -> Gauge:
+        if name not in self.gauges:
+            self.gauges[name] = Gauge(f"rossby_{name}", "docs/metrics.md", labels, registry=self.registry)
+        return self.gauges[name]
+
+    def _checkpoint_age(self) -> float:
+        steps = complete_steps(self.checkpoints)
+        saved = step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
+        return time.time() - saved
+
+    def log(self, record: dict[str, Any]) -> None:
+        for key, value in record.items():
+            group, _, rest = key.partition("/")
+            if value is None:
+                continue
+            if group == "val":
+                self._gauge("score", "name").labels(key).set(value)
+            elif group == "seconds":
+                self._gauge("part_seconds", "part").labels(rest).set(value)
+            else:
+                name, factor = RENAMED.get(key, (key, 1))
+                self._gauge(name).set(value * factor)
+        if "loss" in record:
+            self._gauge("step_timestamp_seconds").set_to_current_time()
+        if "data_seconds" in record:
+            self._gauge("data_wait_ratio").set(record["data_seconds"] / record["step_seconds"])
+
+    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        """Prometheus has numbers alone."""
+
+    def rollback(self, step: int) -> None:
+        self._gauge("step").set(step)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()

@@ -1,0 +1,50 @@
+"""Weights & Biases (an extra): offline in the run's folder, unless WANDB_MODE has another value."""
+
+import os
+import tomllib
+import uuid
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import wandb  # type: ignore[reportMissingImports]
+
+from training.loggers.stored_run import StoredRun, scalars
+
+
+class Logger:
+    """Project, entity and key come from W&B's own environment variables."""
+
+    def __init__(self, folder: Path, resume_step: int, written: int) -> None:
+        mode = os.environ.get("WANDB_MODE", "offline")
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing leaves this machine
+        path, config = folder / "wandb/rossby.json", folder / "config.toml"
+        self.stored = StoredRun(path, "wandb", resume_step, written, lambda: uuid.uuid4().hex)
+        self.run = wandb.init(
+            id=self.stored.id,
+            resume=None if mode == "offline" else "allow",  # offline, the id makes it the same run
+            project=os.environ.get("WANDB_PROJECT", "rossby"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            dir=folder,
+            mode=mode,  # type: ignore[reportArgumentType]
+            config=tomllib.loads(config.read_text()) if config.exists() else {},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self.stored.lacks(record["step"]):
+            self.run.log(scalars(record), step=record["step"])
+
+    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
+        if self.stored.lacks(step):
+            images = {f"plots/{name}": wandb.Image(str(path)) for name, path in pictures.items()}
+            table = wandb.Html(f"<pre>{escape(scorecard)}</pre>")
+            self.run.log(images | {"plots/scorecard": table}, step=step)
+
+    def rollback(self, step: int) -> None:
+        self.stored.rollback()
+
+    def close(self) -> None:
+        self.run.finish()

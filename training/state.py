@@ -1,0 +1,218 @@
+"""The state of a run: what a checkpoint contains, and how it is restored on any layout.
+
+Names are the model's own, whatever wraps the model (parallelisms/parameter_names.py). Tensors are DTensors
+where they are sharded, so that another layout can load them. The order of samples and all random numbers are
+functions of (seed, step): no generator has to be saved.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import step_folder, stored_tensors
+from config import Training
+from errors import ConfigError
+from optimizers.compact_adamw import empty_moment
+from parallelisms.float8 import plain_weight
+from training.bad_steps import BadSteps, TrainingDiverged
+from training.due import GlobalBatch
+from training.ema import EMA
+from training.gradients import LossScaler
+from training.replay import Replay
+
+logger = logging.getLogger(__name__)
+Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
+OPTIONAL = ("train.", "bad_steps.", "replay.")  # an older version, or a run without fp16, saved fewer
+
+
+class NoCheckpoints:
+    """The checkpoints of a run that saves none."""
+
+    saves, saved_step, last_seconds = False, -1, 0.0
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> None: ...
+
+    def wait_for_staging(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
+        return ""
+
+    def newest(self, at_most: float = math.inf) -> int | None:
+        return None
+
+
+Saves = Checkpointer | NoCheckpoints
+
+
+@dataclass
+class Progress:
+    """The position of a run in its data: after `step` steps it has taken `samples` samples."""
+
+    step: int = 0
+    samples: int = 0
+    global_batch: int = 0  # samples of the last step; 0: no step was taken
+    rollbacks: int = 0  # how often the run went back to a checkpoint to take other samples
+    went_back_to: int = -1  # the step of the last of these checkpoints
+
+    def advance(self, samples: int) -> None:
+        """Count one step, of so many samples."""
+        self.step, self.samples, self.global_batch = self.step + 1, self.samples + samples, samples
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values that are there; the others keep theirs."""
+        for name in vars(self).keys() & state.keys():
+            setattr(self, name, int(state[name]))
+
+
+@dataclass
+class TrainState:
+    """Everything that a checkpoint contains, as it is on this rank."""
+
+    parameters: Parameters
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    average: EMA | None
+    progress: Progress
+    bad_steps: BadSteps
+    replay: Replay | None = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live tensors, not copies: "model.<name>", "optimizer.<name>.<moment>", "ema.<name>"."""
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "model": self.parameters,
+            "optimizer": self._moments(),
+            "ema": self.average.averages if self.average else {},
+            "train": {**self.progress.state_dict(), **self.scaler.state()},
+            "bad_steps": self.bad_steps.window,
+            "replay": self.replay.state() if self.replay else {},
+        }
+        return {
+            f"{part}.{name}": plain_weight(tensor.detach())
+            for part, tensors in parts.items()
+            for name, tensor in tensors.items()
+        }
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Name the optimiser's tensors. Its groups follow from the configuration and the step."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        return {
+            f"{names[parameter]}.{moment}": value
+            for parameter, moments in self.optimizer.state.items()
+            for moment, value in moments.items()
+        }
+
+    def allocate_moments(self, stored: dict[str, TensorStorageMetadata]) -> None:
+        """Make the optimiser's tensors that a checkpoint has of this rank's parameters, with their shards."""
+        own = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for key, entry in stored.items():
+            part, _, rest = key.partition(".")
+            name, _, moment = rest.rpartition(".")
+            parameter = self.parameters.get(name)
+            if part == "optimizer" and parameter is not None and parameter in own:
+                empty = empty_moment(self.optimizer, parameter, moment, entry.properties.dtype)
+                self.optimizer.state[parameter][moment] = empty
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what is no tensor of the run; the tensors of `state_dict` were filled in place."""
+        train, replay = part_of("train", state), part_of("replay", state)
+        self.progress.load_state_dict(train)
+        if "scaler.factor" in train:
+            self.scaler.load(train)
+        if self.replay:
+            self.replay.load(replay)
+        if not any(name.startswith("ema.") for name in state):
+            self.restart_average()
+
+    def restart_average(self) -> None:
+        """Start the averages from the weights."""
+        if self.average:
+            self.average.restart()
+
+
+def part_of(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of one part of a state, by their names in it."""
+    return {name.removeprefix(f"{part}."): state[name] for name in state if name.startswith(f"{part}.")}
+
+
+def resume(checkpointer: Saves, run: TrainState) -> bool:
+    """Restore the newest checkpoint that can be trusted. Raises DataError if it does not fit this model."""
+    step = checkpointer.newest()
+    if step is None or isinstance(checkpointer, NoCheckpoints):
+        return False
+    restore(checkpointer, step, run)
+    return True
+
+
+def restore(checkpointer: Checkpointer, step: int, run: TrainState) -> None:
+    """Restore the state after `step`, whatever layout saved it."""
+    folder = step_folder(checkpointer.folder, step)
+    stored = stored_tensors(folder)
+    run.allocate_moments(stored)
+    state = {
+        name: tensor
+        for name, tensor in run.state_dict().items()
+        if name in stored or not name.startswith(OPTIONAL)
+    }
+    if run.average and not any(name.startswith("ema.") for name in stored):
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
+        logger.info("%s has no averaged weights: averages start from its weights", folder)
+    checkpointer.load(step, state)
+    run.load_state_dict(state)
+    logger.info("resumed from %s", folder)
+
+
+def roll_back(checkpointer: Saves, run: TrainState) -> None:
+    """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
+
+    Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if there is
+    no earlier one, or the run has been there before.
+    """
+    bad_steps = run.bad_steps
+    step = checkpointer.newest(bad_steps.first - 2)
+    if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.progress.went_back_to:
+        tried = (
+            f"going back to step {step} and taking other samples did not help"
+            if step
+            else "no checkpoint to go back to"
+        )
+        raise TrainingDiverged(
+            f"{bad_steps.diagnosis}; training.max_skipped_steps = {bad_steps.max_skipped}; {tried}; "
+            "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
+        )
+    checkpointer.remove_after(step)
+    rollbacks = run.progress.rollbacks + 1
+    restore(checkpointer, step, run)
+    run.progress.rollbacks, run.progress.went_back_to = rollbacks, step
+    logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+    bad_steps.forgive()
+
+
+def global_batch_of(training: Training, smallest: int, progress: Progress) -> GlobalBatch:
+    """Return the samples of each step. -1 takes those of the checkpoint, or else the smallest batch there is.
+
+    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks.
+    """
+    asked, stored = training.global_batch_size, progress.global_batch
+    if asked == -1 and stored % smallest:
+        raise ConfigError(
+            f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
+            f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
+            "training.global_batch_size to what you want from here on"
+        )
+    chosen = GlobalBatch.of(training, (stored or smallest) if asked == -1 else asked, smallest)
+    if stored and (now := chosen.at(progress.step + 1)) != stored:
+        logger.info(f"the global batch was {stored} samples so far and is {now} from here on")
+    return chosen
