@@ -36,6 +36,7 @@ from jobs.heartbeat import activity
 from jobs.progress_bar import progress_bar
 from jobs.rank_tree import RankTree
 from parallelisms.mesh import from_first_rank
+from training.stored_statistics import check_statistics, write_statistics
 
 logger = logging.getLogger("rossby")
 ROUND_SECONDS, SAVE_SECONDS = 5.0, 60.0
@@ -50,6 +51,7 @@ def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | Non
     DataError: the fields of their dates are others now.
     """
     cache = caches[-1]
+    from_first_rank(lambda: check_statistics(cache, source))
     if trained:
         found, dates = from_first_rank(lambda: stored_as_trained(cache, source, trained))
         source = replace(source, dates=dates)
@@ -61,7 +63,7 @@ def load_or_count(caches: Sequence[Path], source: Source, trained: Numbers | Non
     if trained:
         counted = as_trained(counted, source.variables, trained)
     if dist.get_rank() == 0:
-        counted.write(cache)
+        write_statistics(counted, cache)
         shutil.rmtree(cache.parent / SAVED, ignore_errors=True)
     return counted
 
