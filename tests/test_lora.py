@@ -198,7 +198,7 @@ def save(folder: Path, layout: Layout, seed: int) -> None:
     """A checkpoint of the weights that a run starts with."""
     small, text = SmallRun(layout, seed), to_toml(config_of(layout, seed))
     saves = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), text, {})
-    saves.save(4, {"model": {name: p.detach() for name, p in small.model.parameters.items()}})
+    saves.save(4, {f"model.{name}": p.detach() for name, p in small.model.parameters.items()})
     saves.close()
 
 

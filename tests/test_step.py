@@ -115,14 +115,14 @@ def test_a_ramp_takes_each_sample_once() -> None:
     loader, progress, steps, states = CountingLoader(), Progress(), [], []
     batches = batches_of(loader, progress, ramp)
     for _ in range(6):
-        states.append(progress.state())
+        states.append(progress.state_dict())
         steps.append([int(fields[0, 0]) for fields, _ in batches])
         progress.advance(batches.samples)
     assert steps == [[0], [2], [4, 6], [8, 10], [12, 14, 16], [18, 20, 22]]
     assert loader.starts == [(0, 0), (4, 0), (12, 0)] and loader.accumulations == [1, 2, 3]
     assert progress.samples == 24 and batches.epoch == 0.24
     for state, expected in reversed(list(zip(states, steps, strict=True))):
-        progress.load(state)
+        progress.load_state_dict(state)
         for again in (batches, batches_of(CountingLoader(), progress, ramp)):
             assert [int(fields[0, 0]) for fields, _ in again] == expected
 

@@ -22,7 +22,7 @@ from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
 from durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
-from training.state import NoCheckpoints
+from training.no_checkpoints import NoCheckpoints
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,9 @@ def write_statistics(statistics: Statistics, path: Path) -> None:
     arrays: dict[str, Any] = {
         each.name: np.asarray(getattr(statistics, each.name)) for each in fields(statistics)
     }
+    arrays[CHECKSUM] = np.array(digest(arrays))
     with replacing(path) as partial:
-        np.savez(partial, **(arrays | {CHECKSUM: np.array(digest(arrays))}))
+        np.savez(partial, **arrays)
 
 
 def check_statistics(path: Path, source: Source) -> None:
