@@ -1,8 +1,7 @@
 """The state of a run: what a checkpoint contains, and how it is restored on any layout.
 
-Names are the model's own, whatever wraps the model (parallelisms/parameter_names.py). Tensors are DTensors
-where they are sharded, so that another layout can load them. The order of samples and all random numbers are
-functions of (seed, step): no generator has to be saved.
+Names are the model's own; sharded tensors are DTensors, so that another layout can load them. The order of
+samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
 import logging
