@@ -7,7 +7,7 @@ Reads from top to bottom; what a chapter uses was made in one before it.
 
 import sys
 
-from command_line import answer_early, start, to_toml
+from command_line import answer_early, start
 from training.config_checks import check
 
 if __name__ == "__main__":
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import start_from
 from config import Config
 from errors import RunFailed, one_line_errors, tell
@@ -39,9 +38,10 @@ from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
 from training.loggers.opening import check_loggers
 from training.metrics import Metrics, peak_tflops, what_is_there
+from training.no_checkpoints import NoCheckpoints
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import NoCheckpoints, global_batch_of, resume, roll_back
+from training.state import global_batch_of, resume, roll_back
 from training.step import train_step
 from training.validator import Validator
 
@@ -81,10 +81,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     progress, bad_steps = run.progress, run.bad_steps
 
     # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
-    saves: Checkpointer | NoCheckpoints = NoCheckpoints()
-    if config.checkpoint.enable:
-        about = run_folder.about(samples.statistics, asdict(degrees))
-        saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), about)
+    saves = run_folder.open_checkpoints(samples.statistics, asdict(degrees))
     if not resume(saves, run) and config.checkpoint.initial_load_path:
         start_from(Path(config.checkpoint.initial_load_path), run.parameters, config)
         run.restart_average()

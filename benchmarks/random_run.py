@@ -17,7 +17,7 @@ from training.assembly import (
     build_update,
 )
 from training.due import GlobalBatch
-from training.state import NoCheckpoints
+from training.no_checkpoints import NoCheckpoints
 from training.step import Step, train_step
 
 

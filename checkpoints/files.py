@@ -11,6 +11,7 @@ unpickler that knows a few classes of data and no other.
 """
 
 import fcntl
+import io
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -91,7 +92,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a run may have made this entry among checkpoints: a folder, not a link to one."""
+    """Return whether a run may have made an entry among checkpoints: a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -140,29 +141,16 @@ def write_manifest(folder: Path, about: dict[str, Any], files: Files) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest. Raises Damaged if it is not as it was written, DataError without permission."""
     path = folder / MANIFEST
+    if not path.exists():
+        raise Damaged(f"{path}: is missing")
+    with read_errors(path):
+        first, _, text = path.read_bytes().partition(b"\n")
     try:
-        with read_errors(path):
-            first, _, text = path.read_text().partition("\n")
-        if json.loads(first)["crc32"] == zlib.crc32(text.encode()):
+        if json.loads(first)["crc32"] == zlib.crc32(text):
             return json.loads(text)
-    except DataError as error:
-        raise error if path.exists() else Damaged(f"{path}: is missing") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from None
     raise Damaged(f"{path}: its checksum is not the one written in it")
-
-
-def check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
-    """Raise Damaged if a file is not the one that the manifest describes."""
-    path = folder / name
-    with read_errors(path):
-        if not path.is_file():
-            raise Damaged(f"{path}: is missing")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
-        if crc32_of(path) != expected["crc32"]:
-            raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
 
 
 def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -170,9 +158,15 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 
     Raises Damaged, or DataError without permission to read.
     """
-    with reading(folder):
+    with reading(folder), read_errors(folder):
         for name, expected in sorted(read_manifest(folder)["files"].items())[part::parts]:
-            check_file(folder, name, expected)
+            path = folder / name
+            if not path.is_file():
+                raise Damaged(f"{path}: is missing")
+            if (size := path.stat().st_size) != expected["bytes"]:
+                raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
+            if crc32_of(path) != expected["crc32"]:
+                raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
         if part == 0:
             stored_tensors(folder)
 
@@ -189,27 +183,23 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"carries {module}.{name}, which is not the description of a tensor")
 
 
-def read_metadata(file: IO[bytes], path: Path) -> Metadata:
-    """Read DCP's metadata of tensors. Raises Damaged, naming what it found, for anything else."""
-    try:
-        metadata = MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"is a {type(metadata).__name__}")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise pickle.UnpicklingError(f"{name} is no tensor")
-    except Exception as error:  # a broken pickle raises whatever its bytes happen to call
-        raise Damaged(f"{path}: refused: {error}") from None
-    return metadata
-
-
 class TensorReader(FileSystemReader):
     """DCP's reader, for tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises Damaged, naming what it found, for anything but the metadata of tensors."""
         path = Path(self.path) / METADATA
-        with read_errors(path), path.open("rb") as file:
-            metadata = read_metadata(file, path)
+        with read_errors(path):
+            content = path.read_bytes()
+        try:
+            metadata = MetadataUnpickler(io.BytesIO(content)).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"is a {type(metadata).__name__}")
+            for name, entry in metadata.state_dict_metadata.items():
+                if not isinstance(entry, TensorStorageMetadata):
+                    raise pickle.UnpicklingError(f"{name} is no tensor")
+        except Exception as error:  # a broken pickle raises whatever its bytes happen to call
+            raise Damaged(f"{path}: refused: {error}") from None
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -75,7 +75,7 @@ def find_trained(path: Path, named_by: str, config: Config, archive: Archive) ->
         reason = "all its checkpoints are damaged" if found else "no checkpoint there"
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
     identity = Identity(folder)
-    identity.check(config, "take the configuration beside these weights", archive)
+    identity.check(config, "take the config.toml of that checkpoint", archive)
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
     return Trained(folder, averaged, statistics_of(identity, archive.grid.shape))
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -36,7 +36,7 @@ from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import read_plainly
 
 PARENT_SECONDS = 0.2  # between two looks at whether the trainer is alive
-OPEN_FILES = 65536  # at most: each tensor in shared memory has a file descriptor
+OPEN_FILES = 65536  # each tensor in shared memory has a file descriptor
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the trainer handles them, and then saves
 
 
@@ -136,12 +136,13 @@ class ProcessGroupInfo:
     use_prefix_store: bool = True  # of a store that rank 0 keeps
     disable_automatic_gc: bool = False
     disable_manual_gc: bool = False
+    trainer: int = field(default_factory=os.getpid)  # its number, by which the process sees that it is gone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
-        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)
         read_plainly()
@@ -162,15 +163,14 @@ class CheckpointProcess:
     """
 
     def __init__(self) -> None:
-        limit = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_FILES, hard)), hard))
         self.store: list[TCPStore] = []  # rank 0's
         address, port = from_first_rank(self._open_store)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
-        blocked = signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # inherited by the thread, then the process
+        # The thread inherits what is blocked, and the process from the thread.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.started = ThreadPoolExecutor(1).submit(_async_process_executor._AsyncCheckpointProcess, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)
@@ -179,7 +179,10 @@ class CheckpointProcess:
     def _open_store(self) -> tuple[str, int]:
         """Listen on the address of this host that the ranks have met at, and on no other."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        listener = socket.create_server((address, 0))
+        try:
+            listener = socket.create_server((address, 0))
+        except OSError:  # the name of a service that forwards to this host
+            listener = socket.create_server(("", 0))
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))

@@ -10,7 +10,7 @@ import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -213,23 +213,43 @@ class Statistics:
         return np.flatnonzero(np.isin(times, self.empty_dates))
 
     def write(self, path: Path) -> None:
-        """Write the statistics atomically."""
+        """Write the statistics atomically, with a checksum. Raises OSError."""
+        arrays = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
         with replacing(path) as partial:
-            np.savez(partial, **{each.name: getattr(self, each.name) for each in fields(self)})
+            np.savez(partial, **arrays, checksum=np.array(_checksum(arrays)))  # type: ignore[reportArgumentType]
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        found.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode())
+        found.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return found.hexdigest()
 
 
 def read_statistics(path: Path) -> Statistics | None:
-    """Return stored statistics, None if there are none or, with a warning, if the file is damaged."""
+    """Return stored statistics, None if there are none or, with a warning, if the file is damaged.
+
+    Raises DataError if the numbers are not those that were written; files of older versions have no checksum.
+    """
+    fix = "remove it, and the next start computes the statistics again"
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; {fix}")
     try:
         with np.load(path) as stored:
             arrays: dict[str, Any] = {each.name: stored[each.name] for each in fields(Statistics)}
-            arrays["fingerprint"] = str(arrays["fingerprint"])
-            return Statistics(**arrays)
+            changed = "checksum" in stored and str(stored["checksum"]) != _checksum(arrays)
+        lengths = {len(arrays[name]) for name in ("mean", "std", "change_std", "mean_field")}
+        arrays["fingerprint"] = str(arrays["fingerprint"])
     except FileNotFoundError:
         return None
     except DAMAGE as error:
         logger.warning("%s: is damaged, or of another version (%s)", path, type(error).__name__)
         return None
+    if changed or len(lengths) > 1:
+        reason = "its numbers are not those that were written" if changed else "its arrays differ in length"
+        raise DataError(f"{path}: {reason}; {fix}")
+    return Statistics(**arrays)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,9 +34,10 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import build_batches
 from training.config_checks import check
 from training.determinism import seed_step, set_determinism
+from training.no_checkpoints import NoCheckpoints
 from training.run_folder import lock_folder
 from training.samples import Samples
-from training.state import NoCheckpoints, global_batch_of
+from training.state import global_batch_of
 from training.step import train_step
 from verification.plots import build_panels, save
 

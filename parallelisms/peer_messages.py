@@ -36,7 +36,7 @@ HOMES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.", *FOLD
 
 
 class PeerPickler(pickle.Pickler):
-    """Pickler of plain data. tblib, which dask installs, would pickle every exception as a call of its own."""
+    """Pickler of plain data. tblib (of dask) would pickle every exception as a call of its own function."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException):

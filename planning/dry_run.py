@@ -35,7 +35,8 @@ from training.assembly import Fields, assemble, build_objective, build_run_state
 from training.batches import Batch
 from training.due import GlobalBatch
 from training.gradients import LossScaler
-from training.state import NoCheckpoints, TrainState
+from training.no_checkpoints import NoCheckpoints
+from training.state import TrainState
 from training.step import train_step
 from training.update import Update, UpdateInBackward
 

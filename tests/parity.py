@@ -39,7 +39,7 @@ from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import Batch
 from training.due import GlobalBatch
-from training.state import NoCheckpoints
+from training.no_checkpoints import NoCheckpoints
 from training.step import train_step
 
 GLOBAL_BATCH = 8

@@ -4,6 +4,9 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ from config import Checkpoint, Training
 from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
+from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler, total_norm
 from training.state import Progress, TrainState, global_batch_of, resume
@@ -281,3 +285,49 @@ def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build,
     run.save(checkpointer)
     monkeypatch.setattr("checkpoints.checkpointer.time.sleep", lambda _: in_the_way.unlink(missing_ok=True))
     assert checkpointer.finish(1, run.run.state_dict()) == "" and complete_steps(folder) == [1]
+
+
+def test_signals_to_all_processes_do_not_end_the_one_that_writes(build, tmp_path):
+    run, checkpointer = Run(), build("async_with_pinned_mem")
+    process = checkpointer.process.started.result()._save_process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(process.pid, number)
+    run.step()
+    run.save(checkpointer)
+    checkpointer.wait()
+    assert complete_steps(tmp_path) == [1] and process.is_alive()
+
+
+def test_the_process_listens_on_this_host_alone(build):
+    port = f":{build('async_with_pinned_mem').process.store[0].port:04X}"
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
+    assert addresses == ["0100007F" + port]
+
+
+ORPHAN = """
+import os, sys
+from pathlib import Path
+from checkpoints.checkpointer import Checkpointer
+from config import Checkpoint
+from parallelisms.mesh import start_ranks
+
+if __name__ == "__main__":
+    start_ranks("gloo", 60)
+    process = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {}).process.started.result()
+    print(process._save_process.pid, flush=True)
+    os._exit(1)
+"""
+
+
+def test_the_process_ends_with_its_trainer(tmp_path):
+    script = tmp_path / "orphan.py"
+    script.write_text(ORPHAN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    status, end = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 5
+    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert time.monotonic() < end, done.stderr

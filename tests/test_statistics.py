@@ -135,6 +135,37 @@ def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
         load_or_count(cache, source_of(path, 4), first.numbers)
 
 
+def change(path: Path, name: str) -> None:
+    """Change a number, with the archive's own checksums right."""
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    arrays[name] = arrays[name] + 1
+    np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize("name", ["mean", "change_std", "mean_field"])
+def test_changed_numbers_are_seen(one_rank, archive, tmp_path, name):
+    path, source = tmp_path / "statistics.npz", source_of(archive.path)
+    load_or_count(path, source)
+    change(path, name)
+    with pytest.raises(
+        DataError, match="statistics.npz: its numbers are not those that were written; remove"
+    ):
+        load_or_count(path, source)
+
+
+def test_another_shape_and_a_folder_of_that_name_are_one_line_each(one_rank, archive, tmp_path):
+    path, source = tmp_path / "statistics.npz", source_of(archive.path)
+    statistics = load_or_count(path, source)
+    replace(statistics, std=statistics.std[:2]).write(path)
+    with pytest.raises(DataError, match="statistics.npz: its arrays differ in length; remove it"):
+        load_or_count(path, source)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="statistics.npz: is a folder; remove it, and the next start"):
+        load_or_count(path, source)
+
+
 # -- dates in pairs
 
 

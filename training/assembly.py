@@ -38,9 +38,10 @@ from training.due import GlobalBatch, Rollouts, num_places
 from training.ema import EMA
 from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
+from training.no_checkpoints import Saves
 from training.objective import Objective
 from training.replay import Replay
-from training.state import Progress, Saves, TrainState
+from training.state import Progress, TrainState
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)

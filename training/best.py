@@ -1,10 +1,10 @@
-"""The best checkpoint by a named score, kept aside in the run's folder, and the end of a run that has stopped
-improving.
+"""The best checkpoint by a named score, which stays in the run's folder, and the end of a run that no longer
+improves.
 
-    best/step-00000300/   that checkpoint: links, which take no space while it is in checkpoints/ too
+    best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ...}
 
-Nothing prunes it, and `forecast.checkpoint` takes it like any other.
+It is never pruned, and `forecast.checkpoint` takes it like any other.
 """
 
 import json
@@ -22,19 +22,19 @@ from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
 from jobs.durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
-from training.state import NoCheckpoints
+from training.no_checkpoints import NoCheckpoints
 
 logger = logging.getLogger(__name__)
 
 
 class Best:
-    """Judges every validation by one score, the smaller the better. Made, and called, by all ranks together.
+    """Compares every validation by one score, the smaller the better. Used by all ranks together.
 
     patience: validations in a row without a better score after which the run is `exhausted`; 0: never.
     """
 
     def __init__(self, run_folder: Path, name: str, patience: int) -> None:
-        """Goes on from what the folder says, up to the step that the run resumes from."""
+        """Read the best score so far from the run's folder."""
         self.folder, self.name, self.patience = run_folder / "best", name, patience
         self.value, self.step, self.later = from_first_rank(
             lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", name)
@@ -42,12 +42,12 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run has stopped improving: the same answer on all ranks."""
+        """True if the run has stopped improving, on all ranks alike."""
         return bool(self.patience) and len(self.later) >= self.patience
 
     def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer | NoCheckpoints) -> None:
-        """record: scores of a validation after `step`, a checkpoint of which has been started."""
-        value = from_first_rank(lambda: record[self.name])  # one rank's word: all end or none does
+        """Compare the scores of a validation after `step`, the checkpoint of which has been started."""
+        value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
             self.later.add(step)
             if self.exhausted:
@@ -64,7 +64,7 @@ class Best:
             self._keep(step_folder(checkpointer.folder, step))
 
     def _keep(self, checkpoint: Path) -> None:
-        """First the new one, then the word that it is the best, then the old one goes: a kill loses none."""
+        """Link the new one, write best.json, remove the old one: in this order a kill loses none."""
         content = {"score": self.name, "value": self.value, "step": self.step}
         try:
             link_folder(checkpoint, self.folder / checkpoint.name)
@@ -73,21 +73,22 @@ class Best:
                 if step != self.step:
                     remove(step_folder(self.folder, step))
         except OSError as error:  # as with any save: the run goes on
-            logger.warning(f"the best checkpoint, of step {self.step}, could not be kept: {error}")
+            logger.warning(f"the best checkpoint, of step {self.step}, could not be linked: {error}")
             return
         logger.info(f"{self.name} is {self.value:.4g}, the best so far: {self.folder / checkpoint.name}")
 
 
 def history(best_file: Path, metrics_file: Path, name: str) -> tuple[float, int, set[int]]:
-    """The best value of a score, its step (-1: none), and the steps of later validations in metrics.jsonl."""
+    """Return the best value of a score, its step (-1: none), and the steps of later validations."""
     records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
-    best = kept(best_file, records, name)
+    best = read_best(best_file, records, name)
     return best["value"], best["step"], {step for step in records if step > best["step"]}
 
 
-def kept(best_file: Path, records: dict[int, float | None], name: str) -> dict[str, Any]:
-    """What best.json says of this score; where it is damaged, what the checkpoint beside it and metrics.jsonl
-    (records: step -> value) say.
+def read_best(best_file: Path, records: dict[int, float | None], name: str) -> dict[str, Any]:
+    """Read best.json if it is of this score; if it is damaged, take the checkpoint next to it.
+
+    records: step -> value, from metrics.jsonl.
     """
     none = {"score": name, "value": math.inf, "step": -1}
     try:
@@ -102,7 +103,7 @@ def kept(best_file: Path, records: dict[int, float | None], name: str) -> dict[s
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """The files of a complete checkpoint under another name; copies where the disk has no hard links."""
+    """Link the files of a complete checkpoint under another name; copy where there are no hard links."""
     if target.exists():
         return
     unfinished = target.with_name(target.name + INCOMPLETE)

@@ -12,6 +12,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.identity import check_resume, describe
 from command_line import to_toml
 from config import Config
@@ -21,6 +22,7 @@ from errors import ConfigError
 from jobs.durable_files import append_whole, write_durably
 from parallelisms.mesh import from_first_rank
 from training.journal import read_records
+from training.no_checkpoints import NoCheckpoints, Saves
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds that the run before may still need to end
@@ -68,9 +70,13 @@ class RunFolder:
             "python": platform.python_version(),
         }
 
-    def about(self, statistics: Statistics, layout: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of the manifests of its checkpoints."""
-        return {"layout": layout, "identity": describe(self.selection, statistics)}
+    def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Saves:
+        """Open the checkpoints of the run, the manifests of which contain its layout and identity."""
+        settings = self.config.checkpoint
+        if not settings.enable:
+            return NoCheckpoints()
+        about = {"layout": layout, "identity": describe(self.selection, statistics)}
+        return Checkpointer(self.path / "checkpoints", settings, to_toml(self.config), about)
 
     def release(self) -> None:
         self.lock.clear()

@@ -1,18 +1,16 @@
 """The state of a run: what a checkpoint contains, and how it is restored on any layout.
 
-Names are the model's own, whatever wraps the model (parallelisms/parameter_names.py). Tensors are DTensors
-where they are sharded, so that another layout can load them. The order of samples and all random numbers are
-functions of (seed, step): no generator has to be saved.
+Names are the model's own; sharded tensors are DTensors, so that another layout can load them. The order of
+samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
@@ -24,34 +22,12 @@ from training.bad_steps import BadSteps, TrainingDiverged
 from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
+from training.no_checkpoints import NoCheckpoints, Saves
 from training.replay import Replay
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
-OPTIONAL = ("train.", "bad_steps.", "replay.")  # an older version, or a run without fp16, saved fewer
-
-
-class NoCheckpoints:
-    """The checkpoints of a run that saves none."""
-
-    saves, saved_step, last_seconds = False, -1, 0.0
-
-    def save(self, step: int, tensors: dict[str, Tensor]) -> None: ...
-
-    def wait_for_staging(self) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
-        return ""
-
-    def newest(self, at_most: float = math.inf) -> int | None:
-        return None
-
-
-Saves = Checkpointer | NoCheckpoints
+OPTIONAL = ("ema.", "train.", "bad_steps.", "replay.")  # an older version, or a run without fp16, saved fewer
 
 
 @dataclass
@@ -114,7 +90,7 @@ class TrainState:
             for moment, value in moments.items()
         }
 
-    def allocate_moments(self, stored: dict[str, TensorStorageMetadata]) -> None:
+    def allocate_moments(self, stored: dict[str, Any]) -> None:
         """Make the optimiser's tensors that a checkpoint has of this rank's parameters, with their shards."""
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
         for key, entry in stored.items():
@@ -127,12 +103,12 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what is no tensor of the run; the tensors of `state_dict` were filled in place."""
-        train, replay = part_of("train", state), part_of("replay", state)
+        train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
         self.progress.load_state_dict(train)
         if "scaler.factor" in train:
             self.scaler.load(train)
         if self.replay:
-            self.replay.load(replay)
+            self.replay.load({name.removeprefix("replay."): tensor for name, tensor in state.items()})
         if not any(name.startswith("ema.") for name in state):
             self.restart_average()
 
@@ -140,11 +116,6 @@ class TrainState:
         """Start the averages from the weights."""
         if self.average:
             self.average.restart()
-
-
-def part_of(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of one part of a state, by their names in it."""
-    return {name.removeprefix(f"{part}."): state[name] for name in state if name.startswith(f"{part}.")}
 
 
 def resume(checkpointer: Saves, run: TrainState) -> bool:
@@ -161,13 +132,10 @@ def restore(checkpointer: Checkpointer, step: int, run: TrainState) -> None:
     folder = step_folder(checkpointer.folder, step)
     stored = stored_tensors(folder)
     run.allocate_moments(stored)
-    state = {
-        name: tensor
-        for name, tensor in run.state_dict().items()
-        if name in stored or not name.startswith(OPTIONAL)
-    }
+    state = run.state_dict()
+    for name in [name for name in state if name not in stored and name.startswith(OPTIONAL)]:
+        del state[name]
     if run.average and not any(name.startswith("ema.") for name in stored):
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("ema.")}
         logger.info("%s has no averaged weights: averages start from its weights", folder)
     checkpointer.load(step, state)
     run.load_state_dict(state)
@@ -183,11 +151,8 @@ def roll_back(checkpointer: Saves, run: TrainState) -> None:
     bad_steps = run.bad_steps
     step = checkpointer.newest(bad_steps.first - 2)
     if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.progress.went_back_to:
-        tried = (
-            f"going back to step {step} and taking other samples did not help"
-            if step
-            else "no checkpoint to go back to"
-        )
+        again = f"going back to step {step} and taking other samples did not help"
+        tried = again if step else "no checkpoint to go back to"
         raise TrainingDiverged(
             f"{bad_steps.diagnosis}; training.max_skipped_steps = {bad_steps.max_skipped}; {tried}; "
             "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"

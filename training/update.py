@@ -17,7 +17,8 @@ from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
-from training.state import Saves, TrainState
+from training.no_checkpoints import Saves
+from training.state import TrainState
 
 
 class Update:

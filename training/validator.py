@@ -17,9 +17,10 @@ from jobs.progress_bar import progress_bar
 from traces.profiler import span
 from training.assembly import Assembly
 from training.metrics import Metrics
+from training.no_checkpoints import Saves
 from training.objective import Objective
 from training.samples import Samples
-from training.state import Saves, TrainState
+from training.state import TrainState
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
 from verification.validation import Example, Validation

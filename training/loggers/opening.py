@@ -1,4 +1,4 @@
-"""The loggers of a run beside metrics.jsonl: which of them a rank opens, and what happens when one fails."""
+"""The loggers of a run, besides metrics.jsonl: which of them a rank opens; a logger that fails."""
 
 import logging
 import os

@@ -10,7 +10,7 @@ from jobs.durable_files import write_durably
 
 
 class StoredRun:
-    """The id of a run in the store and the last step there, kept in a file of the run's folder."""
+    """The id of a run in the store and the last step there, in a file of the run's folder."""
 
     def __init__(
         self, path: Path, store: str, resume_step: int, written: int, create: Callable[[], str]
