@@ -237,6 +237,8 @@ class Training:
     # bad steps among 100 that are skipped; with one more the run goes back to its last good checkpoint and
     # takes other samples, and ends when that does not help
     max_skipped_steps: Count = 10
+    # steps after which ranks compare the weights that must be equal on them, as before every save; 0: never
+    fingerprint_steps: Count = 100
 
     @property
     def states_ahead(self) -> int:
@@ -372,7 +374,6 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Comm:
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl with GPUs, gloo without
     # a rank that is not heard of, or does not get on, for so many seconds ends the run: before the end of the
     # first step, in validations, in saves and at the end
     timeout_seconds: Seconds = 600
@@ -401,18 +402,6 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class FaultTolerance:
-    # replicas (runs of their own) average gradients and may leave and rejoin (torchft, an extra)
-    enable: bool = False
-    replica_id: Count = 0  # which replica this run is, from 0; it writes into replica-<id> of job.dump_folder
-    group_size: Ranks = 1  # replicas that the global batch is dealt out to when all are there
-    min_replica_size: Ranks = 1  # replicas without which no step is taken
-    lighthouse: str = ""  # http://host:port of torchft's lighthouse; empty: TORCHFT_LIGHTHOUSE
-    # steps after which ranks compare the weights that they should hold alike, as before every save; 0: never
-    fingerprint_steps: Count = 100
-
-
-@dataclass(frozen=True)
 class Config:
     job: Job = field(default_factory=Job)
     data: Data = field(default_factory=Data)
@@ -431,20 +420,12 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     forecast: Forecast = field(default_factory=Forecast)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-
-    @property
-    def job_folder(self) -> Path:
-        default = in_project(f"outputs/{Path(self.job.config_file).stem}")
-        return Path(self.job.dump_folder or default)
 
     @property
     def dump_folder(self) -> Path:
-        """The run's folder; each replica is a run of its own."""
-        replicas = self.fault_tolerance
-        if not replicas.enable:
-            return self.job_folder
-        return self.job_folder / f"replica-{replicas.replica_id}"
+        """The run's folder."""
+        default = in_project(f"outputs/{Path(self.job.config_file).stem}")
+        return Path(self.job.dump_folder or default)
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]

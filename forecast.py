@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from checkpoints.weights_alone import check_target, write_weights
-from config import Compile, Config, FaultTolerance, Float8
+from config import Compile, Config, Float8
 from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
@@ -135,9 +135,8 @@ def forecast(config: Config) -> int:
 
 def open_data(config: Config) -> Selection:
     """Analyses to start from; nothing of the training's dates has to be there. DataError: bad input."""
-    # A forecast is one run, whatever replicas trained it.
-    check_machine(replace(config, fault_tolerance=FaultTolerance()))
-    check_folder("job.dump_folder", config.job_folder)
+    check_machine(config)
+    check_folder("job.dump_folder", config.dump_folder)
     selection = open_without_periods(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection
@@ -145,7 +144,7 @@ def open_data(config: Config) -> Selection:
 
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic, config.training.tf32)
     source = config.forecast.checkpoint

@@ -114,7 +114,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
-        print(sweep(work, cluster, options.sweep, config.job_folder / "plan"))
+        print(sweep(work, cluster, options.sweep, config.dump_folder / "plan"))
         return 0
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):

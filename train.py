@@ -29,7 +29,6 @@ from errors import RunFailed, one_line_errors, tell
 from jobs.heartbeat import activity
 from jobs.host_memory import keep_freed_memory
 from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
-from jobs.replica_state import meet_replicas
 from jobs.start_checks import open_checked
 from jobs.watchdog import Watchdog, watched
 from parallelisms.mesh import mesh_of, start_ranks
@@ -55,7 +54,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks -------------------------------------------------------------------------------------
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     is_first = dist.get_rank() == 0
     mesh = mesh_of(config.parallelism, device)
     degrees = mesh.degrees
@@ -84,11 +83,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         saves = Checkpointer(folder / "checkpoints", config.checkpoint, to_toml(config), about)
     if not resume(saves, run) and config.checkpoint.initial_load_path:
         start_from(Path(config.checkpoint.initial_load_path), run, config)
-    others = meet_replicas(config, run)
-    dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
-    global_batch = global_batch_of(training, training.local_batch_size * dp, progress)
+    global_batch = global_batch_of(training, training.local_batch_size * degrees.dp, progress)
     update = build_update(config, model, run, saves, objective.loss_part, global_batch)
-    batches = build_batches(train_set, config, run, (dp_rank, dp), global_batch, device)
+    batches = build_batches(train_set, config, run, (mesh.dp_rank, degrees.dp), global_batch, device)
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
     run_folder.begin(progress.step, asdict(degrees))
@@ -97,7 +94,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         resume_step=progress.step,
         steps=training.steps,
         settings=config.metrics,
-        flops_per_pass=training.members * meta_model.flops() / others.number,  # that a replica computes
+        flops_per_pass=training.members * meta_model.flops(),
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )
@@ -108,8 +105,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     logger.info(
         f"{assembly.num_parameters / 1e6:.1f} M parameters, {meta_model.describe()}, "
         f"{meta_model.in_channels} channels in, {len(selection.variables)} out; global batch "
-        f"{global_batch.at(progress.step + 1)} = {training.local_batch_size} x {dp} ranks x {len(batches)}; "
-        f"from step {progress.step} to {training.steps} on {device}"
+        f"{global_batch.at(progress.step + 1)} = {training.local_batch_size} x {degrees.dp} ranks x "
+        f"{len(batches)}; from step {progress.step} to {training.steps} on {device}"
     )
 
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
@@ -128,23 +125,17 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     with profiler, agreement:
         while progress.step < training.steps and not decision.stop and not (best and best.exhausted):
             activity.chapter("train", progress.step + 1)
-            if others.begin_step(progress.step):  # they went on without this one; it has their state now
-                model.after_update()
-                metrics.start_interval()
-                continue
             step = progress.step + 1
-            seed_step(training.seed, step, dp_rank)
-            result = train_step(step, batches, objective, model, update, others)
-            if result is None:  # a replica was lost: the same samples again, with those that are left
-                continue
+            seed_step(training.seed, step, mesh.dp_rank)
+            result = train_step(step, batches, objective, model, update)
             progress.advance(batches.samples)
-            metrics.count(progress.global_batch * others.present // others.number, batches)
+            metrics.count(progress.global_batch, batches)
             watchdog.step_done(agreement.ranks, mesh.groups)
             with span("agree"):
                 decision = agreement.at(saves.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))
             if due.look and bad_steps.too_many(step, due.last):
-                go_back(saves if others.number == 1 else NoCheckpoints(), run)
+                go_back(saves, run)
                 metrics.go_back(progress.step)
                 continue
             assembly.fingerprints.compare(step, due.save)
@@ -155,8 +146,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     saves.poll()
             if due.collect:
                 gc.collect(1)
-            # One replica saves; one that is told to stop does not know who else is.
-            if due.save and (others.saves or decision.stop) and (decision.stop or not bad_steps.now):
+            if due.save and (decision.stop or not bad_steps.now):
                 with span("checkpoint"):
                     saves.save(step, run.tensors())
                 agreement.saved()
@@ -169,7 +159,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             profiler.step()
     gc.enable()
     activity.chapter("end", progress.step)
-    others.close() if decision.stop else others.finish()
     unsaved = saves.finish(progress.step, run)
 
     # -- at the end: scores and plots, unless it is to be started again ----------------------------

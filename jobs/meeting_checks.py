@@ -59,11 +59,11 @@ class Meeting:
         return any(row.verdict == FAIL for row in self.rows)
 
 
-def meet(backend: str) -> Meeting:
+def meet() -> Meeting:
     """All ranks together, before they form a group. RunFailed: a node does not answer."""
     node, several = int(os.environ.get("GROUP_RANK", 0)), nodes() > 1
     rows, interface = interface_rows(several)
-    rows += attempt("devices", check_devices, backend)[1]
+    rows += attempt("devices", check_devices)[1]
     if "ROSSBY_ATTEMPT" not in os.environ:
         return Meeting([Place(0, socket.gethostname(), interface, "")], rows)
     store = PrefixStore(f"preflight/{os.environ['ROSSBY_ATTEMPT']}", launchers_store(WAIT))

@@ -92,12 +92,12 @@ def main(argv: list[str]) -> None:
 def preflight(config: Config, cluster: Cluster | None) -> int:
     """The exit code, the same on every rank. All ranks together; rank 0 prints the table."""
     begun = time.monotonic()
-    meeting = meet(config.comm.backend)
+    meeting = meet()
     if meeting.fails:
         if os.environ.get("RANK", "0") == "0":
             report(meeting.rows, begun, ": with this ranks form no group, and no more was looked at")
         return BAD_INPUT
-    device = start_ranks(config.comm.backend, TIMEOUT)
+    device = start_ranks("auto", TIMEOUT)
     tree = RankTree(TIMEOUT)
     try:
         rows = Examination(config, cluster, meeting, tree, device).rows()

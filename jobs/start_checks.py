@@ -25,7 +25,6 @@ from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
 from jobs.host_memory import host_memory
 from jobs.preemption import started_at
-from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
 from models.condition_numbers import num_channels
@@ -59,9 +58,7 @@ def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
     started_at()
     check_sinks(config.metrics)
-    if config.fault_tolerance.enable:
-        check_replicas(config.fault_tolerance)
-    use_cuda = check_devices(config.comm.backend)
+    use_cuda = check_devices()
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
         reason = "needs CUDA devices and compile.enable = true; set it to false"
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
@@ -77,17 +74,14 @@ def check_machine(config: Config) -> None:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
 
 
-def check_devices(backend: str) -> bool:
-    """Whether ranks here have GPUs. ConfigError: fewer than there are ranks."""
+def check_devices() -> bool:
+    """Return True where ranks of this host have GPUs. ConfigError: fewer than there are ranks."""
     num_gpus = torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
-    use_cuda = num_gpus > 0 and backend != "gloo"
     name, number = local_ranks()
     check_processes(name, number)
-    if use_cuda and number > num_gpus:
+    if 0 < num_gpus < number:
         refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    return use_cuda
+    return num_gpus > 0
 
 
 def check_schedule(config: Config) -> None:
@@ -140,7 +134,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
 
     Less than any run takes: what is close to the limit is the planner's to say.
     """
-    gpus = range(torch.cuda.device_count() if config.comm.backend != "gloo" else 0)
+    gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
     if MODELS[model.name].tokens:

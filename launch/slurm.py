@@ -125,13 +125,15 @@ def runs_of(options: argparse.Namespace, config: Config, arguments: list[str]) -
     if options.members:
         seeds = range(config.training.seed, config.training.seed + options.members)
         own = [["--training.seed", str(seed)] for seed in seeds]
-        return [[*each, "--job.dump_folder", f"{config.job_folder}/member-{k}"] for k, each in enumerate(own)]
+        return [
+            [*each, "--job.dump_folder", f"{config.dump_folder}/member-{k}"] for k, each in enumerate(own)
+        ]
     if not options.sweep:
         return []
     lines = lines_of(options.sweep)
     runs = []
     for k, line in enumerate(lines):
-        run = ["--job.dump_folder", f"{config.job_folder}/run-{k}", *shlex.split(line)]
+        run = ["--job.dump_folder", f"{config.dump_folder}/run-{k}", *shlex.split(line)]
         try:
             load_config([*arguments, *run])
         except ConfigError as error:

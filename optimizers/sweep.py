@@ -105,8 +105,6 @@ def check_base(base: Config, own: argparse.Namespace) -> None:
         refuse("--vary", "", "nothing is varied; name a key and its values, or --seeds")
     if own.trials and not own.vary:
         refuse("--trials", own.trials, "nothing is varied to draw from; name a key with --vary")
-    if base.fault_tolerance.enable:
-        refuse("fault_tolerance.enable", True, "replicas wait for each other; set it to false for a sweep")
     if "WORLD_SIZE" in os.environ or number_in_environment("NNODES") > 1:
         refuse("NNODES", os.environ.get("NNODES", ""), "a sweep starts the ranks of its runs, on one host")
 
@@ -128,7 +126,7 @@ def build_runs(
     rest: list[str], base: Config, chosen: list[dict[str, str]], own: argparse.Namespace
 ) -> list[Run]:
     """Every combination once before any is repeated with another seed. Raises ConfigError."""
-    folder, first = f"{base.job_folder}-sweep", base.training.seed
+    folder, first = f"{base.dump_folder}-sweep", base.training.seed
     runs = []
     for seed in range(first, first + own.seeds):
         for texts in chosen:
@@ -170,7 +168,7 @@ class Asked:
 
     @property
     def folder(self) -> Path:
-        return Path(f"{self.base.job_folder}-sweep")
+        return Path(f"{self.base.dump_folder}-sweep")
 
     @property
     def seed(self) -> int:

@@ -35,7 +35,7 @@ STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbat
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
 DEMO = "train_configs/demo.toml"
 BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
-NOT_OURS = ("ruff", "pyright", "torchft_lighthouse")  # whose options are theirs
+NOT_OURS = ("ruff", "pyright")  # whose options are theirs
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_replicas_that_diverge(tmp_path):
     options = [
         "--parallelism.data_parallel_replicate_degree",
         "2",
-        "--fault_tolerance.fingerprint_steps",
+        "--training.fingerprint_steps",
         "3",
     ]
     options += ["--checkpoint.interval", "4", "--checkpoint.async_mode", "disabled"]
