@@ -25,6 +25,7 @@ import tomli_w
 from config import DEFAULT_CONFIG, MOST, SECTIONS, Config, Range
 from config_checks import check
 from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
+from parallelisms.slurm import set_rank_from_slurm
 from project_folder import PATHS, PROJECT, for_a_file, in_project
 
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
@@ -421,6 +422,7 @@ def start(argv: list[str], doc: str | None = "", checked: bool = True) -> Config
 def answer_early(doc: str | None, own: argparse.ArgumentParser | None = None, checked: bool = True) -> None:
     """Before a verb imports torch, which takes seconds: ends the program for help and for a misspelt key."""
     end_when_interrupted()
+    set_rank_from_slurm()
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, checked)
     gc.disable()  # until `start` in main: imports make objects by the million and no garbage

@@ -1,7 +1,7 @@
 """Forecasts from a checkpoint and initial dates, into a Zarr in WeatherBench2's schema.
 
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
-    .venv/bin/python -m jobs.launch --nproc_per_node 8 forecast.py ...     several processes
+    .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
     .venv/bin/python forecast.py ... --export model.safetensors                weights
     .venv/bin/python forecast.py ... --export FOLDER                           a checkpoint of weights alone
@@ -39,12 +39,11 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
 from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
-from jobs.log_setup import start_logging
-from jobs.progress_bar import progress_bar
-from jobs.start_checks import check_folder, check_machine, check_model
+from jobs.log_setup import progress_bar, start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
 from verification.export import Description, OneStep, export_step, write_safetensors

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import gc
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,19 +26,21 @@ from checkpoints.initial_weights import start_from
 from checkpoints.run_folder import RunFolder
 from checkpoints.run_state import global_batch_of, go_back, resume
 from config import Config
-from errors import RunFailed, one_line_errors, tell
+from errors import EXIT_SAVED, RunFailed, end_process, one_line_errors, tell
 from jobs.heartbeat import activity
-from jobs.host_memory import keep_freed_memory
-from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
-from jobs.start_checks import open_checked
-from jobs.watchdog import Watchdog, watched
+from jobs.log_setup import start_logging
+from jobs.preemption import Agreement, Decision, exit_message
+from jobs.watchdog import Watchdog
 from parallelisms.mesh import mesh_of, start_ranks
+from planning.start_checks import open_checked
 from traces.profiler import Profiler, part_times, span
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
+from training.host_memory import keep_freed_memory
 from training.metrics import Metrics, peak_tflops, what_is_there
+from training.out_of_memory import memory_explained
 from training.samples import Samples
 from training.step import train_step
 from training.validator import Validator
@@ -89,6 +92,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
     run_folder.begin(progress.step, asdict(degrees))
+    activity.step, watchdog.owns_folder = progress.step, True
+    if is_first:
+        watchdog.write_status(None)
     metrics = Metrics(
         folder,
         resume_step=progress.step,
@@ -130,7 +136,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             result = train_step(step, batches, objective, model, update)
             progress.advance(batches.samples)
             metrics.count(progress.global_batch, batches)
-            watchdog.step_done(agreement.ranks, mesh.groups)
+            watchdog.step_done(agreement.group, mesh.groups)
             with span("agree"):
                 decision = agreement.at(saves.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))
@@ -163,42 +169,48 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- at the end: scores and plots, unless it is to be started again ----------------------------
     if decision.stop:
-        if is_first and not unsaved:
-            tell(farewell(decision.stop, progress.step, saves.saves))
         metrics.close()
-        leave(watchdog, agreement, run_folder)
-        end(EXIT_SAVED, unsaved)
+        message = exit_message(decision.stop, progress.step, saves.saves)
+        return leave(watchdog, agreement, run_folder, unsaved, EXIT_SAVED, message)
     scores = validator.scores(progress.step, last=True)
     if best and scores:
         best.judge(progress.step, scores.record(progress.step), saves)
     metrics.close()
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
-    leave(watchdog, agreement, run_folder)
-    end(0, unsaved)
+    leave(watchdog, agreement, run_folder, unsaved)
 
 
-def end(code: int, unsaved: str) -> None:
-    """RunFailed, naming what is not saved; else the exit code, unless it is 0."""
-    if unsaved:
-        raise RunFailed(unsaved)
-    if code:
-        sys.exit(code)
-
-
-def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder) -> None:
-    """All ranks together."""
+def leave(
+    watchdog: Watchdog,
+    agreement: Agreement,
+    run_folder: RunFolder,
+    unsaved: str,
+    code: int = 0,
+    message: str = "done",
+) -> None:
+    """End the run on all ranks together, with this exit code. RunFailed: what is not saved, if anything."""
     watchdog.stop()
     agreement.close()
+    if dist.get_rank() == 0 and not unsaved:
+        watchdog.write_status(code, message)
+        if code:
+            tell(message)
     dist.barrier()
     run_folder.release()
     dist.destroy_process_group()
+    if unsaved:
+        raise RunFailed(unsaved)
+    if code:
+        end_process(code)
 
 
 def main() -> None:
     with one_line_errors():
         config = start(sys.argv[1:])
-        with watched(config) as watchdog:
+        start_logging(is_first=os.environ.get("RANK", "0") == "0")
+        watchdog = Watchdog(config.dump_folder, config.comm)
+        with watchdog, memory_explained(config, lambda: watchdog.selection):
             train(config, watchdog)
 
 

@@ -29,9 +29,9 @@ from config import Config
 from datasets.selection import Selection
 from errors import end_when_interrupted, one_line_errors, refuse
 from jobs.log_setup import start_logging
-from jobs.start_checks import open_checked
 from optimizers.lr_schedules import peak_lr
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from planning.start_checks import open_checked
 from text_tables import text_table
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches

@@ -36,11 +36,11 @@ from command_line import load_config, own_options, parse_command_line, split_opt
 from config import SECTIONS, Config
 from config_checks import check_score
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
-from jobs.preemption import EXIT_SAVED, HEARD
-from jobs.start_checks import open_checked
+from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
 from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
+from planning.start_checks import open_checked
 from project_folder import PROJECT
 
 OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")
@@ -197,7 +197,7 @@ class Runner:
         self.folder, self.lock = folder, lock
         self.process: subprocess.Popen | None = None
         self.asked = 0  # the signal
-        self.previous = {number: signal.signal(number, self._hear) for number in HEARD}
+        self.previous = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
 
     def close(self) -> None:
         """Signals mean again what they meant before."""

@@ -122,8 +122,8 @@ def data_wait(record: dict[str, Any]) -> dict[str, float]:
 
 
 def restarts() -> int:
-    """Of this job: its launcher numbers the attempts."""
-    return int(os.environ.get("ROSSBY_ATTEMPT", "0"))
+    """Of this job: torchelastic numbers the attempts."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def host_memory_now() -> dict[str, float]:

@@ -16,7 +16,7 @@ from datasets.archive import open_archive
 from datasets.open_dataset import open_dataset
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
-from jobs.start_checks import open_checked
+from planning.start_checks import open_checked
 from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
 from tests.started_jobs import write_config
 

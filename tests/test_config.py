@@ -14,7 +14,7 @@ import plan
 from config import Compile, Config, Lora, Parallelism, Training
 from datasets.grid import Grid
 from errors import ConfigError
-from jobs import start_checks
+from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
 
 ROOT = Path(start_checks.__file__).parents[1]
@@ -531,8 +531,8 @@ STARTED = [
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
     ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
-    ("-m jobs.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
-    ("-m jobs.start_checks", 1, "--training.steps 1 2", "2: not an option"),
+    ("-m planning.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
+    ("-m planning.start_checks", 1, "--training.steps 1 2", "2: not an option"),
 ]
 
 
@@ -556,7 +556,7 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert expected in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
-    assert "jobs.launch" not in started.read_text()
+    assert "jobs.torchrun" not in started.read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from checkpoints.identity import plain_units
 from checkpoints.run_folder import lock_folder
 from command_line import load_config
 from errors import ConfigError, DataError, UserError
-from jobs.start_checks import open_checked
+from planning.start_checks import open_checked
 from tests.sample_archives import weatherbench
 from train import train
 

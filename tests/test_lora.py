@@ -30,7 +30,7 @@ from tests.started_jobs import write_config
 from train import train
 
 DTYPES = ("float32", "bfloat16", "int8")
-shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="jobs/start_checks.py refuses it")
+shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="planning/start_checks.py refuses it")
 
 
 def adapted(base_dtype: str = "float32", **lora) -> WeatherModel:

@@ -16,10 +16,11 @@ from config import Config
 from datasets.selection import Selection
 from errors import RunFailed, UserError
 from jobs.heartbeat import activity
-from jobs.run_checks import cluster_here, workload_here
 from planning.hardware import Cluster
 from planning.memory import GIB, Memory
 from planning.search import capacity, changes_that_fit, fits, plan
+from planning.this_machine import cluster_here, workload_here
+from training.host_memory import host_memory
 
 # What allocators say: CUDA's has a class of its own, torch's of the host raises a RuntimeError.
 SAID = re.compile(r"can't allocate memory|out of memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE)
@@ -96,7 +97,7 @@ def expected(config: Config, selection: Selection | None) -> str:
     if selection is None:
         return "the data were being opened"
     try:
-        cluster = cluster_here("", (), world)
+        cluster = cluster_here("", (), world, host_memory())
         work = workload_here(config, selection, cluster, world)
     except UserError as error:
         return f"nothing is planned ({error}): plan.py --dry_run measures what each layout takes"

@@ -33,8 +33,7 @@ from datasets.statistics import (
 from durable_files import replacing
 from errors import UserError
 from jobs.heartbeat import activity
-from jobs.progress_bar import progress_bar
-from jobs.rank_tree import RankTree
+from jobs.log_setup import progress_bar
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger("rossby")
@@ -71,20 +70,21 @@ def count_together(source: Source, cache: Path) -> Statistics:
 
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
-    ranks, folder = RankTree(), cache.parent / SAVED
+    rank, folder = dist.get_rank(), cache.parent / SAVED
+    group: Any = dist.new_group(backend="gloo")  # on the CPU, where the sums are
     earlier: list[Sums] = []  # on rank 0
     fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
-    counting = Counting(source, np.array_split(left, ranks.world)[ranks.rank], shift)
-    own = folder / f"{fingerprint}.{attempt}.{ranks.rank}.npz"
+    counting = Counting(source, np.array_split(left, dist.get_world_size())[rank], shift)
+    own = folder / f"{fingerprint}.{attempt}.{rank}.npz"
     done_before = len(source.dates) - len(left)
-    with progress_bar(len(source.dates), "date", ranks.is_first, desc="statistics", done=done_before) as bar:
-        rounds(counting, own, bar, ranks)
+    with progress_bar(len(source.dates), "date", rank == 0, desc="statistics", done=done_before) as bar:
+        rounds(counting, own, bar, group)
     sums = counting.sums
     for each in earlier:
         sums.merge(each)
-    add_over_ranks(sums, ranks)
-    ranks.close()
+    add_over_ranks(sums, group)
+    dist.destroy_process_group(group)
     return Statistics.from_sums(sums, fingerprint)
 
 
@@ -116,7 +116,7 @@ def read_sums(path: Path) -> Sums | None:
         return None  # a disk that lost it: its dates are counted again
 
 
-def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
+def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
     """Until no rank has a date left. UserError, on all ranks: what one of them met."""
     counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
     while True:
@@ -127,10 +127,10 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
         activity.progress()
         state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
         counted = counting.num_counted
-        ranks.all_reduce(state)
+        dist.all_reduce(state, group=group)
         bar.update(int(state[1]))
         if state[2]:
-            kind, text = cast(tuple[type[UserError], str], ranks.first_of(failure))
+            kind, text = next(filter(None, gather_objects(failure, group)))
             raise kind(text)
         if not state[0]:
             return
@@ -139,6 +139,13 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
             save(counting.sums, own)
             saved_at = time.monotonic()
             save_every = max(SAVE_SECONDS, 20 * (saved_at - started))
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the values of all ranks, in their order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def save(sums: Sums, path: Path) -> None:
@@ -150,17 +157,17 @@ def save(sums: Sums, path: Path) -> None:
         logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
 
 
-def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
+def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
     """Every rank gets the sums of all. Fields travel one variable at a time: together they may be large."""
-    if ranks.world == 1:
+    if group.size() == 1:
         return
     small = {name: np.array(getattr(sums, name)) for name in TABLES}
-    told = ranks.share(ranks.gather((small, sums.findings, sums.count.shape[1:] == (1, 1)))) or []
+    told = gather_objects((small, sums.findings, sums.count.shape[1:] == (1, 1)), group)
     if not all(whole for _, _, whole in told):
         sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
     for v in range(len(sums.total)):
-        ranks.all_reduce(torch.from_numpy(sums.total[v]))
-    ranks.all_reduce(torch.from_numpy(sums.count))
+        dist.all_reduce(torch.from_numpy(sums.total[v]), group=group)
+    dist.all_reduce(torch.from_numpy(sums.count), group=group)
     for rank, (tables, found, _) in enumerate(told):
-        if rank != ranks.rank:
+        if rank != group.rank():
             sums.with_rows(tables).add_findings(found)

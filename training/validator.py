@@ -14,10 +14,10 @@ from checkpoints.checkpointer import Saves
 from checkpoints.run_state import RunState
 from config import Config
 from datasets.variables import named_by
-from jobs.host_memory import giving_memory_back
-from jobs.progress_bar import progress_bar
+from jobs.log_setup import progress_bar
 from traces.profiler import span
 from training.assembly import Assembly
+from training.host_memory import giving_memory_back
 from training.metrics import Metrics
 from training.objective import Objective
 from training.samples import Samples

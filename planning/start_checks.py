@@ -1,6 +1,6 @@
 """What only this machine and the data can refuse, before any rank starts: run_train.sh runs it first.
 
-python -m jobs.start_checks --job.config_file F --section.key value
+python -m planning.start_checks --job.config_file F --section.key value
 """
 
 import math
@@ -23,7 +23,6 @@ from config import Config
 from datasets.grid import Grid, latitude_bounds
 from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
-from jobs.host_memory import host_memory
 from jobs.preemption import started_at
 from models.attention import check_backend
 from models.build import build_model
@@ -36,6 +35,7 @@ from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from sinks.opening import check_sinks
 from training.due import num_places
+from training.host_memory import host_memory
 
 
 def open_checked(config: Config) -> Selection:
