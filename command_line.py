@@ -128,16 +128,18 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
     for section, keys in raw.items():
         if not isinstance(keys, dict):
             raise ConfigError(f"{section} = {shown(keys)}: {_outside_section(section, schema, where)}")
+        present = {key: value for key, value in keys.items() if not _is_removed(f"{section}.{key}", value)}
+        if keys and not present and section not in schema:
+            continue  # a removed section, at its former defaults
         _section(schema, section, where)
         values[section] = {}
-        for key, value in keys.items():
-            if _is_removed(f"{section}.{key}", value):
-                continue
+        for key, value in present.items():
             spec = _field(schema, section, key, where)
             values[section][key] = _convert(f"{section}.{key}", value, spec.type)
     return values
 
 
+NO_REPLICAS = "let the launcher restart the ranks from the last checkpoint (MAX_RESTARTS)"
 # Keys of earlier versions: former default, and what to do instead. A run's config.toml contains every key.
 REMOVED: dict[str, tuple[Any, str]] = {
     "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
@@ -155,6 +157,13 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "profiling.with_memory": (False, "set profiling.enable_memory_snapshot on a GPU"),
     "forecast.averaged_weights": (True, "train with training.ema_decay = 0.0 for forecasts of plain weights"),
     "forecast.include_initial_state": (False, "take the states at 0 h from the data"),
+    "comm.backend": ("auto", 'hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU'),
+    "fault_tolerance.enable": (False, NO_REPLICAS),
+    "fault_tolerance.replica_id": (0, NO_REPLICAS),
+    "fault_tolerance.group_size": (1, NO_REPLICAS),
+    "fault_tolerance.min_replica_size": (1, NO_REPLICAS),
+    "fault_tolerance.lighthouse": ("", NO_REPLICAS),
+    "fault_tolerance.fingerprint_steps": (100, "set training.fingerprint_steps"),
 }
 
 
@@ -187,6 +196,8 @@ def _section(schema: Schema, section: str, where: str) -> dict[str, dataclasses.
 
 
 def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Field:
+    if f"{section}.{key}" in REMOVED:
+        raise ConfigError(f"{section}.{key}: the key was removed; {REMOVED[f'{section}.{key}'][1]}")
     fields = _section(schema, section, where)
     if key not in fields:
         elsewhere = [f"{s}.{key}" for s in schema if key in _section(schema, s, where)]
@@ -332,7 +343,7 @@ def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
 def to_toml(config: Config) -> str:
     """Return the resolved configuration without secrets; running it, from any folder, repeats the run."""
     values = dataclasses.asdict(config)
-    values["job"] = {"dump_folder": str(config.job_folder)}
+    values["job"] = {"dump_folder": str(config.dump_folder)}
     return without_secrets(tomli_w.dumps(_with_paths(values, for_a_file)))
 
 

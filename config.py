@@ -350,6 +350,9 @@ class Training:
         "Steps of the last 100 that may be skipped. With one more, the run returns to its last good "
         "checkpoint and takes other samples; it fails if that does not help.",
     )
+    fingerprint_steps: Count = option(
+        100, "Steps between comparisons of the weights that must be equal on several ranks. 0: only at saves."
+    )
 
     @property
     def states_ahead(self) -> int:
@@ -547,7 +550,6 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Comm:
-    backend: Literal["auto", "nccl", "gloo"] = option("auto", "Backend; auto: nccl with GPUs, else gloo.")
     timeout_seconds: Seconds = option(
         600,
         "End the run if a rank makes no progress for this long before the end of the first step, in "
@@ -584,18 +586,6 @@ class Forecast:
     )
 
 
-@dataclass(frozen=True)
-class FaultTolerance:
-    enable: bool = option(False, "Average gradients over runs that may leave and rejoin (torchft, an extra).")
-    replica_id: Count = option(0, "Number of this run among them, from 0.")
-    group_size: Ranks = option(1, "Runs that share the global batch.")
-    min_replica_size: Ranks = option(1, "Runs without which no step is taken.")
-    lighthouse: str = option("", "http://host:port of torchft's lighthouse. Default: TORCHFT_LIGHTHOUSE.")
-    fingerprint_steps: Count = option(
-        100, "Steps between comparisons of the weights that ranks hold in common. 0: never."
-    )
-
-
 def wall_time_seconds(text: str) -> float:
     """Return the seconds of training.max_wall_time, inf for "". Raises ConfigError."""
     if not text:
@@ -629,20 +619,12 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     forecast: Forecast = field(default_factory=Forecast)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-
-    @property
-    def job_folder(self) -> Path:
-        default = in_project(f"outputs/{Path(self.job.config_file).stem}")
-        return Path(self.job.dump_folder or default)
 
     @property
     def dump_folder(self) -> Path:
-        """The run's folder; each replica is a run of its own."""
-        replicas = self.fault_tolerance
-        if not replicas.enable:
-            return self.job_folder
-        return self.job_folder / f"replica-{replicas.replica_id}"
+        """The run's folder."""
+        default = in_project(f"outputs/{Path(self.job.config_file).stem}")
+        return Path(self.job.dump_folder or default)
 
 
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import date, time
+from pathlib import Path
 from typing import Any, NoReturn
 
 LONGEST = 300  # characters of a value in an error
@@ -25,6 +26,8 @@ SECRET_OPTION = re.compile(
     re.IGNORECASE,
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
+EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
+SAVED = "saved"  # file in torchelastic's folder that means it
 
 
 class RunFailed(RuntimeError):
@@ -78,13 +81,21 @@ def is_lost_loader(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
+def attempt_folder() -> Path | None:
+    """Return torchelastic's folder that the ranks of this host share until they restart; None without
+    torchelastic.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<local rank>/error.json
+    return Path(error_file).parents[1] if error_file else None
+
+
 def is_first_to_say() -> bool:
-    """Whether this rank is the one of its host that says what others may have found too, or it alone."""
-    spoken = os.environ.get("ROSSBY_SPOKEN")  # a file that the launcher looks for, and that is not there yet
-    if spoken is None:
+    """Return True on the rank of its host that reports what others may have found too."""
+    folder = attempt_folder()
+    if folder is None:
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        os.close(os.open(spoken, os.O_CREAT | os.O_EXCL))
+        (folder / "reported").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -107,13 +118,24 @@ def end_when_interrupted() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """With this exit code. A rank leaves at once: a thread that talks to the others when Python shuts down
-    under it adds "terminate called without an active exception" to what was said.
+    """End a single process as Python ends, and a rank at once: a thread that exchanges with other ranks while
+    Python shuts down adds "terminate called without an active exception" to what was reported.
     """
     if "RANK" not in os.environ:
         sys.exit(code)
+    end_rank(code)
+
+
+def end_rank(code: int) -> NoReturn:
+    """End this process at once. Torchelastic takes every code but 0 for a failure, and would start the ranks
+    again: one that has saved ends with 0 there, and leaves a mark from which jobs/torchrun.py gives 75.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    folder = attempt_folder()
+    if code == EXIT_SAVED and folder:
+        (folder / SAVED).touch()
+        code = 0
     os._exit(code)
 
 

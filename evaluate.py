@@ -3,7 +3,7 @@
     .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
     .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr \\
         --gate "rmse/geopotential:500@120h<340"
-    .venv/bin/python -m jobs.launch --nproc_per_node 4 evaluate.py ...      several processes
+    .venv/bin/python -m jobs.torchrun --nproc-per-node 4 evaluate.py ...      several processes
 
 --forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; as often as you like
                         (default: the one that forecast.py wrote into the run's folder)
@@ -61,10 +61,9 @@ from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, one_line_errors
-from jobs.log_setup import start_logging
-from jobs.progress_bar import progress_bar
-from jobs.start_checks import check_folder
+from jobs.log_setup import progress_bar, start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
+from planning.start_checks import check_folder
 from training.shared_statistics import load_or_count
 from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
@@ -338,7 +337,7 @@ def run(config: Config, options: Namespace) -> int:
         gate.check(variables, first.leads)
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = opponent(options.against, forecasts, len(options.forecast))

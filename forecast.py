@@ -1,7 +1,7 @@
 """Forecasts from a checkpoint and initial dates, into a Zarr in WeatherBench2's schema.
 
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
-    .venv/bin/python -m jobs.launch --nproc_per_node 8 forecast.py ...     several processes
+    .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
     .venv/bin/python forecast.py ... --export model.safetensors                weights
     .venv/bin/python forecast.py ... --export FOLDER                           a checkpoint of weights alone
@@ -13,10 +13,12 @@ input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 import sys
 
 from command_line import answer_early, own_options, split_options, start, to_toml
+from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 OPTIONS = own_options(export="")
 if __name__ == "__main__":
+    set_rank_from_slurm()
     answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
 import logging
@@ -39,18 +41,17 @@ from checkpoints.trained_weights import (
     find_trained,
     load_weights,
 )
-from config import Compile, Config, FaultTolerance, Float8
+from config import Compile, Config, Float8
 from datasets.field_dataset import channel_names
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
 from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
-from jobs.log_setup import start_logging
-from jobs.progress_bar import progress_bar
-from jobs.start_checks import check_folder, check_machine, check_model
+from jobs.log_setup import progress_bar, start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
 from verification.export import Description, OneStep, export_step, write_safetensors
@@ -141,9 +142,8 @@ def forecast(config: Config) -> int:
 
 def open_data(config: Config) -> Selection:
     """Analyses to start from; nothing of the training's dates has to be there. DataError: bad input."""
-    # A forecast is one run, whatever replicas trained it.
-    check_machine(replace(config, fault_tolerance=FaultTolerance()))
-    check_folder("job.dump_folder", config.job_folder)
+    check_machine(config)
+    check_folder("job.dump_folder", config.dump_folder)
     selection = open_without_periods(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection
@@ -151,7 +151,7 @@ def open_data(config: Config) -> Selection:
 
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic, config.training.tf32)
     source = config.forecast.checkpoint

@@ -114,7 +114,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.sweep:
         from planning.sweep import sweep  # here, because plots take a second
 
-        print(sweep(work, cluster, options.sweep, config.job_folder / "plan"))
+        print(sweep(work, cluster, options.sweep, config.dump_folder / "plan"))
         return 0
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
@@ -186,9 +186,9 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
-    from jobs.host_memory import keep_freed_memory
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
+    from training.host_memory import keep_freed_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model
@@ -207,8 +207,8 @@ def calibrate_machine(config: Config) -> None:
 
 
 def dry_run_table(config: Config, world_size: int) -> None:
-    from jobs.start_checks import check_base
     from planning.dry_run import dry_run  # here: they take torch's seconds
+    from planning.start_checks import check_base
 
     check_base(config)
     if config.activation_checkpoint.mode == "memory_budget":

@@ -2,41 +2,39 @@
 # Trains: sets the project up the first time, then starts train.py on every process of this node.
 #   ./run_train.sh                                                 the demo, no data needed
 #   ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
-#   ./run_train.sh --launch slurm ...                              writes what starts it on a cluster: docs/launch.md
 # NGPU: processes on this node (default: the GPUs there are, else 1).
-# NNODES, RDZV_ENDPOINT=host:port: several nodes, the same command on each. The endpoint's node serves the others: it
-#   must live, and be named by an address that they reach it at. GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network,
-#   where the way to the endpoint is not it.
+# NNODES, NODE_RANK, RDZV_ENDPOINT=host:port: several nodes, the same command on each. NODE_RANK numbers them from 0
+#   (default: Slurm's or Kubernetes' number). The endpoint is an address of node 0 that the others reach, and a free port.
+#   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network between the nodes, where the host's name does not lead to it.
 # MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
-# ROSSBY_FABRIC: infiniband or efa, the network between nodes: launch/fabric.sh.
 # ROSSBY_HEARTBEAT: a folder in which each rank touches a file once a second, for a liveness probe.
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
 # It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
 #   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
-# Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again.
+# Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again, 130 interrupted twice.
 set -euo pipefail
 export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
 
-for word in "$@"; do
-    case "$word" in
-        --launch | --launch=*) PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -P -m launch "$@" ;;
-    esac
-done
-source "$project/launch/fabric.sh"
-
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
+# Torch asks the name server about each connection of a store; a lost packet would hold it up for 5 s.
+export RES_OPTIONS=${RES_OPTIONS:-timeout:1 attempts:5}
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} # the last collectives, written when a run hangs
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # a broken connection is one line here, not C++ frames
 
 refuse() { echo "rossby: $1 = '${!1}': an environment variable; $2" >&2 && exit 2; }
 [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || refuse MAX_RESTARTS "write a whole number"
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || refuse NNODES "write a number of nodes"
 if [[ "$NNODES" != 1 ]]; then
-    RDZV_ENDPOINT=${RDZV_ENDPOINT:-}
+    RDZV_ENDPOINT=${RDZV_ENDPOINT:-} NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-}}}
     [[ "$RDZV_ENDPOINT" =~ .:[0-9]+$ ]] || refuse RDZV_ENDPOINT "write host:port of the first node, a free port"
+    known() { getent ahosts "${RDZV_ENDPOINT%:*}" >/dev/null; }
+    for _ in {1..60}; do known && break || sleep 1; done # the name of a pod is known some seconds after its start
+    known || refuse RDZV_ENDPOINT "its host is not known; write host:port of the first node"
+    [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] || refuse NODE_RANK "write this node's number, from 0"
 fi
 
 asks=
@@ -54,15 +52,15 @@ export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 leave() { kill "${checks:-}" 2>/dev/null && wait "$checks" || true; exit "$1"; } # nobody stays
 trap 'leave 143' TERM
 trap 'leave 130' INT
-"$PYTHON" -P -m jobs.start_checks "$@" &
+"$PYTHON" -P -m planning.start_checks "$@" &
 checks=$!
 wait "$checks"
 trap - TERM INT
 # Processes that share a machine share its cores, or they take them from each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
-endpoint=()
+nodes=()
 if [[ "$NNODES" != 1 ]]; then
-    endpoint=(--rdzv_endpoint "$RDZV_ENDPOINT")
+    nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-exec "$PYTHON" -P -m jobs.launch --nproc_per_node "$NGPU" --nnodes "$NNODES" --max_restarts "$MAX_RESTARTS" \
-    "${endpoint[@]}" "$project/train.py" "$@"
+exec "$PYTHON" -P -m jobs.torchrun --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" "${nodes[@]}" \
+    "$project/train.py" "$@"

@@ -1,4 +1,4 @@
-# Sourced by run_train.sh, run_tests.sh, .ci/run and what launch/ writes: sets PYTHON, after building .venv from
+# Sourced by run_train.sh, run_tests.sh, .ci/run and scripts/slurm.sbatch: sets PYTHON, after building .venv from
 # requirements.txt where it is missing or of other versions. Nothing outside this folder is touched, and the current
 # folder stays what it was.
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)

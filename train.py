@@ -8,9 +8,11 @@ Reads from top to bottom; what a chapter uses was made in one before it.
 import sys
 
 from command_line import answer_early, start
+from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 if __name__ == "__main__":
+    set_rank_from_slurm()
     answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
 
 import gc
@@ -22,23 +24,21 @@ import torch.distributed as dist
 
 from checkpoints.initial_weights import start_from
 from config import Config
-from errors import RunFailed, one_line_errors, tell
+from errors import EXIT_SAVED, RunFailed, end_process, one_line_errors, tell
 from jobs.heartbeat import activity
-from jobs.host_memory import keep_freed_memory
-from jobs.preemption import EXIT_SAVED, Agreement, Decision, farewell
-from jobs.replica_state import meet_replicas
-from jobs.start_checks import open_checked
-from jobs.watchdog import Watchdog, watched
+from jobs.preemption import Agreement, Decision, exit_message
+from jobs.watchdog import Watchdog
 from parallelisms.mesh import mesh_of, start_ranks
+from planning.out_of_memory import watched_run
+from planning.start_checks import open_checked
 from traces.profiler import Profiler, part_times, span
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
 from training.best import Best
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
-from training.loggers.opening import check_loggers
+from training.host_memory import keep_freed_memory
 from training.metrics import Metrics, peak_tflops, what_is_there
-from training.no_checkpoints import NoCheckpoints
 from training.run_folder import RunFolder
 from training.samples import Samples
 from training.state import global_batch_of, resume, roll_back
@@ -54,11 +54,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(folder, config.comm)
 
     # -- data: before any rank waits for another, so that bad input is one line --------------------
-    check_loggers(config.metrics)
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks -------------------------------------------------------------------------------------
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     is_first = dist.get_rank() == 0
     mesh = mesh_of(config.parallelism, device)
     degrees = mesh.degrees
@@ -85,20 +84,21 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if not resume(saves, run) and config.checkpoint.initial_load_path:
         start_from(Path(config.checkpoint.initial_load_path), run.parameters, config)
         run.restart_average()
-    others = meet_replicas(config, run)
-    dp, dp_rank = degrees.dp * others.number, degrees.dp * others.index + mesh.dp_rank  # of all replicas
-    global_batch = global_batch_of(training, training.local_batch_size * dp, progress)
+    global_batch = global_batch_of(training, training.local_batch_size * degrees.dp, progress)
     update = build_update(config, model, run, saves, objective.loss_part, global_batch)
-    batches = build_batches(train_set, config, run, (dp_rank, dp), global_batch, device)
+    batches = build_batches(train_set, config, run, (mesh.dp_rank, degrees.dp), global_batch, device)
 
     # -- what is reported: nothing can be refused any more ------------------------------------------
     run_folder.begin(progress.step, asdict(degrees))
+    activity.step, watchdog.owns_folder = progress.step, True
+    if is_first:
+        watchdog.write_status(None)
     metrics = Metrics(
         folder,
         resume_step=progress.step,
         steps=training.steps,
         settings=config.metrics,
-        flops_per_pass=training.members * meta_model.flops() / others.number,  # that a replica computes
+        flops_per_pass=training.members * meta_model.flops(),
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )
@@ -109,8 +109,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     logger.info(
         f"{assembly.num_parameters / 1e6:.1f} M parameters, {meta_model.describe()}, "
         f"{meta_model.in_channels} channels in, {len(selection.variables)} out; global batch "
-        f"{global_batch.at(progress.step + 1)} = {training.local_batch_size} x {dp} ranks x {len(batches)}; "
-        f"from step {progress.step} to {training.steps} on {device}"
+        f"{global_batch.at(progress.step + 1)} = {training.local_batch_size} x {degrees.dp} ranks x "
+        f"{len(batches)}; from step {progress.step} to {training.steps} on {device}"
     )
 
     # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
@@ -129,23 +129,17 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     with profiler, agreement:
         while progress.step < training.steps and not decision.stop and not (best and best.exhausted):
             activity.chapter("train", progress.step + 1)
-            if others.begin_step(progress.step):  # they went on without this one; it has their state now
-                model.after_update()
-                metrics.start_interval()
-                continue
             step = progress.step + 1
-            seed_step(training.seed, step, dp_rank)
-            result = train_step(step, batches, objective, model, update, others)
-            if result is None:  # a replica was lost: the same samples again, with those that are left
-                continue
+            seed_step(training.seed, step, mesh.dp_rank)
+            result = train_step(step, batches, objective, model, update)
             progress.advance(batches.samples)
-            metrics.count(progress.global_batch * others.present // others.number, batches)
-            watchdog.step_done(agreement.ranks, mesh.groups)
+            metrics.count(progress.global_batch, batches)
+            watchdog.step_done(agreement.group, mesh.groups)
             with span("agree"):
                 decision = agreement.at(saves.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))
             if due.look and bad_steps.too_many(step, due.last):
-                roll_back(saves if others.number == 1 else NoCheckpoints(), run)
+                roll_back(saves, run)
                 metrics.rollback(progress.step)
                 continue
             assembly.fingerprints.compare(step, due.save)
@@ -156,8 +150,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     saves.poll()
             if due.collect:
                 gc.collect(1)
-            # One replica saves; one that is told to stop does not know who else is.
-            if due.save and (others.saves or decision.stop) and (decision.stop or not bad_steps.now):
+            if due.save and (decision.stop or not bad_steps.now):
                 with span("checkpoint"):
                     saves.save(step, run.state_dict())
                 agreement.saved()
@@ -170,47 +163,50 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             profiler.step()
     gc.enable()
     activity.chapter("end", progress.step)
-    others.close() if decision.stop else others.finish()
     unsaved = saves.finish(progress.step, run.state_dict())
 
     # -- at the end: scores and plots, unless it is to be started again ----------------------------
     if decision.stop:
-        if is_first and not unsaved:
-            tell(farewell(decision.stop, progress.step, saves.saves))
         metrics.close()
-        leave(watchdog, agreement, run_folder)
-        end(EXIT_SAVED, unsaved)
+        message = exit_message(decision.stop, progress.step, saves.saves)
+        return leave(watchdog, agreement, run_folder, unsaved, EXIT_SAVED, message)
     scores = validator.scores(progress.step, last=True)
     if best and scores:
         best.judge(progress.step, scores.record(progress.step), saves)
     metrics.close()
     if is_first:
         print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
-    leave(watchdog, agreement, run_folder)
-    end(0, unsaved)
+    leave(watchdog, agreement, run_folder, unsaved)
 
 
-def end(code: int, unsaved: str) -> None:
-    """RunFailed, naming what is not saved; else the exit code, unless it is 0."""
-    if unsaved:
-        raise RunFailed(unsaved)
-    if code:
-        sys.exit(code)
-
-
-def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder) -> None:
-    """All ranks together."""
+def leave(
+    watchdog: Watchdog,
+    agreement: Agreement,
+    run_folder: RunFolder,
+    unsaved: str,
+    code: int = 0,
+    message: str = "done",
+) -> None:
+    """End the run on all ranks together, with this exit code. RunFailed: what is not saved, if anything."""
     watchdog.stop()
     agreement.close()
+    if dist.get_rank() == 0 and not unsaved:
+        watchdog.write_status(code, message)
+        if code:
+            tell(message)
     dist.barrier()
     run_folder.release()
     dist.destroy_process_group()
+    if unsaved:
+        raise RunFailed(unsaved)
+    if code:
+        end_process(code)
 
 
 def main() -> None:
     with one_line_errors():
         config = start(sys.argv[1:], __doc__, check)
-        with watched(config) as watchdog:
+        with watched_run(config) as watchdog:
             train(config, watchdog)
 
 

@@ -1,12 +1,9 @@
-"""Faults of the machine while real processes run: full disks, signals, killed processes, dead endpoints."""
+"""Faults of the machine while real processes run: full disks, signals, killed processes."""
 
 import os
 import random
 import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +25,6 @@ from benchmarks.attack_stage import MORE, Stage
 from tests.started_jobs import last_step, losses
 
 KIND = "faults"
-OPEN: list[socket.socket] = []  # as long as the cases run
 LIMIT = 90.0
 RUN_TRAIN = str(ROOT / "run_train.sh")
 CALM = ["--validation.enable=false", "--checkpoint.keep_best="]
@@ -46,7 +42,6 @@ Act = Callable[[subprocess.Popen, Path], None]  # on a job and its folder, while
 def cases(stage: Stage, rng: random.Random) -> Iterator[Case]:
     yield from signals(stage, rng)
     yield from killed(stage)
-    yield from endpoints()
     yield from together(stage)
     if mounted(stage):
         yield from disks(stage)
@@ -154,37 +149,6 @@ def killed(stage: Stage) -> Iterator[Case]:
         writer,
         one_of(0, 1),
     )
-
-
-def endpoints() -> Iterator[Case]:
-    deaf, rude = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-    OPEN.extend((deaf, rude))
-    threading.Thread(target=answer_rudely, args=(rude,), daemon=True).start()
-    for name, endpoint, code in (
-        ("an unknown host", "nobody.invalid:29500", 2),
-        ("a deaf port", f"127.0.0.1:{deaf.getsockname()[1]}", 1),
-        ("somebody else's port", f"127.0.0.1:{rude.getsockname()[1]}", 1),
-        ("an address where nobody is", "192.0.2.1:29500", 1),
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "jobs.launch",
-            "--nnodes",
-            "2",
-            "--rdzv_endpoint",
-            endpoint,
-            "train.py",
-        ]
-        yield Case(KIND, f"rendezvous: {name}", command, refused(endpoint, code=code), limit=75.0)
-
-
-def answer_rudely(server: socket.socket) -> None:
-    while True:
-        connection = server.accept()[0]
-        with suppress(OSError):
-            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-            connection.close()
 
 
 def together(stage: Stage) -> Iterator[Case]:

@@ -46,7 +46,6 @@ LISTS: list[tuple[int, str, str]] = [
     (1, "--model.name unet --float8.enable", "float8.enable"),
     (1, "--activation_checkpoint.mode memory_budget", "memory_budget"),
     (1, "--compile.cuda_graphs true", "cuda_graphs"),
-    (1, "--comm.backend nccl", "comm.backend"),
     (1, "--validation.lead_hours [7]", "lead_hours"),
     (1, "--validation.lead_hours [6,6]", "lead_hours"),
     (1, "--validation.lead_hours []", "lead_hours"),
@@ -80,7 +79,6 @@ LISTS: list[tuple[int, str, str]] = [
     (1, "--checkpoint.keep_best val/loss --checkpoint.enable false", "keep_best"),
     (1, "--checkpoint.keep_best= --validation.early_stop_patience 2", "early_stop_patience"),
     (1, "--training.steps 4", "steps"),
-    (1, "--fault_tolerance.enable true", "fault_tolerance"),
     (1, "--float8.enable true", "float8"),
 ]
 HUGE = [

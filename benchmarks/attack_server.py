@@ -24,8 +24,8 @@ LEAVE_SECONDS = 3.0  # that processes of a case have to end after it
 def verbs() -> dict[str, Any]:
     import evaluate
     import forecast
-    import jobs.start_checks
     import plan
+    import planning.start_checks
     import train
 
     return {
@@ -33,7 +33,7 @@ def verbs() -> dict[str, Any]:
         "forecast": forecast,
         "evaluate": evaluate,
         "plan": plan,
-        "checks": jobs.start_checks,
+        "checks": planning.start_checks,
     }
 
 

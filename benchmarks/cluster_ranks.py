@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from benchmarks.cluster_table import plot, table
 from benchmarks.gpu_session import TINY, Session, Sizes
@@ -30,7 +31,7 @@ from config import Parallelism
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import build_mesh, from_first_rank, launchers_store, start_ranks
+from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from planning.clusters import load_cluster, machine_known_as
 from planning.hardware import Cluster
 from planning.network import route, seconds
@@ -145,19 +146,20 @@ def sizes_up_to(world: int) -> list[int]:
 
 def on_ranks(run: Run, ranks: int, work: Callable[[], None]) -> None:
     """Runs `work` in a process group of the first `ranks`; all go on when it has ended."""
-    store, attempt = launchers_store(WAIT), os.environ["ROSSBY_ATTEMPT"]
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store, attempt = TCPStore(*address, timeout=WAIT), os.environ["TORCHELASTIC_RESTART_COUNT"]
     done = f"cluster/{attempt}/{ranks}"
     if int(os.environ["RANK"]) >= ranks:
         store.wait([done], WAIT)
         return
-    os.environ |= {"WORLD_SIZE": str(ranks), "ROSSBY_ATTEMPT": f"{attempt}/{ranks}"}
+    os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": f"{attempt}/{ranks}"}
     start_ranks("gloo" if run.device.type == "cpu" else "auto", timeout_seconds=300)
     try:
         work()
         dist.barrier()
     finally:
         dist.destroy_process_group()
-        os.environ |= {"WORLD_SIZE": str(run.world), "ROSSBY_ATTEMPT": attempt}
+        os.environ |= {"WORLD_SIZE": str(run.world), "TORCHELASTIC_RESTART_COUNT": attempt}
     if os.environ["RANK"] == "0":
         store.set(done, "")
 

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.results_file import record
 from command_line import text_table
-from config import FaultTolerance
+from config import Training
 from tests.distributed import Ranks
 from tests.parity import Layout, SmallRun, replicate, tp
 from training.fingerprints import Fingerprints
@@ -43,7 +43,7 @@ def measure(layout: dict[str, Any]) -> tuple[float, float, int]:
 
 
 def main() -> None:
-    interval = FaultTolerance().fingerprint_steps
+    interval = Training().fingerprint_steps
     ranks, rows, found = Ranks(2), [], []
     try:
         for name, layout in LAYOUTS.items():

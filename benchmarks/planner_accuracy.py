@@ -30,7 +30,6 @@ from benchmarks.layout_parity import layout_workload
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
 from config import ActivationCheckpoint, Config, Model, Training
-from jobs.host_memory import keep_freed_memory
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import Architecture, vit_architecture
@@ -44,6 +43,7 @@ from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
+from training.host_memory import keep_freed_memory
 
 GRID = (64, 128)
 CHANNELS = 20

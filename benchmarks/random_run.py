@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from config import Config
 from datasets.grid import area_weights, global_grid
-from jobs.replicas import Alone
 from parallelisms.mesh import mesh_of
 from training.assembly import (
     Fields,
@@ -64,8 +63,7 @@ class RandomRun:
 
     def step(self) -> Step:
         self.number += 1
-        taken = train_step(self.number, self.batches, self.objective, self.model, self.update, Alone())
-        assert taken is not None
+        taken = train_step(self.number, self.batches, self.objective, self.model, self.update)
         self.run.progress.advance(self.global_batch.at(self.number))
         return taken
 

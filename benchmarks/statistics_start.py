@@ -97,7 +97,7 @@ def count(path: str, cache: Path) -> tuple[Statistics, float]:
 
 def start_training(path: Path, folder: Path) -> tuple[str, Statistics | None]:
     """What train.py says on four ranks, and the statistics it leaves."""
-    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "4", "train.py"]
+    command = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "4", "train.py"]
     command += ["--job.config_file", "train_configs/vit1b.toml", "--job.dump_folder", str(folder)]
     command += ["--data.path", str(path)]
     for section, keys in SMALL.items():

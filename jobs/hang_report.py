@@ -1,4 +1,4 @@
-"""Who is to blame when a run stands still, in words; and what is left behind to look at."""
+"""Report of a run that hangs: the stalled ranks, a table of all ranks, and files with their stacks."""
 
 import faulthandler
 import json
@@ -8,28 +8,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from traces.collective_record import disagreement, recording
+from jobs.collectives import find_mismatches, flight_record
 
-OWN_WAY = "ranks that call different collectives wait for ever: some code decided on one rank alone"
+MISMATCH = "ranks that call different collectives wait for each other for ever: a branch depends on the rank"
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank says of itself, and how long nothing has been heard of it."""
+class Heartbeat:
+    """State of a rank, which it sends once a second."""
 
     rank: int
-    node: int = -1  # which host; containers may share a name
-    host: str = "an unknown host"
+    node: int = -1  # number of the host; containers may share a name
+    host: str = "unknown host"
     pid: int = 0
     step: int = -1
     phase: str = "nothing yet"
-    seconds: float = 0.0  # in this phase, or since its last sign of progress
+    seconds: float = 0.0  # since its last sign of progress
     limit: float = float("inf")  # seconds that it may take
     where: str = ""  # innermost line of the project
-    waits: bool = False  # inside a collective: another rank holds it up
+    waits: bool = False  # inside a collective: another rank delays it
     lost: bool = False  # a connection to another rank has broken
-    silent: float = 0.0  # seconds since it was last heard of
-    calls: dict[str, list[Any]] = field(default_factory=dict)  # its last collectives, when it stands still
+    silent: float = 0.0  # seconds since its last heartbeat
+    calls: dict[str, list[Any]] = field(default_factory=dict)  # its last collectives, where it stands still
 
     @property
     def name(self) -> str:
@@ -39,57 +39,66 @@ class Beat:
         return json.dumps(asdict(self))
 
 
-def to_blame(beats: Sequence[Beat], silence: float) -> tuple[list[Beat], str] | None:
-    """The ranks that hold up the run, and what is wrong with them; None while nothing is.
+def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
+    """Return the ranks that stop the run and the reason; None while there is none.
 
-    silence: seconds after which a rank that is not heard of counts as gone. A rank that is heard of is to
-    blame when it is over its limit and is not merely waiting for one that is behind it.
+    silence: seconds without a heartbeat after which a rank is taken for dead. A rank with a heartbeat is
+    stalled when it is over its limit and does not merely wait for a rank that is behind it.
     """
-    if silent := [beat for beat in beats if beat.silent > silence]:
-        longest = max(beat.silent for beat in silent)
-        return silent, f"not heard of for {longest:.0f} s: stopped, dead, or the host cannot be reached"
-    busy = [beat for beat in beats if not beat.waits] or list(beats)
-    behind = [beat for beat in busy if beat.step == min(other.step for other in busy)]
-    late = [beat for beat in behind if beat.seconds > beat.limit]
+    if silent := [each for each in ranks if each.silent > silence]:
+        longest = max(each.silent for each in silent)
+        return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
+    busy = [each for each in ranks if not each.waits] or list(ranks)
+    behind = [each for each in busy if each.step == min(other.step for other in busy)]
+    late = [each for each in behind if each.seconds > each.limit]
     if not late:
         return None
-    return late, f"no progress for {max(beat.seconds for beat in late):.0f} s (limit {late[0].limit:.0f} s)"
+    return late, f"no progress for {max(each.seconds for each in late):.0f} s (limit {late[0].limit:.0f} s)"
 
 
-def accusation(culprits: Sequence[Beat], reason: str) -> str:
-    """One line: who, where, what is wrong."""
-    names = ", ".join(beat.name for beat in culprits[:8]) + (", ..." if len(culprits) > 8 else "")
-    first = culprits[0]
-    doing = f"in step {first.step}, {first.phase}" if first.step > 0 else "before its first step"
-    return f"{names} {doing}: {reason}"
+def format_report(stalled: Sequence[Heartbeat], reason: str) -> str:
+    """Return one line: ranks, step, phase, reason."""
+    names = ", ".join(each.name for each in stalled[:8]) + (", ..." if len(stalled) > 8 else "")
+    first = stalled[0]
+    place = f"in step {first.step}, {first.phase}" if first.step > 0 else "before its first step"
+    return f"{names} {place}: {reason}"
 
 
-def table(beats: Sequence[Beat]) -> str:
-    """What every rank is doing, a line for each group of ranks that do the same in the same place."""
+def full_report(stalled: Sequence[Heartbeat], reason: str, ranks: Sequence[Heartbeat], node: int) -> str:
+    """Return stalled ranks, a table of all, and collectives that do not match. node: this host's."""
+    if stalled[0].node == node and stalled[0].silent:
+        state = process_state(stalled[0].pid)
+        reason = f"{state}, {reason.partition(':')[0]}" if state else reason
+    lines = [f"{format_report(stalled, reason)}; all ranks end", format_table(ranks)]
+    return "\n".join([*lines, *format_mismatches(ranks)])
 
-    def doing(beat: Beat) -> tuple[int, str, str, bool, bool]:
-        return beat.step, beat.phase, beat.where, beat.waits, beat.silent > 3
 
-    lines = []  # those that are furthest behind first
-    for (step, phase, where, waits, silent), group in groupby(sorted(beats, key=doing), doing):
+def format_table(ranks: Sequence[Heartbeat]) -> str:
+    """Return a line for each group of ranks in the same place, those that are furthest behind first."""
+
+    def place(each: Heartbeat) -> tuple[int, str, str, bool, bool]:
+        return each.step, each.phase, each.where, each.waits, each.silent > 3
+
+    lines = []
+    for (step, phase, where, waits, silent), group in groupby(sorted(ranks, key=place), place):
         members = list(group)
-        seconds = max(beat.silent if silent else beat.seconds for beat in members)
-        note = " (not heard of since)" if silent else " (waits for other ranks)" if waits else ""
+        seconds = max(each.silent if silent else each.seconds for each in members)
+        note = " (no heartbeat since)" if silent else " (waits for other ranks)" if waits else ""
+        numbers = format_ranges([each.rank for each in members])
         at = f" at {where}" if where else ""
-        who = ranges([beat.rank for beat in members])
-        lines.append(f"  rank {who}: step {step}, {phase} for {seconds:.0f} s{at}{note}")
+        lines.append(f"  rank {numbers}: step {step}, {phase} for {seconds:.0f} s{at}{note}")
     return "\n".join(lines)
 
 
-def mismatch(beats: Sequence[Beat]) -> list[str]:
-    """Lines on ranks that all wait, but in different collectives; none where one of them is merely late."""
-    if not all(beat.waits and beat.calls for beat in beats):
+def format_mismatches(ranks: Sequence[Heartbeat]) -> list[str]:
+    """Return lines on ranks that all wait, in different collectives; none where one is merely late."""
+    if not all(each.waits and each.calls for each in ranks):
         return []
-    found = disagreement({beat.rank: beat.calls for beat in beats})
-    return [*(f"  {line}" for line in found), f"  {OWN_WAY}"] if found else []
+    found = find_mismatches({each.rank: each.calls for each in ranks})
+    return [*(f"  {line}" for line in found), f"  {MISMATCH}"] if found else []
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
     numbers, parts = sorted(numbers), []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -99,18 +108,19 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process of this host: "stopped", "gone", or nothing to be remarked."""
+    """Return the kernel's state of a process of this host where it explains a stall, else an empty text."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return "gone"
+        return "the process has ended"
     state = stat.rpartition(")")[2].split()[0]
-    return {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "gone"}.get(state, "")
+    ended = "the process has ended"
+    return {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": ended}.get(state, "")
 
 
-def leave_traces(folder: Path, rank: int) -> None:
-    """Python stacks of all threads into rank-N.txt, torch's last collectives into rank-N.json."""
+def write_stacks(folder: Path, rank: int) -> None:
+    """Write Python stacks of all threads to rank-N.txt and torch's flight record to rank-N.json. OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(recording()))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(flight_record()))

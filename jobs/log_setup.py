@@ -1,4 +1,4 @@
-"""What the ranks say on the terminal."""
+"""Log lines and progress bars of the ranks."""
 
 import logging
 import sys
@@ -10,9 +10,11 @@ from tqdm import tqdm
 
 from errors import without_secrets
 
+LINE_SECONDS = 30.0  # between lines of a progress bar that is written to a file
+
 
 def hide_secrets(record: logging.LogRecord) -> bool:
-    """Credentials in URLs are in no log."""
+    """Replace credentials in URLs, in every log line."""
     record.msg, record.args = without_secrets(record.getMessage()), ()
     return True
 
@@ -23,7 +25,7 @@ def print_without_secrets(kind: type[BaseException], error: BaseException, trace
 
 
 class AboveBars(logging.StreamHandler):
-    """Says a line above the progress bars that stand on the terminal, and not in the middle of one."""
+    """Writes a line above the progress bars on the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):
@@ -31,15 +33,33 @@ class AboveBars(logging.StreamHandler):
 
 
 def start_logging(is_first: bool) -> None:
-    """One line a message from rank 0; other ranks speak of warnings and errors only."""
+    """Log one line a message on rank 0; on other ranks warnings and errors only."""
     logging.basicConfig(handlers=[AboveBars()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     for handler in logging.getLogger().handlers:
         handler.addFilter(hide_secrets)
     sys.excepthook = print_without_secrets
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
-    # Said by every rank, known, and nothing to be done about: gloo has no all-to-all, a mesh of two axes is
-    # reduced one axis after the other, and nobody writes into what FSDP's modules return.
+    # Known warnings of every rank: gloo has no all-to-all, a mesh of two axes is reduced one axis after the
+    # other, and nothing here writes into the output of FSDP's modules.
     for name in ("_redistribute", "_collective_utils"):
         logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd.* is deprecated")
+
+
+def progress_bar(total: int, unit: str, shown: bool, *, desc: str = "", done: int = 0) -> tqdm:
+    """Return a bar that is drawn where `shown`, for one rank. With `desc` it is a part of a longer task and
+    removed at its end; such a bar writes nothing into a file unless the part takes long.
+    """
+    seconds = 0.0 if sys.stderr.isatty() else LINE_SECONDS
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=unit,
+        desc=desc or None,
+        leave=not desc,
+        disable=not shown,
+        delay=seconds if desc else 0.0,
+        dynamic_ncols=True,
+        mininterval=max(seconds, 0.1),
+    )

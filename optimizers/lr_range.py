@@ -26,10 +26,9 @@ from config import Config
 from datasets.selection import Selection
 from errors import end_when_interrupted, one_line_errors, refuse
 from jobs.log_setup import start_logging
-from jobs.replicas import Alone
-from jobs.start_checks import open_checked
 from optimizers.lr_schedules import peak_lr
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from planning.start_checks import open_checked
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
 from training.batches import build_batches
 from training.config_checks import check
@@ -89,8 +88,7 @@ class Trial:
         """The loss over all ranks, before weights changed by this rate."""
         seed_step(self.seed, step, self.dp_rank)
         self.update.rate = lambda _: rate
-        taken = train_step(step, self.batches, self.objective, self.model, self.update, Alone())
-        assert taken is not None
+        taken = train_step(step, self.batches, self.objective, self.model, self.update)
         self.progress.advance(self.batches.samples)
         dist.all_reduce(taken.loss)
         return taken.loss.item() / self.num_parts
@@ -104,11 +102,10 @@ def for_a_sweep(config: Config) -> Config:
     one_stage |= {"rollout_from_step": (), "batch_ramp_from_step": ()}
     return replace(
         config,
-        job=replace(config.job, dump_folder=f"{config.job_folder}-lr_range"),
+        job=replace(config.job, dump_folder=f"{config.dump_folder}-lr_range"),
         training=replace(config.training, spike_threshold=0.0, ema_decay=0.0, **one_stage),
         checkpoint=replace(config.checkpoint, enable=False),
         validation=replace(config.validation, enable=False),
-        fault_tolerance=replace(config.fault_tolerance, enable=False),
     )
 
 
@@ -190,7 +187,7 @@ def run(config: Config, sweep: Sweep) -> None:
     """All ranks together. ConfigError, DataError."""
     config = for_a_sweep(config)
     selection = open_checked(config)
-    device = start_ranks(config.comm.backend, config.comm.timeout_seconds)
+    device = start_ranks("auto", config.comm.timeout_seconds)
     lock: list[IO[str]] = []
     try:
         from_first_rank(lambda: lock.append(lock_folder(config.dump_folder)))

@@ -34,11 +34,11 @@ import torch
 from command_line import own_options, parse_command_line, split_options, start
 from config import PROJECT, SECTIONS, Config
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
-from jobs.preemption import EXIT_SAVED, HEARD
-from jobs.start_checks import open_checked
+from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
 from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
+from planning.start_checks import open_checked
 from training.config_checks import check_score, load_checked
 from training.run_folder import lock_folder
 
@@ -104,8 +104,6 @@ def check_base(base: Config, own: argparse.Namespace) -> None:
         refuse("--vary", "", "nothing is varied; name a key and its values, or --seeds")
     if own.trials and not own.vary:
         refuse("--trials", own.trials, "nothing is varied to draw from; name a key with --vary")
-    if base.fault_tolerance.enable:
-        refuse("fault_tolerance.enable", True, "replicas wait for each other; set it to false for a sweep")
     if "WORLD_SIZE" in os.environ or number_in_environment("NNODES") > 1:
         refuse("NNODES", os.environ.get("NNODES", ""), "a sweep starts the ranks of its runs, on one host")
 
@@ -127,7 +125,7 @@ def build_runs(
     rest: list[str], base: Config, chosen: list[dict[str, str]], own: argparse.Namespace
 ) -> list[Run]:
     """Every combination once before any is repeated with another seed. Raises ConfigError."""
-    folder, first = f"{base.job_folder}-sweep", base.training.seed
+    folder, first = f"{base.dump_folder}-sweep", base.training.seed
     runs = []
     for seed in range(first, first + own.seeds):
         for texts in chosen:
@@ -169,7 +167,7 @@ class Asked:
 
     @property
     def folder(self) -> Path:
-        return Path(f"{self.base.job_folder}-sweep")
+        return Path(f"{self.base.dump_folder}-sweep")
 
     @property
     def seed(self) -> int:
@@ -198,7 +196,7 @@ class Runner:
         self.folder, self.lock = folder, lock
         self.process: subprocess.Popen | None = None
         self.asked = 0  # the signal
-        self.previous = {number: signal.signal(number, self._hear) for number in HEARD}
+        self.previous = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
 
     def close(self) -> None:
         """Signals mean again what they meant before."""

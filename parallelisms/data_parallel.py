@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from config import Parallelism
 
 logger = logging.getLogger(__name__)
-MOST_SHARDS = 256  # above, rank 0 plans the first save for more than 20 s: docs/scale.md
+MOST_SHARDS = 256  # above, rank 0 plans the first save for more than 20 s: docs/launch.md
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

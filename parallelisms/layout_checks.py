@@ -28,9 +28,7 @@ def _check_ranks(config: Config) -> None:
     if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
         reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
         refuse("parallelism.data_parallel", "zero1", reason)
-    replicas = _check_replicas(config)
     batch, smallest = config.training.global_batch_size, config.training.local_batch_size * degrees.dp
-    smallest *= replicas
     reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try"
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
@@ -43,20 +41,6 @@ def _check_ranks(config: Config) -> None:
     if config.training.replay_steps and places % smallest:
         near = max(round(places / smallest), 1) * smallest
         refuse("training.replay_capacity", config.training.replay_capacity, f"{reason} {near}")
-
-
-def _check_replicas(config: Config) -> int:
-    """How many replicas share a global batch."""
-    replicas = config.fault_tolerance
-    if not replicas.enable:
-        return 1
-    if replicas.replica_id >= replicas.group_size:
-        reason = f"replicas are numbered from 0 to {replicas.group_size - 1}, fault_tolerance.group_size - 1"
-        refuse("fault_tolerance.replica_id", replicas.replica_id, reason)
-    if replicas.min_replica_size > replicas.group_size:
-        reason = f"more than fault_tolerance.group_size = {replicas.group_size}; lower it"
-        refuse("fault_tolerance.min_replica_size", replicas.min_replica_size, reason)
-    return replicas.group_size
 
 
 def _check_tiles(parallelism: Parallelism, model: str) -> None:
@@ -152,8 +136,6 @@ def _check_in_backward(config: Config) -> None:
         refuse(
             "parallelism.cpu_offload", True, f"{reason} gradients are on the host; set one of them to false"
         )
-    if config.fault_tolerance.enable:
-        refuse("fault_tolerance.enable", True, f"{reason} replicas have averaged; set one of them to false")
     degrees = resolve_degrees(num_ranks(), config.parallelism)
     if degrees.dp_replicate > 1 and not degrees.uses_fsdp:
         fix = f"shard: data_parallel_shard_degree = {degrees.dp_replicate}"

@@ -1,6 +1,7 @@
 """Ranks, devices, and the one mesh they form. Everything that asks "with whom" asks here."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,9 +24,11 @@ T = TypeVar("T")
 
 
 def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
-    """Joins the process group that a launcher describes, or makes one of a single process; the rank's device.
+    """Join the process group of the environment's variables, or make one of a single process. Returns the
+    rank's device. backend: "auto" is NCCL with GPUs and gloo without.
 
     A single process is a group of one, so that nothing after this asks whether there is a group.
+
     """
     read_plainly()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group connects all its ranks at once
@@ -35,22 +38,28 @@ def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
     if use_cuda:
         torch.cuda.set_device(device)
     name = {"auto": "cpu:gloo,cuda:nccl" if use_cuda else "gloo"}.get(backend, backend)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=timeout_seconds)
-    if "ROSSBY_ATTEMPT" in os.environ:
-        store = PrefixStore(f"attempt/{os.environ['ROSSBY_ATTEMPT']}", launchers_store(timeout))
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(name, timeout=timeout, store=store, rank=rank, world_size=world)
-    elif "RANK" in os.environ:
-        dist.init_process_group(name, timeout=timeout)
-    else:
-        dist.init_process_group(name, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+    store = job_store(rank, timeout) if "RANK" in os.environ else HashStore()
+    dist.init_process_group(name, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
 
 
-def launchers_store(timeout: timedelta) -> TCPStore:
-    """What jobs/launch.py keeps for the ranks of all hosts and attempts."""
+def job_store(rank: int, timeout: timedelta) -> Store:
+    """Return the ranks' store: torchelastic's, or without it one that rank 0 makes.
+
+    Torchelastic keeps its store when it starts ranks again, so that keys need the number of the attempt.
+    Ranks of one host listen on the loopback alone.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, timeout=timeout)
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {"is_master": is_server, "timeout": timeout, "wait_for_workers": False}
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if is_server:
+            options["master_listen_fd"] = socket.create_server(("127.0.0.1", port)).detach()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt/{attempt}", TCPStore(address, port, **options))
 
 
 @dataclass(frozen=True)

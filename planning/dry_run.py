@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from datasets.grid import Grid
-from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
@@ -123,7 +122,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
         with ExitStack() as tracked, batches.record:
             tracked.enter_context(tracker)
             watched = UntrackedUpdate(update, model, tracked)
-            train_step(1, batches, objective, model, watched, Alone())  # type: ignore[arg-type]
+            train_step(1, batches, objective, model, watched)  # type: ignore[arg-type]
     states = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     parameters = model.parameters.values()
     peak = tracker.get_tracker_snapshot("peak")[device]

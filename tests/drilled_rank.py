@@ -1,6 +1,6 @@
 """A rank of train.py that meets with a misfortune on its way: what is drilled is what is said of it.
 
-python -m jobs.launch --nproc_per_node 2 tests/drilled_rank.py <misfortune> --job.config_file ...
+python -m jobs.torchrun --nproc-per-node 2 tests/drilled_rank.py <misfortune> --job.config_file ...
 """
 
 import os

@@ -1,6 +1,6 @@
 """A rank that does nothing but agree with the others, until one of them does what is asked for.
 
-python -m jobs.launch --nproc_per_node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
+python -m jobs.torchrun --nproc-per-node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
 """
 
 import os
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import Comm
+from errors import EXIT_SAVED, end_process
 from jobs.heartbeat import activity
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
@@ -34,22 +35,22 @@ def fail(what: str) -> None:
     elif what == "leave":
         os._exit(0)
     elif what.isdecimal():
-        sys.exit(int(what))
+        end_process(int(what))
 
 
 def run(watchdog: Watchdog, what: str) -> None:
     start_ranks("gloo", timeout_seconds=60)
     agreement = Agreement("", 0.0, 60).listen(watchdog)
-    attempt = int(os.environ["ROSSBY_ATTEMPT"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with agreement:
         for step in range(1, STEPS + 1):
             activity.chapter("train", step)
-            if step == 5 and dist.get_rank() == 1 and attempt == 0:
+            if step == 5 and attempt == 0 and (dist.get_rank() == 1 or what == "75"):
                 fail(what)
             dist.all_reduce(torch.ones(1))
-            watchdog.step_done(agreement.ranks, [dist.distributed_c10d._get_default_group()])
+            watchdog.step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
             if agreement.at().stop:
-                sys.exit(75)
+                end_process(EXIT_SAVED)
     if dist.get_rank() == 0:
         print(f"attempt {attempt} is done")
     watchdog.stop()

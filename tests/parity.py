@@ -32,7 +32,6 @@ from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
-from jobs.replicas import Alone
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
 from tests.distributed import own_device, shared_mesh
@@ -230,8 +229,7 @@ class SmallRun:
     def step(self, step: int) -> tuple[float, float]:
         """Loss over all ranks and gradient norm of step `step`, counted from 0."""
         self._watched.enter_context(self.watch)
-        taken = train_step(step + 1, self.batches(step), self.objective, self.model, self.update, Alone())
-        assert taken is not None
+        taken = train_step(step + 1, self.batches(step), self.objective, self.model, self.update)
         dist.all_reduce(taken.loss)
         self.run.progress.advance(self.global_batch.at(step + 1))
         return taken.loss.item() / self.degrees.dp, taken.grad_norm.item()

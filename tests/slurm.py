@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -38,22 +39,26 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 MailProg=/bin/true
 ReturnToService=2
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:2 State=UNKNOWN
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:2 State=UNKNOWN
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:2 State=UNKNOWN
 PartitionName=spot Nodes=ALL Default=YES PriorityTier=1 GraceTime=120 MaxTime=INFINITE State=UP
 PartitionName=ondemand Nodes=ALL PriorityTier=1 PreemptMode=OFF MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
-NODES = ("node1", "node2")
+NODES = (socket.gethostname().partition(".")[0], "node2")  # the first one is known by name
 
 
-def written(folder: Path, *words: str) -> Path:
-    """The script that the launcher writes into a folder, for jobs of it."""
-    command = [str(ROOT / "run_train.sh"), "--launch", "slurm", "--script", "job.sbatch", *words]
-    environment = os.environ | {"ROSSBY_PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder / "job.sbatch"
+def edited(folder: Path, nodes: int, *lines: str) -> Path:
+    """Return a copy of scripts/slurm.sbatch as a user edits it, for nodes without GPUs."""
+    text = (ROOT / "scripts/slurm.sbatch").read_text()
+    asked = (f"--nodes={nodes}", "--cpus-per-task=2", "--time=30", f"--output={folder}/rossby-%j.log", *lines)
+    for line in asked:
+        name = line.partition("=")[0]
+        text, count = re.subn(rf"#SBATCH {name}=.*", f"#SBATCH {line}", text)
+        text = text if count else text.replace("#SBATCH --nodes", f"#SBATCH {line}\n#SBATCH --nodes", 1)
+    path = folder / "job.sbatch"
+    path.write_text(re.sub(r"#SBATCH --gpus-per-node=.*\n", "", text))
+    return path
 
 
 def until(there: Callable[[], object], seconds: float, what: Callable[[], str] = lambda: "") -> None:
@@ -98,12 +103,11 @@ class Slurm:
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         return done.stdout.strip()
 
-    def submit(self, folder: Path, script: Path, environment: dict[str, str]) -> None:
-        """From a folder."""
-        environment = self.environment | environment
-        done = subprocess.run(
-            ["sbatch", str(script)], cwd=folder, env=environment, capture_output=True, text=True
-        )
+    def submit(self, script: Path, *arguments: str, **environment: str) -> None:
+        """Submit from the project's folder."""
+        settings = self.environment | environment
+        command = ["sbatch", str(script), *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         self.job = done.stdout.split()[-1]
 
@@ -156,9 +160,9 @@ class StandIn:
         path = f"{programs}:{os.environ['PATH']}"
         self.environment = os.environ | {"PATH": path, "SLURM_STAND_IN": str(self.folder)}
 
-    def submit(self, folder: Path, script: Path, environment: dict[str, str]) -> None:
-        command = [str(self.folder.parent / "bin/sbatch"), str(script)]
-        subprocess.run(command, cwd=folder, env=self.environment | environment, check=True)
+    def submit(self, script: Path, *arguments: str, **environment: str) -> None:
+        command = [str(self.folder.parent / "bin/sbatch"), str(script), *arguments]
+        subprocess.run(command, cwd=ROOT, env=self.environment | environment, check=True)
 
     def preempt(self) -> None:
         """At the limit of its time."""

@@ -60,12 +60,18 @@ enable = false
 
 
 class Job:
-    """One launcher with its ranks. Its output goes to a file, so that nothing waits for a reader."""
+    """A launcher with its ranks. Its output goes to a file, so that nothing waits for a reader."""
 
     def __init__(
-        self, config_file: Path, folder: Path, *options: str, host: Sequence[str] = (), **environment: str
+        self,
+        config_file: Path,
+        folder: Path,
+        *options: str,
+        host: Sequence[str] = (),
+        command: Sequence[str] | None = None,
+        **environment: str,
     ) -> None:
-        """host: the words that come before a command to run it elsewhere."""
+        """host: words before a command that run it elsewhere. command: in the place of run_train.sh."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / f"log-{time.monotonic_ns()}.txt"
         self.started = time.time()
@@ -73,7 +79,7 @@ class Job:
         defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*host, str(ROOT / "run_train.sh"), *files, *options],
+                [*host, *(command or [str(ROOT / "run_train.sh")]), *files, *options],
                 env={**os.environ, **defaults, **environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -88,7 +94,10 @@ class Job:
         """Global rank -> process."""
         found = {}
         for pid in _children(self.process.pid):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            try:
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:  # it ends
+                continue
             if rank := [v[5:] for v in variables if v.startswith(b"RANK=")]:
                 found[int(rank[0])] = pid
         return found

@@ -14,8 +14,8 @@ from datasets.grid import Grid, area_weights
 from datasets.statistics import Source, compute
 from errors import ConfigError, DataError
 from evaluate import parse_options
-from jobs.start_checks import check_machine, open_checked
 from planning.clusters import load_cluster
+from planning.start_checks import check_machine, open_checked
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
@@ -52,7 +52,7 @@ def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
 )
 def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch, more):
     options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    monkeypatch.setattr("jobs.start_checks.host_memory", lambda: 2**24)
+    monkeypatch.setattr("planning.start_checks.host_memory", lambda: 2**24)
     open_checked(load_checked(options))
     with pytest.raises(ConfigError, match="GiB, and this machine has"):
         open_checked(load_checked([*options, *more.split()]))

@@ -15,7 +15,7 @@ from datasets.archive import open_archive
 from datasets.open_dataset import open_dataset
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
-from jobs.start_checks import open_checked
+from planning.start_checks import open_checked
 from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
@@ -257,6 +257,11 @@ def test_removed_keys_are_accepted_at_their_default(tmp_path):
     text = config.read_text()
     config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = ""\ndisk_cache_gib = 100.0\n', 1))
     load_checked(["--job.config_file", str(config)])
+    config.write_text(text + '[comm]\nbackend = "auto"\n[fault_tolerance]\nenable = false\ngroup_size = 1\n')
+    load_checked(["--job.config_file", str(config)])
+    config.write_text(text + "[fault_tolerance]\ngroup_size = 2\n")
+    with pytest.raises(ConfigError, match="fault_tolerance.group_size = 2: .*removed.*restart the ranks"):
+        load_checked(["--job.config_file", str(config)])
     config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = "/tmp/x"\n', 1))
     with pytest.raises(ConfigError, match="data.disk_cache_path = .*removed.*datasets.convert"):
         load_checked(["--job.config_file", str(config)])

@@ -14,11 +14,11 @@ from datasets.conditions import Conditions
 from datasets.grid import global_grid
 from datasets.normalization import Normalizer
 from errors import ConfigError
-from jobs.start_checks import check_model
 from models.build import build_model
 from models.condition_numbers import num_channels
 from models.conditioning import ConditionedTransformer, features_of
 from models.initialization import init_weights
+from planning.start_checks import check_model
 from planning.workload import architecture_of
 from tests.parity import TOLD, Layout, SmallRun, full
 from tests.started_jobs import write_config

@@ -14,7 +14,7 @@ import plan
 from config import Compile, Config, Lora, Parallelism, Training
 from datasets.grid import Grid
 from errors import ConfigError
-from jobs import start_checks
+from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
 
 ROOT = Path(start_checks.__file__).parents[1]
@@ -371,15 +371,15 @@ COMMAND_LINES = [
     # -- the machine
     ("--job.dump_folder text.nc/run", "job.dump_folder = 'text.nc/run': text.nc is not a folder"),
     (
-        "--model.attention_backend flash_attn --comm.backend gloo",
+        "--model.attention_backend flash_attn",
         'model.attention_backend = "flash_attn": needs',
     ),
     (
-        "--float8.enable --comm.backend gloo",
+        "--float8.enable",
         "float8.enable = true: needs a CUDA device and the run is on cpu",
     ),
     (
-        "--model.attention_backend cudnn --comm.backend gloo",
+        "--model.attention_backend cudnn",
         'attention_backend = "cudnn": needs a CUDA device',
     ),
     (
@@ -390,7 +390,9 @@ COMMAND_LINES = [
         "--data.storage_options \"['secret=***']\"",
         "data.storage_options = 'secret=***': secrets are not saved",
     ),
-    ("--data.disk_cache_gib 0", "data.disk_cache_gib"),
+    ("--data.disk_cache_gib 0", "data.disk_cache_gib: the key was removed; convert the data"),
+    ("--comm.backend gloo", "comm.backend: the key was removed; hide the GPUs with CUDA_VISIBLE_DEVICES"),
+    ("--fault_tolerance.enable", "fault_tolerance.enable: the key was removed; let the launcher restart"),
     ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
     ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' occurs twice"),
     (
@@ -505,13 +507,10 @@ def test_bad_ranks(
     assert expected in refusal(["--job.config_file=good.toml", *shlex.split(args)], capsys)
 
 
-def test_nccl_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    argv = ["--job.config_file=good.toml", "--comm.backend=nccl"]
-    assert "comm.backend = 'nccl': this machine has no CUDA device" in refusal(argv, capsys)
+def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("NGPU", "2")
-    assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(argv[:1], capsys)
+    assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(["--job.config_file=good.toml"], capsys)
 
 
 def test_ranks_that_are_not_first_say_nothing(
@@ -536,8 +535,8 @@ STARTED = [
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
     ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
-    ("-m jobs.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
-    ("-m jobs.start_checks", 1, "--training.steps 1 2", "2: not an option"),
+    ("-m planning.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
+    ("-m planning.start_checks", 1, "--training.steps 1 2", "2: not an option"),
 ]
 
 
@@ -561,7 +560,7 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert expected in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
-    assert "jobs.launch" not in started.read_text()
+    assert "jobs.torchrun" not in started.read_text()
 
 
 @pytest.mark.parametrize(

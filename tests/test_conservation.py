@@ -13,9 +13,9 @@ from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import ConfigError, DataError
-from jobs.start_checks import check_globe
 from models.build import build_model
 from models.initialization import init_weights
+from planning.start_checks import check_globe
 from tests.parity import GLOBAL_BATCH, Layout, SmallRun
 from training.conservation import build_conservation, refuse_missing
 from verification.export import Description, OneStep, export_step

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
 import evaluate
 import forecast
@@ -19,8 +20,8 @@ from command_line import load_config, split_options
 from config import SECTIONS
 from datasets.selection import open_selection
 from errors import DataError
-from jobs.launch import parse
-from launch.__main__ import parse as launch_options
+from planning import preflight
+from planning.preflight import named_first
 from tests.started_jobs import ROOT
 from tests.test_house import tracked_files
 from training.config_checks import load_checked
@@ -32,11 +33,11 @@ PAGES = [
     *(ROOT / "docs").glob("*.md"),
 ]
 PYTHON = ".venv/bin/python"
-STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "python ")
+STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "srun", "python ")
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
 DEMO = "train_configs/demo.toml"
 BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
-NOT_OURS = ("ruff", "pyright", "torchft_lighthouse")  # whose options are theirs
+NOT_OURS = ("ruff", "pyright")  # whose options are theirs
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,12 @@ def is_cheap(command: Command) -> bool:
 def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
     program, *rest = (DEMO if word in BEGUN else word for word in words)
-    if "--launch" in rest and "--help" not in rest:
-        load_config(launch_options(rest)[2])
-    elif program == "sbatch":
-        assert len(rest) == 1 and rest[0].endswith(".sbatch"), "a script that --launch has written"
+    if program == "sbatch":
+        assert (ROOT / rest[0]).is_file(), rest
+        check_verb("train.py", rest[1:])
+    elif program == "srun":
+        if "train.py" in rest:
+            check_verb("train.py", rest[rest.index("train.py") + 1 :])
     elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
         check_verb(program.removeprefix("./"), rest)
     elif program in (PYTHON, "python") and rest[0] == "-m":
@@ -103,9 +106,15 @@ def check_options(words: list[str]) -> None:
 
 
 def check_module(name: str, arguments: list[str]) -> None:
-    if name == "jobs.launch":
-        launched = parse(arguments)
-        check_verb(launched.script, launched.arguments)
+    if name == "jobs.torchrun":
+        launched = parse_args(arguments)
+        words = launched.training_script_args
+        if launched.module:
+            check_module(launched.training_script, words)
+        else:
+            check_verb(launched.training_script, words)
+    elif name == "planning.preflight":
+        load_config(split_options(named_first(arguments), preflight.OPTIONS)[1])
     elif name == "pip":
         assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
     else:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from jobs.hang_report import Beat, mismatch
+from jobs.collectives import find_mismatches, recorded_collectives
+from jobs.hang_report import Heartbeat, format_mismatches
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, write_config
 from tests.test_preflight import small  # noqa: F401  (a fixture)
-from traces.collective_record import disagreement, recorded_calls
 from traces.slow_ranks import Pace, waiting
 from training.fingerprints import Fingerprints, ReplicasDiverged, combined, fingerprint, most_different
 
@@ -31,7 +31,7 @@ QUICK = ["--comm.train_timeout_seconds", "5"]
 def drill(folder: Path, misfortune: str, *options: str, faults: Path | None = None) -> tuple[int, list[str]]:
     """Exit code of two ranks that meet with it, and what they say beyond the lines of a run that is well."""
     program = ["tests/drilled_rank.py", misfortune] if misfortune else ["train.py"]
-    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", *program]
+    command = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "2", *program]
     command += ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
     paths = os.pathsep.join(map(str, [ROOT, *([faults] if faults else [])]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -47,7 +47,7 @@ def test_replicas_that_diverge(tmp_path):
     options = [
         "--parallelism.data_parallel_replicate_degree",
         "2",
-        "--fault_tolerance.fingerprint_steps",
+        "--training.fingerprint_steps",
         "3",
     ]
     options += ["--checkpoint.interval", "4", "--checkpoint.async_mode", "disabled"]
@@ -76,7 +76,7 @@ def test_ranks_that_call_different_collectives(tmp_path):
     assert "in step 7" in said[0] and "no progress for" in said[0]
     assert all(line.startswith(f"  rank {rank}: step 7") for rank, line in enumerate(said[1:3]))
     assert "among all ranks is not the same: rank 0: all_gather of Float" in said[3]
-    assert "rank 1: all_reduce of Float [5]" in said[3] and "some code decided on one rank alone" in said[4]
+    assert "rank 1: all_reduce of Float [5]" in said[3] and "a branch depends on the rank" in said[4]
 
 
 @pytest.mark.slow
@@ -161,12 +161,14 @@ def test_ranks_compare_what_they_hold_alike(ranks, layout, parts):
 
 
 def test_calls_that_differ_are_told_apart():
-    told = {0: {"1": [4, "all_reduce of Float [5]", "mesh_tp"]}, 1: {"1": [3, "x", "mesh_tp"]}}
-    assert disagreement(told) == ["rank 0 called all_reduce of Float [5] (call 4 among tp), rank 1 did not"]
-    assert disagreement({0: told[0], 1: told[0]}) == []
-    waiting_ranks = [Beat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
-    assert "rank 1 did not" in mismatch(waiting_ranks)[0]
-    assert mismatch([waiting_ranks[0], Beat(1, calls=dict(told[1]))]) == []  # it computes: merely late
+    told = {0: {"1": [4, "all_reduce of Float [5]", "tp"]}, 1: {"1": [3, "x", "tp"]}}
+    assert find_mismatches(told) == [
+        "rank 0 called all_reduce of Float [5] (call 4 among tp), rank 1 did not"
+    ]
+    assert find_mismatches({0: told[0], 1: told[0]}) == []
+    waiting_ranks = [Heartbeat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
+    assert "rank 1 did not" in format_mismatches(waiting_ranks)[0]
+    assert format_mismatches([waiting_ranks[0], Heartbeat(1, calls=dict(told[1]))]) == []  # computes
 
 
 def test_calls_of_every_backend_are_read(monkeypatch):
@@ -181,9 +183,9 @@ def test_calls_of_every_backend_are_read(monkeypatch):
 
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", recorder("gloo", 30, 10))
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", recorder("nccl"), raising=False)
-    assert [(call.group, call.created) for call in recorded_calls()] == [("gloo:0", 10), ("gloo:0", 30)]
+    assert [(call.group, call.created) for call in recorded_collectives()] == [("gloo:0", 10), ("gloo:0", 30)]
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", recorder("nccl", 20), raising=False)
-    assert [call.group for call in recorded_calls()] == ["gloo:0", "nccl:0", "gloo:0"]
+    assert [call.group for call in recorded_collectives()] == ["gloo:0", "nccl:0", "gloo:0"]
 
 
 def test_own_work_is_what_is_not_waiting():

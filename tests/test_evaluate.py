@@ -46,7 +46,7 @@ patch_size = [4, 4]
     ) -> tuple[int, str, Path]:
         program = [sys.executable]
         if ranks > 1:
-            program += ["-m", "jobs.launch", "--nproc_per_node", str(ranks)]
+            program += ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)]
         config = ["--job.config_file", str(folder / "tiny.toml"), "--job.dump_folder", str(folder / run)]
         config += ["--data.path", str(folder / data)] if data else []
         command = [*program, "evaluate.py", *config, "--output", str(folder / output), *options]

@@ -104,7 +104,7 @@ def store(run: Path, path: Path, *options: str, code: int = 0) -> xr.Dataset:
 
 def start(run: Path, path: Path, *options: str, ranks: int = 1) -> subprocess.Popen:
     """The same as a user starts it."""
-    launch = ["-m", "jobs.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launch = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [
         sys.executable,
         *launch,

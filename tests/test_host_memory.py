@@ -9,7 +9,7 @@ import pytest
 
 STEPS = """
 import resource, sys, torch
-from jobs.host_memory import keep_freed_memory
+from training.host_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory(torch.device("cpu"))
 def step():
@@ -42,7 +42,7 @@ LEFT = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from jobs.host_memory import giving_memory_back, keep_freed_memory
+from training.host_memory import giving_memory_back, keep_freed_memory
 def held() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])

@@ -17,7 +17,7 @@ import forecast
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
 from errors import ConfigError, DataError, UserError
-from jobs.start_checks import open_checked
+from planning.start_checks import open_checked
 from tests.sample_archives import weatherbench
 from train import train
 from training.config_checks import load_checked

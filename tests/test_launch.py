@@ -1,118 +1,102 @@
-"""What a job ends with when one of its ranks fails, and that a crash is restarted where it was saved."""
+"""Exit codes, messages and restarts of ranks that run_train.sh, jobs/torchrun.py and torchrun start."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from errors import ConfigError
-from jobs.interfaces import interface_of
-from jobs.launch import Meeting, job_code, listen
 from parallelisms.degrees import check_processes
-from tests.started_jobs import ROOT, last_step, losses, write_config
+from tests.started_jobs import ROOT, losses, write_config
+
+TORCHRUN = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "2"]
+PLAIN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def launch(folder: Path, what: str, restarts: int = 0) -> subprocess.CompletedProcess:
-    """Two ranks of tests/failing_rank.py; the second fails."""
-    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2"]
-    command += ["--max_restarts", str(restarts), "tests/failing_rank.py", str(folder), what]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+def launch(
+    folder: Path, what: str, restarts: int = 0, launcher: Sequence[str] = TORCHRUN
+) -> subprocess.CompletedProcess:
+    """Run two ranks of tests/failing_rank.py, of which the second fails."""
+    command = [*launcher, "--max-restarts", str(restarts), "tests/failing_rank.py", str(folder), what]
+    settings = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=120
+    )
 
 
-def test_ranks_are_started_without_what_only_they_need():
-    """Each start of a job waits for the launcher's imports, and then for those of the ranks."""
-    command = "import sys, jobs.launch; sys.exit('xarray' in sys.modules or 'torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == 0
+def addresses_of(pids: Iterable[int]) -> set[str]:
+    """Return the addresses at which processes listen, in the kernel's form."""
+    sockets = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").glob("*") if fd.is_symlink()}
+    listed = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    lines = [line.split() for line in listed.splitlines() if " 0A " in line]
+    return {words[1].partition(":")[0] for words in lines if f"socket:[{words[9]}]" in sockets}
 
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [([0, 0], 0), ([0, 75], 75), ([75, -9], 1), ([1, 75], 1), ([2, 1], 2), ([2, -9], 2), ([0, 1], 1)],
-)
-def test_exit_code_of_a_job(codes, code):
-    assert job_code(codes) == code
+@pytest.mark.parametrize("launcher", ["run_train.sh", "srun"])
+def test_one_host_listens_on_the_loopback_alone(launcher, start_job, tmp_path):
+    """The launcher's store, gloo, and the store that rank 0 has without a launcher."""
+    options = [write_config(tmp_path), tmp_path / "run", "--comm.timeout_seconds", "60"]
+    if launcher == "run_train.sh":
+        job = start_job(*options, NGPU="2")
+        job.wait_for_step(3)
+        pids = [job.process.pid, *job.ranks().values()]
+        assert len(pids) == 3
+    else:
+        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+        step |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "here", "NGPU": "1"}
+        jobs = [start_job(*options, SLURM_PROCID=n, SLURM_LOCALID=n, **step) for n in "01"]
+        jobs[0].wait_for_step(3)
+        pids = [job.process.pid for job in jobs]
+    assert addresses_of(pids) == {"0100007F"}  # 127.0.0.1
 
 
-def test_network_of_this_host():
-    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") is None
-    here = listen("127.0.0.1", 0)
-    assert here and listen("203.0.113.9", 29500) is None
-    here.close()
+def test_a_first_node_that_is_not_known_is_one_line(tmp_path):
+    settings = {"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "127.0.0.1:29500", "NGPU": "1"}
+    for change, said in (({}, "NODE_RANK = '2'"), ({"RDZV_ENDPOINT": "node0"}, "RDZV_ENDPOINT = 'node0'")):
+        environment = os.environ | settings | change | {"ROSSBY_PYTHON": sys.executable}
+        ended = subprocess.run([ROOT / "run_train.sh"], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
+        assert said in ended.stderr
 
 
-def test_one_host_listens_on_the_loopback_alone():
-    meeting = Meeting(1, "")
-    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    port = f":{meeting.port:04X} "
-    addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
-    assert addresses == [f"0100007F{port.strip()}"]
-
-
-@pytest.mark.parametrize("endpoint", ["", "node0", "node0:", ":29500", "node0:99999"])
-def test_an_endpoint_that_is_none_is_refused(endpoint):
-    with pytest.raises(ConfigError, match="write host:port"):
-        Meeting(2, endpoint)
-
-
-def meet(endpoint: str) -> subprocess.CompletedProcess:
-    """What a host says that is sent to an endpoint."""
-    command = [sys.executable, "-m", "jobs.launch", "--nnodes", "2", "--rdzv_endpoint", endpoint, "train.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_a_host_that_nobody_knows_is_one_line():
-    ended = meet("nobody.invalid:29500")
-    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "RDZV_ENDPOINT = 'nobody.invalid:29500': the host is not known" in ended.stderr
-
-
-@pytest.mark.slow  # 40 s: a host may start later than another
-def test_an_address_where_nobody_is_is_one_line():
-    ended = meet("192.0.2.1:29500")  # RFC 5737: an address of documents
+def test_a_port_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [*TORCHRUN, "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", endpoint, "train.py"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
-    assert "192.0.2.1:29500" in ended.stderr and "nobody answers for 40 s" in ended.stderr
+    assert f"RDZV_ENDPOINT = '{endpoint}': the nodes did not meet there" in ended.stderr
 
 
-@pytest.mark.parametrize("says", [b"", pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n", marks=pytest.mark.slow)])
-def test_a_port_of_somebody_else_is_one_line(says):
-    """One that never says a word, and one that says another word and hangs up."""
-    server = socket.create_server(("127.0.0.1", 0))
-    open_ones = []
-
-    def serve() -> None:
-        while True:
-            open_ones.append(server.accept()[0])
-            if says:
-                open_ones[-1].sendall(says)
-                open_ones[-1].close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-    ended = meet(endpoint)
-    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
-    assert f"RDZV_ENDPOINT = '{endpoint}': who listens there is no launcher" in ended.stderr
-
-
-def test_a_killed_rank_is_named_in_one_line_and_restarted(tmp_path):
-    ended = launch(tmp_path, "kill", restarts=1)
+@pytest.mark.parametrize("launcher", [TORCHRUN, PLAIN], ids=["jobs.torchrun", "torchrun"])
+def test_a_killed_rank_is_named_and_restarted(tmp_path, launcher):
+    ended = launch(tmp_path, "kill", restarts=1, launcher=launcher)
     assert ended.returncode == 0 and "attempt 1 is done" in ended.stdout, ended.stderr
-    first, second = ended.stderr.strip().splitlines()
-    assert first.startswith("rossby: rank 1 ") and "was killed by SIGKILL" in first
-    assert second == "rossby: restart 1 of 1, from the last checkpoint"
+    first = next(line for line in ended.stderr.splitlines() if line.startswith("rossby: "))
+    assert first.startswith("rossby: rank 1 (") and "the process has ended" in first
+    assert launcher is PLAIN or "rossby: restart 1: a rank has failed" in ended.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("code", [2, 75])
-def test_bad_input_and_a_saved_job_are_not_restarted(tmp_path, code):
-    ended = launch(tmp_path, str(code), restarts=3)
-    assert ended.returncode == code and "restart" not in ended.stderr, ended.stderr
+def test_a_killed_rank_is_exit_code_1(tmp_path):
+    ended = launch(tmp_path, "kill")
+    assert ended.returncode == 1
+    assert re.fullmatch(r"rossby: rank 1 \(pid \d+\) was killed by SIGKILL", ended.stderr.splitlines()[-1])
+
+
+def test_bad_input_and_a_saved_job_end_with_their_code(tmp_path):
+    assert launch(tmp_path, "2").returncode == 2
+    ended = launch(tmp_path, "75", restarts=3)
+    assert (ended.returncode, ended.stderr) == (75, "")
+    assert launch(tmp_path, "75", launcher=PLAIN).returncode == 0
 
 
 @pytest.mark.parametrize("who", ["0", "1", "01"])
@@ -126,7 +110,7 @@ with one_line_errors():
     if os.environ["RANK"] in {who!r}:
         raise DataError("x.zarr: is damaged")
 """)
-    command = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", str(script)]
+    command = [*TORCHRUN, str(script)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (2, "rossby: x.zarr: is damaged\n")
 
@@ -134,7 +118,7 @@ with one_line_errors():
 def test_an_exception_is_told_once_with_its_traceback(tmp_path):
     ended = launch(tmp_path, "raise")
     assert ended.returncode == 1
-    assert ended.stderr.count("Traceback") == 1 and "rank 1" in ended.stderr.splitlines()[-1]
+    assert ended.stderr.count("Traceback") == 1 and "rank 1" in ended.stderr.splitlines()[-1], ended.stderr
     assert "KeyError: 'no such variable'; all ranks end" in ended.stderr.splitlines()[-1], ended.stderr
 
 
@@ -155,24 +139,34 @@ train.main()
     options = ["--job.config_file", str(config_file), "--job.dump_folder", str(tmp_path / "run")]
     settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     alone = [sys.executable, str(script), *options]
-    two = [sys.executable, "-m", "jobs.launch", "--nproc_per_node", "2", "--max_restarts", "1"]
+    two = [*TORCHRUN, "--max-restarts", "1"]
     for command, restarts in ((alone, 0), ([*two, str(script), *options], 1)):
         ended = subprocess.run(command, **settings, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 1 and "ValueError: planted" in ended.stderr, ended.stderr
-        assert "Traceback" in ended.stderr and ended.stderr.count("restart 1 of 1") == restarts
+        assert "Traceback" in ended.stderr and ended.stderr.count("restart 1: ") == restarts
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_is_killed_resumes_by_itself(start_job, tmp_path):
-    options = ["--training.steps", "60", "--checkpoint.interval", "20"]
+@pytest.mark.parametrize("launcher", ["run_train.sh", "torchrun"])
+def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_path, launcher):
+    options = ["--training.steps", "60", "--checkpoint.interval", "10"]
     config_file, run = write_config(tmp_path), tmp_path / "run"
-    job = start_job(config_file, run, *options, NGPU="2", MAX_RESTARTS="1")
-    while "saved" not in job.output and last_step(run) < 55:
-        job.wait_for_step(last_step(run) + 1)
-    job.kill_rank(1, signal.SIGKILL)
+    plain = [*PLAIN, "--max-restarts", "2", str(ROOT / "train.py")] if launcher == "torchrun" else None
+    job = start_job(config_file, run, *options, command=plain, NGPU="2", MAX_RESTARTS="2")
+    for rank, step in ((1, 12), (0, 32)):
+        job.wait_for_step(step)
+        before = job.ranks()
+        os.kill(before[rank], signal.SIGKILL)
+        while set(job.ranks().values()) & set(before.values()) or len(job.ranks()) < 2:
+            assert job.process.poll() is None, job.output
+            time.sleep(0.1)
     assert job.end() == 0, job.output
-    assert "restart 1 of 1" in job.output and "resumed from" in job.output
-    assert sorted(losses(run)) == list(range(1, 61))
+    assert job.output.count("resumed from") == 2
+    status = json.loads((run / "status.json").read_text())
+    assert (status["exit_code"], status["step"], status["restart"]) == (0, 60, 2)
+    undisturbed = start_job(config_file, tmp_path / "undisturbed", *options, NGPU="2")
+    assert undisturbed.end() == 0, undisturbed.output
+    assert losses(run) == losses(tmp_path / "undisturbed")
 
 
 def test_more_processes_than_fit_the_machine_are_refused():

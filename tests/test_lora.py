@@ -31,7 +31,7 @@ from train import train
 from training.config_checks import load_checked
 
 DTYPES = ("float32", "bfloat16", "int8")
-shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="jobs/start_checks.py refuses it")
+shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="planning/start_checks.py refuses it")
 
 
 def adapted(base_dtype: str = "float32", **lora) -> WeatherModel:

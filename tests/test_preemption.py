@@ -43,7 +43,7 @@ def boundaries_with_a_signal() -> list[str]:
 
     agreement, decided = Agreement("", 0.0, 60), []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        agreement.previous[number] = signal.signal(number, agreement._hear)
+        agreement.previous[number] = signal.signal(number, agreement._on_signal)
     with agreement:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:

@@ -1,8 +1,7 @@
-"""The script that --launch slurm writes: preempted or stopped, queued again, ended as if undisturbed."""
+"""scripts/slurm.sbatch and `srun python train.py`: preempted, queued again, ended as if undisturbed."""
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,11 +10,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from launch.slurm_rank import rank_environment
-from tests.slurm import PROGRAMS, Slurm, StandIn, until, written
+from jobs.slurm import first_host, rank_variables, set_rank_from_slurm
+from tests.slurm import PROGRAMS, Slurm, StandIn, edited, until
 from tests.started_jobs import ENDLESS, ROOT, Job, last_step, losses, write_config
-
-RANKS = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1", "--time", "30"]
 
 
 @pytest.fixture
@@ -29,144 +26,122 @@ def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm | StandIn]:
         started.stop()
 
 
-PREEMPTED = [(Slurm, ["--nodes", "2", "--partition", "spot", "--tasks", tasks]) for tasks in ("node", "gpu")]
+SETTINGS = {"OMP_NUM_THREADS": "1", "NGPU": "2", "ROSSBY_PYTHON": sys.executable}
 
 
 @pytest.mark.slow  # a minute or two each
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("slurm, options", [*PREEMPTED, (StandIn, [])], indirect=["slurm"])
+@pytest.mark.parametrize("slurm, nodes", [(Slurm, 2), (StandIn, 1)], indirect=["slurm"])
 def test_a_job_that_is_preempted_ends_as_if_undisturbed(
-    slurm: Slurm | StandIn, options: list[str], tmp_path: Path, start_job: Callable[..., Job]
+    slurm: Slurm | StandIn, nodes: int, tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
-    """By a job that comes first; with what stands in for Slurm, at the limit of its time."""
-    config_file, run, caller = write_config(tmp_path), tmp_path / "run", tmp_path / "caller"
-    caller.mkdir()
-    shutil.move(config_file, caller / "my.toml")
-    files = ["--job.config_file", "my.toml", "--job.dump_folder", "../run"]
-    script = written(caller, *files, *RANKS, *options)
-    slurm.submit(tmp_path, script, {"OMP_NUM_THREADS": "1"})
-    log = lambda: "".join(path.read_text() for path in caller.glob("rossby-*.log"))  # noqa: E731
+    """By a job that comes first; with the stand-in, at the limit of its time."""
+    config_file, run = write_config(tmp_path), tmp_path / "run"
+    partition = ["--partition=spot"] if nodes == 2 else []
+    files = ["--job.config_file", str(config_file), "--job.dump_folder", str(run)]
+    slurm.submit(edited(tmp_path, nodes, *partition), *files, **SETTINGS)
+    log = lambda: "".join(path.read_text() for path in tmp_path.glob("rossby-*.log"))  # noqa: E731
     until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
     slurm.preempt()
     stopped = last_step(run)
     assert f"the checkpoint of step {stopped} is complete" in log()
-    # The same command: how many steps there are stands in its file.
-    text = (caller / "my.toml").read_text().replace(f"steps = {ENDLESS}", f"steps = {stopped + 10}", 1)
-    (caller / "my.toml").write_text(text)
+    # The job starts again with the same command: the number of steps is in its file.
+    text = config_file.read_text().replace(f"steps = {ENDLESS}", f"steps = {stopped + 10}", 1)
+    config_file.write_text(text)
     slurm.let_go()
     assert slurm.end() == 0, log()
-    ranks = 4 if options else 2
-    assert f"from step {stopped} to {stopped + 10}" in log() and f"{ranks} ranks" in log()
+    assert f"from step {stopped} to {stopped + 10}" in log() and f"{2 * nodes} ranks" in log()
 
-    undisturbed = start_job(caller / "my.toml", tmp_path / "undisturbed", NGPU=str(ranks))
+    undisturbed = start_job(config_file, tmp_path / "undisturbed", NGPU=str(2 * nodes))
     assert undisturbed.end(300) == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project whose run_train.sh says how it was called, and whose .venv is counted as it is made."""
-    folder = tmp_path / "rossby"
-    (folder / "launch").mkdir(parents=True)
-    for name in ("launch/fabric.sh", "launch/pod.sh", "setup.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, folder / name)
-    write_program(folder / "run_train.sh", 'echo "$PWD $*"')
-    # What is asked of a Python: its version, to make .venv, whose own installs, and the preflight.
-    # A code in the file "code" is that of one preflight.
-    fails = f"code=$(cat {folder}/code 2>/dev/null || echo 0); rm -f {folder}/code; exit $code"
-    checks = f'[[ $1 == -P ]] && echo "$3 $4 $5" && {{ {fails}; }}'
-    made = f'echo made >>{folder}/made; mkdir -p "$3/bin"; cp "$0" "$3/bin/python"'
-    python = f"{checks}; [[ $1 == -c ]] && exit; {made}"
-    write_program(tmp_path / "bin/python3", f"[[ $2 == pip ]] && echo pip >>{folder}/made && exit; {python}")
-    return folder
-
-
-def write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def script_of(project: Path, folder: Path, *words: str) -> Path:
-    """As if it had been written by that project, where no interpreter is named."""
-    path = written(folder, *words)
-    text = path.read_text().replace(f"ROSSBY_PYTHON={sys.executable}", "ROSSBY_PYTHON=")
-    path.write_text(text.replace(str(ROOT), str(project)))
-    return path
-
-
-def test_what_a_job_gives_to_its_nodes(project: Path, tmp_path: Path) -> None:
-    """Processors, port, GPUs; .venv is there before the nodes start, also where there are no locks."""
-    slurm, caller = StandIn(tmp_path / "slurm"), tmp_path / "caller"
-    caller.mkdir()
-    words = ["--training.steps", "3", "--gpus-per-node", "4", "--cpus-per-rank", "16"]
-    script = script_of(project, caller, *words)
-    write_program(tmp_path / "bin/flock", "exit 1")  # as on Lustre without -o flock
-    settings = {"PATH": f"{tmp_path}/bin:{slurm.environment['PATH']}", "ROSSBY_PYTHON": ""}
-    slurm.submit(tmp_path, script, settings)
-    assert slurm.end() == 0
-    task = slurm.task()
-    assert (task["cpus"], task["NGPU"], task["NNODES"]) == ("64", "4", "1")
-    assert task["RDZV_ENDPOINT"] == "localhost:14711" and task["command"] == str(project / "run_train.sh")
-    assert task["ROSSBY_PYTHON"] == str(project / ".venv/bin/python")
-    assert (project / "made").read_text() == "made\npip\n"
-    said = (caller / "rossby-4711.log").read_text()
-    assert f"{caller} --training.steps 3" in said and "no locks in" in said
-    assert said.index("jobs.preflight --training.steps 3") < said.index(f"{caller} --training")
-
-
-# srun ends with 128 + its number where a signal has killed what it started.
-@pytest.mark.parametrize("code, ends", [("2", "2\n"), ("143", "75\n")])
-def test_a_job_whose_preflight_fails_does_not_begin(
-    project: Path, tmp_path: Path, code: str, ends: str
+@pytest.mark.slow
+@pytest.mark.parametrize("slurm", [Slurm], indirect=True)
+def test_srun_starts_ranks_without_a_launcher(
+    slurm: Slurm, tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
-    """It ends with 2; one that is told to end meanwhile is queued again."""
-    slurm = StandIn(tmp_path / "slurm")
-    (project / "code").write_text(code)
-    script = script_of(project, tmp_path, "--training.steps", "3", "--checkpoint.enable")
-    settings = {"PATH": f"{tmp_path}/bin:{slurm.environment['PATH']}", "ROSSBY_PYTHON": ""}
-    slurm.submit(tmp_path, script, settings)
-    assert slurm.end() == (2 if code == "2" else 0)
-    said = (tmp_path / "rossby-4711.log").read_text()
-    assert said.count("jobs.preflight") == (1 if code == "2" else 2)
-    if code == "2":
-        assert slurm.task()["command"] != str(project / "run_train.sh")
-    else:
-        assert (slurm.folder / "ends").read_text() == ends
+    config_file, run = write_config(tmp_path), tmp_path / "run"
+    options = ["--job.config_file", str(config_file), "--training.steps", "12"]
+    srun = ["srun", "--partition=spot", "--nodes=2", "--ntasks=4", "--cpus-per-task=1"]
+    command = [*srun, sys.executable, str(ROOT / "train.py"), *options, "--job.dump_folder", str(run)]
+    environment = slurm.environment | SETTINGS
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "4 ranks" in done.stderr, done.stderr
+    undisturbed = start_job(config_file, tmp_path / "four", "--training.steps", "12", NGPU="4")
+    assert undisturbed.end(300) == 0, undisturbed.output
+    assert losses(run) == losses(tmp_path / "four") and len(losses(run)) == 12
 
 
-COMPONENTS = ["--nodes", "3", "--partition", "spot", "--on-demand-partition", "safe"]
+@pytest.fixture
+def stand_in(tmp_path: Path) -> StandIn:
+    return StandIn(tmp_path / "slurm")
+
+
+def test_environment_of_a_node(stand_in: StandIn, tmp_path: Path) -> None:
+    stand_in.submit(edited(tmp_path, 1), "--help", **SETTINGS)
+    assert stand_in.end() == 0
+    task = stand_in.task()
+    assert (task["cpus"], task["NGPU"], task["NNODES"], task["MAX_RESTARTS"]) == ("2", "2", "1", "2")
+    assert task["RDZV_ENDPOINT"] == "localhost:14711" and task["command"] == "./run_train.sh"
+    assert task["ROSSBY_PYTHON"] == sys.executable
+
+
+def test_bad_input_is_not_queued_again(stand_in: StandIn, tmp_path: Path) -> None:
+    stand_in.submit(edited(tmp_path, 1), "--training.stepz", "3", **SETTINGS)
+    assert stand_in.end() == 2 and not (stand_in.folder / "ends").exists()
 
 
 @pytest.mark.parametrize(
-    "words, lines",
-    [
-        (["--tasks", "gpu", "--gpus-per-node", "8"], ["--gpus-per-node=8", "--cpus-per-task=64"]),
-        (["--members", "5", "--at-once", "2"], ["--array=0-4%2", "--output=rossby-%A_%a.log"]),
-        (COMPONENTS, ["--partition=safe", "hetjob", "--partition=spot", "--nodes=1", "--nodes=2"]),
-        (
-            ["--time", "8", "--directive", "qos=a", "--checkpoint.enable=false"],
-            ["--signal=USR1@120", "--qos=a", "--no-requeue"],
-        ),
-        (["--time", "1-0"], ["--signal=USR1@300", "--requeue"]),
-    ],
+    ("nodes", "host"),
+    [("gpu[003-008,11],login1", "gpu003"), ("a", "a"), ("a,b", "a"), ("n[1,3]-ib,x", "n1-ib")],
 )
-def test_scripts_are_ones_that_bash_and_slurm_read(
-    words: list[str], lines: list[str], tmp_path: Path
-) -> None:
-    script = written(tmp_path, *words)
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    asked = [line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if "#SBATCH " in line]
-    assert set(lines) <= set(asked), asked
-    assert "%%" not in script.read_text() and os.access(ROOT / "run_train.sh", os.X_OK)
+def test_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
 
 
-def test_a_task_is_the_rank_that_slurm_says() -> None:
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
-    ours = rank_environment(slurm | {"NGPU": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
-    assert [ours[name] for name in names] == ["5", "8", "1", "1", "4"]
-    assert "GLOO_SOCKET_IFNAME" not in ours  # only the loopback leads there
-    alone = [sys.executable, "-m", "launch.slurm_rank", "train.py"]
-    done = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "srun" in done.stderr and len(done.stderr.splitlines()) == 1
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_JOB_NODELIST": "node[07-09]",
+    "SLURM_JOB_ID": "41234",
+    "SLURM_STEP_ID": "1",
+}
+
+
+def test_a_task_is_the_rank_of_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = rank_variables(SLURM)
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    assert [ours[name] for name in names] == ["5", "7", "1", "3", "2", "node07", "11235"]
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # the user's
+    set_rank_from_slurm()
+    assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("5", "10.0.0.1")
+
+
+def test_a_single_task_and_a_launchers_rank_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    set_rank_from_slurm()
+    assert os.environ["RANK"] == "0" and "SLURM_PROCID" in os.environ
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    set_rank_from_slurm()
+    assert "RANK" not in os.environ

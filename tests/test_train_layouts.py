@@ -59,7 +59,7 @@ def train(config_file: Path, ranks: int, options: tuple[str, ...]) -> list[dict[
         f"--data.cache_gib={0 if splits else 1}",  # read together, a variable a rank
     ]
     files = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder)]
-    launch = ["-m", "jobs.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launch = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *launch, "train.py", *files, *settings, *options],
         cwd=ROOT,

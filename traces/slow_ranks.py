@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from traces.collective_record import recorded_calls
+from jobs.collectives import recorded_collectives
 
 logger = logging.getLogger(__name__)
 LOOKED_AT = 256  # of the last calls
@@ -87,7 +87,7 @@ def arrivals(since: int) -> torch.Tensor:
     """(ranks, calls, 2): checksum of a call's group and number, 0 where there is none, and when it was made,
     in ns since the barrier that is held here, which makes the clocks of all hosts one.
     """
-    calls = [call for call in recorded_calls() if call.created >= since][-LOOKED_AT:]
+    calls = [call for call in recorded_collectives() if call.created >= since][-LOOKED_AT:]
     dist.barrier()
     now = time.time_ns()
     mine = torch.zeros(LOOKED_AT, 2, dtype=torch.int64)

@@ -139,7 +139,7 @@ def assemble(
         float8=config.float8,
         memory=memory,
     )
-    fingerprints = Fingerprints(model, config.fault_tolerance.fingerprint_steps)
+    fingerprints = Fingerprints(model, config.training.fingerprint_steps)
     return Assembly(meta_model, num_parameters, model, normalizer, conditions, fingerprints)
 
 
@@ -235,7 +235,6 @@ def build_update(
     accumulation = global_batch.most_micro_batches
     if config.optimizer.in_backward:
         return UpdateInBackward(*parts, accumulation)
-    reduce_dtype, replicas = config.training.mixed_precision_reduce, config.fault_tolerance.enable
-    sizes = (config.training.local_batch_size, accumulation, getattr(torch, reduce_dtype))
-    noise = None if replicas else build_noise_scale(model, *sizes)  # the norm is that of all replicas
+    reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
+    noise = build_noise_scale(model, config.training.local_batch_size, accumulation, reduce_dtype)
     return Update(*parts, config.training.max_norm, noise)

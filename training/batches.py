@@ -47,7 +47,7 @@ def build_batches(
 class Batches:
     """Iterated once a step, it gives the micro-batches that `progress` says come next.
 
-    Where the run has gone back, or on with another replica's state, the loader goes there by itself.
+    Where the run has gone back, the loader goes there by itself.
     """
 
     def __init__(

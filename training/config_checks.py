@@ -177,8 +177,6 @@ def _check_replay(config: Config) -> None:
         refuse(
             key, steps, 'a state is kept of each sample, and training.loss = "crps" has members; set it to 0'
         )
-    if config.fault_tolerance.enable:
-        refuse(key, steps, "replicas that leave take their forecasts with them; set it to 0")
 
 
 def _check_stages(training: Training, entries: str, from_step: str) -> None:
@@ -256,10 +254,6 @@ def _check_best(config: Config) -> None:
     if not (config.checkpoint.enable and validation.enable and validation.interval):
         reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
         refuse("checkpoint.keep_best", name, reason)
-    if config.fault_tolerance.enable:
-        refuse(
-            "checkpoint.keep_best", name, "with fault_tolerance.enable replicas would judge each for itself"
-        )
     check_score("checkpoint.keep_best", name, config)
 
 

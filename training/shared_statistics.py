@@ -10,7 +10,7 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ from datasets.statistics import (
 from errors import UserError
 from jobs.durable_files import replacing
 from jobs.heartbeat import activity
-from jobs.progress_bar import progress_bar
-from jobs.rank_tree import RankTree
+from jobs.log_setup import progress_bar
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger("rossby")
@@ -67,20 +66,21 @@ def count_together(source: Source, cache: Path) -> Statistics:
 
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
-    ranks, folder = RankTree(), cache.parent / SAVED
+    rank, folder = dist.get_rank(), cache.parent / SAVED
+    group: Any = dist.new_group(backend="gloo")  # on the CPU, where the sums are
     earlier: list[Sums] = []  # on rank 0
     fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
-    counting = Counting(source, np.array_split(left, ranks.world)[ranks.rank], shift)
-    own = folder / f"{fingerprint}.{attempt}.{ranks.rank}.npz"
+    counting = Counting(source, np.array_split(left, dist.get_world_size())[rank], shift)
+    own = folder / f"{fingerprint}.{attempt}.{rank}.npz"
     done_before = len(source.dates) - len(left)
-    with progress_bar(len(source.dates), "date", ranks.is_first, desc="statistics", done=done_before) as bar:
-        rounds(counting, own, bar, ranks)
+    with progress_bar(len(source.dates), "date", rank == 0, desc="statistics", done=done_before) as bar:
+        rounds(counting, own, bar, group)
     sums = counting.sums
     for each in earlier:
         sums.merge(each)
-    add_over_ranks(sums, ranks)
-    ranks.close()
+    add_over_ranks(sums, group)
+    dist.destroy_process_group(group)
     return Statistics.from_sums(sums, fingerprint)
 
 
@@ -114,7 +114,7 @@ def read_sums(path: Path) -> Sums | None:
         return None
 
 
-def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
+def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
     """Until no rank has a date left. UserError, on all ranks: what one of them met."""
     counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
     while True:
@@ -125,10 +125,10 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
         activity.progress()
         state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
         counted = counting.num_counted
-        ranks.all_reduce(state)
+        dist.all_reduce(state, group=group)
         bar.update(int(state[1]))
         if state[2]:
-            kind, text = cast(tuple[type[UserError], str], ranks.first_of(failure))
+            kind, text = next(filter(None, gather_objects(failure, group)))
             raise kind(text)
         if not state[0]:
             return
@@ -137,6 +137,13 @@ def rounds(counting: Counting, own: Path, bar: tqdm, ranks: RankTree) -> None:
             save(counting.sums, own)
             saved_at = time.monotonic()
             save_every = max(SAVE_SECONDS, 20 * (saved_at - started))
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the values of all ranks, in their order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def save(sums: Sums, path: Path) -> None:
@@ -149,15 +156,15 @@ def save(sums: Sums, path: Path) -> None:
         logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
 
 
-def add_over_ranks(sums: Sums, ranks: RankTree) -> None:
+def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
     """Give every rank the sums of all. Fields are sent one variable at a time: together they may be large."""
-    if ranks.world == 1:
+    if group.size() == 1:
         return
     sums.count = sums.count + np.zeros(sums.total.shape, np.int64)
     for v in range(len(sums.total)):
-        ranks.all_reduce(torch.from_numpy(sums.total[v]))
-        ranks.all_reduce(torch.from_numpy(sums.count[v]))
-    for rank, (dates, rows) in enumerate(ranks.share(ranks.gather((sums.dates, sums.rows))) or []):
-        if rank != ranks.rank:
+        dist.all_reduce(torch.from_numpy(sums.total[v]), group=group)
+        dist.all_reduce(torch.from_numpy(sums.count[v]), group=group)
+    for rank, (dates, rows) in enumerate(gather_objects((sums.dates, sums.rows), group)):
+        if rank != group.rank():
             sums.dates += dates
             sums.rows += rows

@@ -1,11 +1,11 @@
 """The training step: what train.py, a dry run, the table of layouts, the benchmarks and the tests call."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallelisms.parallelize import ParallelModel
 from training.batches import Batch
@@ -22,12 +22,6 @@ class MicroBatches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-class Others(Protocol):
-    """The other replicas of this run (jobs/replicas.py), of which there may be none."""
-
-    def average(self, loss: Tensor, parameters: Iterable[nn.Parameter]) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Step:
     """What a step was, as scalars on the device, which nobody has waited for."""
@@ -42,12 +36,8 @@ def train_step(
     objective: Objective,
     model: ParallelModel,
     update: Update | UpdateInBackward,
-    others: Others,
-) -> Step | None:
-    """Step `step` (1 is the first): gradients of all micro-batches, their mean over replicas, one update.
-
-    None: a replica was lost and nothing has changed; the same samples are to be taken again.
-    """
+) -> Step:
+    """Step `step` (1 is the first): gradients of all micro-batches, one update."""
     update.begin(step)
     loss, last = torch.zeros((), device=model.device), len(batches) - 1
     scale = update.loss_scale / len(batches)
@@ -58,9 +48,6 @@ def train_step(
             loss += part / len(batches)
             if number == 0 and update.noise:
                 update.noise.first_micro_batch(len(batches))
-    if not others.average(loss, model.parameters.values()):
-        model.zero_grad()
-        return None
     grad_norm = update.finish(step, loss)
     model.zero_grad()
     return Step(loss, grad_norm)

@@ -16,10 +16,13 @@ from config import Config
 from datasets.selection import Selection
 from errors import RunFailed, UserError
 from jobs.heartbeat import activity
-from jobs.run_checks import cluster_here, workload_here
+from jobs.log_setup import start_logging
+from jobs.watchdog import Watchdog
 from planning.hardware import Cluster
 from planning.memory import GIB, Memory
 from planning.search import capacity, changes_that_fit, fits, plan
+from planning.this_machine import cluster_here, workload_here
+from training.host_memory import host_memory
 
 # What allocators say: CUDA's has a class of its own, torch's of the host raises a RuntimeError.
 SAID = re.compile(r"can't allocate memory|out of memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE)
@@ -34,6 +37,15 @@ LARGEST = 3  # components in a message
 
 class OutOfMemory(RunFailed):
     """The message says where, how much, why, and what to change."""
+
+
+@contextmanager
+def watched_run(config: Config) -> Iterator[Watchdog]:
+    """Start logging and the watchdog of a run; explain errors of allocators."""
+    start_logging(is_first=os.environ.get("RANK", "0") == "0")
+    watchdog = Watchdog(config.dump_folder, config.comm)
+    with watchdog, memory_explained(config, lambda: watchdog.selection):
+        yield watchdog
 
 
 @contextmanager
@@ -96,7 +108,7 @@ def expected(config: Config, selection: Selection | None) -> str:
     if selection is None:
         return "the data were being opened"
     try:
-        cluster = cluster_here("", (), world)
+        cluster = cluster_here("", (), world, host_memory())
         work = workload_here(config, selection, cluster, world)
     except UserError as error:
         return f"nothing is planned ({error}): plan.py --dry_run measures what each layout takes"

@@ -1,6 +1,6 @@
 """What only this machine and the data can refuse, before any rank starts: run_train.sh runs it first.
 
-python -m jobs.start_checks --job.config_file F --section.key value
+python -m planning.start_checks --job.config_file F --section.key value
 """
 
 import math
@@ -24,9 +24,7 @@ from config import Config
 from datasets.grid import Grid, latitude_bounds
 from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
-from jobs.host_memory import host_memory
 from jobs.preemption import started_at
-from jobs.replicas import check_replicas
 from models.attention import check_backend
 from models.build import build_model
 from models.condition_numbers import num_channels
@@ -37,10 +35,13 @@ from parallelisms.domain_parallel import check_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from training.due import num_places
+from training.host_memory import host_memory
+from training.loggers.opening import check_loggers
 
 
 def open_checked(config: Config) -> Selection:
     """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
+    check_loggers(config.metrics)
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
     check_outside_source("job.dump_folder", str(config.dump_folder), config.data.path)
@@ -58,9 +59,7 @@ def open_checked(config: Config) -> Selection:
 def check_machine(config: Config) -> None:
     """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
     started_at()
-    if config.fault_tolerance.enable:
-        check_replicas(config.fault_tolerance)
-    use_cuda = check_devices(config.comm.backend)
+    use_cuda = check_devices()
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
         reason = "needs CUDA devices and compile.enable = true; set it to false"
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
@@ -76,17 +75,14 @@ def check_machine(config: Config) -> None:
         check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
 
 
-def check_devices(backend: str) -> bool:
-    """Whether ranks here have GPUs. ConfigError: fewer than there are ranks."""
+def check_devices() -> bool:
+    """Return True where ranks of this host have GPUs. ConfigError: fewer than there are ranks."""
     num_gpus = torch.cuda.device_count()
-    if backend == "nccl" and not num_gpus:
-        refuse("comm.backend", backend, 'this machine has no CUDA device; use "auto" or "gloo"')
-    use_cuda = num_gpus > 0 and backend != "gloo"
     name, number = local_ranks()
     check_processes(name, number)
-    if use_cuda and number > num_gpus:
+    if 0 < num_gpus < number:
         refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    return use_cuda
+    return num_gpus > 0
 
 
 def check_schedule(config: Config) -> None:
@@ -139,7 +135,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
 
     Less than any run takes: what is close to the limit is the planner's to say.
     """
-    gpus = range(torch.cuda.device_count() if config.comm.backend != "gloo" else 0)
+    gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
     if MODELS[model.name].tokens:
