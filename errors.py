@@ -139,20 +139,25 @@ def end_rank(code: int) -> NoReturn:
     os._exit(code)
 
 
+def one_line(error: BaseException) -> str | None:
+    """Return the line for a user's mistake or a run that cannot go on; None for an error of ours."""
+    text = " ".join(str(error).splitlines())
+    if isinstance(error, UserError | RunFailed):
+        return without_secrets(text)
+    return f"{text} ({WHY_LOST})" if is_lost_loader(error) else None
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """The guard around a program: a user's mistake ends it after one line, said by one rank a host."""
+    """Guard a program: a user's mistake ends it after one line, which one rank of a host reports."""
     try:
         yield
-    except (UserError, RunFailed) as error:
-        if is_first_to_say():
-            tell(without_secrets(" ".join(str(error).splitlines())))
-        end_process(BAD_INPUT if isinstance(error, UserError) else FAILED)
-    except RuntimeError as error:
-        if not is_lost_loader(error):
+    except BrokenPipeError:  # the reader of this output has closed it
+        os._exit(0)
+    except Exception as error:
+        text = one_line(error)
+        if text is None:
             raise
         if is_first_to_say():
-            print(f"rossby: {' '.join(str(error).split())} ({WHY_LOST})", file=sys.stderr)
-        end_process(FAILED)
-    except BrokenPipeError:  # who read this output has seen enough of it
-        os._exit(0)
+            tell(text)
+        end_process(BAD_INPUT if isinstance(error, UserError) else FAILED)

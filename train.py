@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from checkpoints.initial_weights import start_from
 from config import Config
-from errors import EXIT_SAVED, RunFailed, end_process, one_line_errors, tell
+from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, tell
 from jobs.heartbeat import activity
 from jobs.preemption import Agreement, Decision, exit_message
 from jobs.watchdog import Watchdog
@@ -190,9 +190,9 @@ def leave(
     """End the run on all ranks together, with this exit code. RunFailed: what is not saved, if anything."""
     watchdog.stop()
     agreement.close()
-    if dist.get_rank() == 0 and not unsaved:
-        watchdog.write_status(code, message)
-        if code:
+    if dist.get_rank() == 0:
+        watchdog.write_status(FAILED if unsaved else code, unsaved or message)
+        if code and not unsaved:
             tell(message)
     dist.barrier()
     run_folder.release()

@@ -1,21 +1,18 @@
-"""Collectives of this process as torch's flight recorder keeps them, and where ranks disagree about them.
+"""Collectives of this process in torch's flight recorder, and where ranks disagree about them.
 
-The recorder keeps the last TORCH_FR_BUFFER_SIZE calls. Builds of torch for CUDA have one for gloo and one for
-NCCL.
+Builds of torch for CUDA have a recorder for gloo and one for NCCL; each keeps TORCH_FR_BUFFER_SIZE calls.
 """
 
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Collective:
-    group: str  # backend and name, equal on all ranks of the group; each backend counts its own calls
-    axis: str  # description of the group, for example "tp"
-    number: int  # in the group, from 1
+class Collective(NamedTuple):
+    group: str  # backend and name, equal on all its ranks
+    axis: str  # the group's description, for example "tp"
+    number: int  # in the group, from 1; each backend counts its own
     call: str  # "all_reduce of Float [5]"
     created: int  # ns since 1970, by the clock of the host
 
@@ -44,17 +41,10 @@ def _collective(entry: dict[str, Any]) -> Collective:
     return Collective(f"{backend}:{group}", axis.removeprefix("mesh_"), number, call, created)
 
 
-def last_collectives() -> dict[str, list[Any]]:
-    """Return the last call of each group: group -> [number, call, axis]."""
-    return {each.group: [each.number, each.call, each.axis] for each in recorded_collectives()}
-
-
 def find_mismatches(last: Mapping[int, Mapping[str, list[Any]]]) -> list[str]:
-    """Return a line for each group of which the ranks are not in the same call. last: rank ->
-    `last_collectives`.
+    """Return a line for each group that does not have all its ranks in the same call.
 
-    A group that a rank has not called anything in is left out for that rank: it may have no part in it.
-
+    last: rank -> group -> [number, call, axis] of its last call. A rank may have no part in a group.
     """
     lines = []
     for group in dict.fromkeys(group for calls in last.values() for group in calls):

@@ -3,7 +3,7 @@
 import faulthandler
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from jobs.collectives import find_mismatches, flight_record
 
 MISMATCH = "ranks that call different collectives wait for each other for ever: a branch depends on the rank"
+ENDED = "the process has ended"
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": ENDED}  # the kernel's letters
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,6 @@ class Heartbeat:
     @property
     def name(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
@@ -66,11 +65,13 @@ def format_report(stalled: Sequence[Heartbeat], reason: str) -> str:
 
 def full_report(stalled: Sequence[Heartbeat], reason: str, ranks: Sequence[Heartbeat], node: int) -> str:
     """Return stalled ranks, a table of all, and collectives that do not match. node: this host's."""
-    if stalled[0].node == node and stalled[0].silent:
-        state = process_state(stalled[0].pid)
-        reason = f"{state}, {reason.partition(':')[0]}" if state else reason
+    if stalled[0].node == node and stalled[0].silent and (state := process_state(stalled[0].pid)):
+        reason = f"{state}, {reason.partition(':')[0]}"
     lines = [f"{format_report(stalled, reason)}; all ranks end", format_table(ranks)]
-    return "\n".join([*lines, *format_mismatches(ranks)])
+    if all(each.waits and each.calls for each in ranks):  # else one of them is merely late
+        mismatches = find_mismatches({each.rank: each.calls for each in ranks})
+        lines += [f"  {line}" for line in [*mismatches, MISMATCH]] if mismatches else []
+    return "\n".join(lines)
 
 
 def format_table(ranks: Sequence[Heartbeat]) -> str:
@@ -90,32 +91,22 @@ def format_table(ranks: Sequence[Heartbeat]) -> str:
     return "\n".join(lines)
 
 
-def format_mismatches(ranks: Sequence[Heartbeat]) -> list[str]:
-    """Return lines on ranks that all wait, in different collectives; none where one is merely late."""
-    if not all(each.waits and each.calls for each in ranks):
-        return []
-    found = find_mismatches({each.rank: each.calls for each in ranks})
-    return [*(f"  {line}" for line in found), f"  {MISMATCH}"] if found else []
-
-
 def format_ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
-    numbers, parts = sorted(numbers), []
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        parts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    parts = []
+    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        first, *rest = [number for _, number in run]
+        parts.append(f"{first}-{rest[-1]}" if rest else f"{first}")
     return ", ".join(parts)
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state of a process of this host where it explains a stall, else an empty text."""
+    """Return the state of a process of this host where it explains a stall, else an empty text."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return "the process has ended"
-    state = stat.rpartition(")")[2].split()[0]
-    ended = "the process has ended"
-    return {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": ended}.get(state, "")
+        return ENDED
+    return STATES.get(stat.rpartition(")")[2].split()[0], "")
 
 
 def write_stacks(folder: Path, rank: int) -> None:

@@ -1,6 +1,4 @@
-"""Activity of this process: step, phase, and when it last made progress. The watchdog sends it to other
-ranks.
-"""
+"""Activity of this process: step, phase, and when it last made progress."""
 
 import os
 import sys
@@ -9,12 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = str(Path(__file__).parent.parent)
 TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
-WAITS = "log"  # the phase that waits for the device, and so for other ranks
+WAITS = ("log", "agree")  # phases that wait for the device or for an agreement, and so for other ranks
 
 
 class Activity:
@@ -55,8 +52,8 @@ class Activity:
     def where(self) -> tuple[str, bool]:
         """Return the project's innermost line in the main thread, and True where it waits for other ranks."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        waits = self.phases[-1] == WAITS or device_is_busy()
-        while frame and not _is_ours(frame):
+        waits = self.phases[-1] in WAITS or device_is_busy()
+        while frame and not is_ours(frame.f_code.co_filename):
             waits = waits or TORCH_DISTRIBUTED in frame.f_code.co_filename
             frame = frame.f_back
         if frame is None:
@@ -74,9 +71,7 @@ def touch_heartbeat_file() -> None:
 
 
 def device_is_busy() -> bool:
-    """Return True while the GPU has work of this process. Then the host waits for it wherever it is, because
-    a full queue delays every kernel; and a device that is busy for long waits for other ranks.
-    """
+    """Return True while the GPU has work: a full queue delays the host, and for long only other ranks do."""
     torch: Any = sys.modules.get("torch")  # imported by whatever gives work to a GPU
     if torch is None or not torch.cuda.is_initialized():
         return False
@@ -86,11 +81,9 @@ def device_is_busy() -> bool:
         return False
 
 
-def _is_ours(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return (
-        name.startswith(ROOT) and "site-packages" not in name and name != __file__
-    )  # not the span of a phase
+def is_ours(name: str) -> bool:
+    """Return True for a file of the project, but for this one: its lines are those around a phase."""
+    return name.startswith(ROOT) and "site-packages" not in name and name != __file__
 
 
 activity = Activity()

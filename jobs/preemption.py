@@ -1,13 +1,13 @@
 """Agreement of all ranks to save, or to save and end, at a step boundary: by a signal, or short of time.
 
-SIGTERM, SIGUSR1 (Slurm's `--signal`) and Ctrl-C on any rank end a run with exit code 75 after a save: "start
-me again". A second Ctrl-C ends it at once with 130. So does `training.max_wall_time`. Each rank's request is
-a number, of which all ranks take the largest: the exchange starts at one step boundary and ends at the next,
-so that no rank waits for it, nor for the device.
+SIGTERM, SIGUSR1 (Slurm's `--signal`) and Ctrl-C on any rank, and `training.max_wall_time`, end a run with
+exit code 75 after a save: "start me again". A second Ctrl-C ends it at once with 130. All ranks take the
+largest of their requests: the exchange starts at one step boundary and ends at the next, so that no rank
+waits for it.
 """
 
-import math
 import os
+import re
 import signal
 import sys
 import time
@@ -29,24 +29,18 @@ LARGEST_MARGIN_SECONDS = 60.0  # between the end of the save and the end of the 
 
 
 def started_at() -> float:
-    """Return when training.max_wall_time began, in seconds since 1970. ConfigError: ROSSBY_STARTED is no
-    time.
-    """
+    """Return when training.max_wall_time began, in seconds since 1970. ConfigError."""
     text = os.environ.get("ROSSBY_STARTED") or str(time.time())
-    try:
-        started = float(text)
-    except ValueError:
-        started = math.nan
-    if not math.isfinite(started):
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
         refuse("ROSSBY_STARTED", text, "an environment variable: seconds since 1970, as date +%s gives them")
-    return started
+    return float(text)
 
 
 def exit_message(stop: str, step: int, saved: bool) -> str:
     """Return the last line of a run that ends early."""
-    if saved:
-        return f"{stop}: the checkpoint of step {step} is complete; start again to go on (code {EXIT_SAVED})"
-    return f"{stop}: ended after step {step}, nothing saved: checkpoint.enable is false (code {EXIT_SAVED})"
+    done = f"the checkpoint of step {step} is complete; start again to go on"
+    lost = f"ended after step {step}, nothing saved: checkpoint.enable is false"
+    return f"{stop}: {done if saved else lost} (code {EXIT_SAVED})"
 
 
 @dataclass(frozen=True)
@@ -61,9 +55,7 @@ class Agreement:
     """Context around the loop, which asks it at each step boundary, `at`, on all ranks together."""
 
     def __init__(self, max_wall_time: str, interval_minutes: float, timeout_seconds: int) -> None:
-        """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on. interval_minutes: of saves; 0:
-        never.
-        """
+        """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on. interval_minutes: 0 for never."""
         self.rank, self.alone = dist.get_rank(), dist.get_world_size() == 1
         # Of its own: two exchanges at a time in one group of gloo would be taken for each other.
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))

@@ -46,8 +46,8 @@ class Node(StaticTCPRendezvous):
 
 
 def forward_signal(number: int, *_: object) -> None:
-    """Send a signal to the ranks. Torchelastic sends it to their loader processes too, which would end before
-    the save. Before there are ranks, and at a second Ctrl-C, this process ends at once.
+    """Send a signal to the ranks alone: torchelastic sends it to their loader processes too, which would end
+    before the save. Before there are ranks, and at a second Ctrl-C, end at once.
     """
     ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     again = number == signal.SIGINT and Node.stopping

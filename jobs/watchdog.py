@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,11 +23,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
-from errors import BAD_INPUT, FAILED, RunFailed, UserError, end_process, end_rank, is_lost_loader, tell
-from jobs.collectives import last_collectives
+from errors import BAD_INPUT, FAILED, UserError, end_process, end_rank, is_first_to_say, one_line, tell
+from jobs.collectives import recorded_collectives
+from jobs.durable_files import write_durably
 from jobs.hang_report import Heartbeat, find_stalled_ranks, format_report, full_report, write_stacks
 from jobs.heartbeat import activity, touch_heartbeat_file
-from jobs.status import write_status
 
 INTERVAL = 1.0  # seconds between heartbeats
 STORE_SECONDS = 5.0  # that a call of the store may take: it blocks when a link is cut
@@ -66,6 +66,7 @@ class Watchdog:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.node, self.parent = int(os.environ.get("GROUP_RANK", 0)), os.getppid()
         self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.trained = self.lost = self.store_closed = self.owns_folder = False
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
@@ -95,12 +96,18 @@ class Watchdog:
                 thread.join(timeout=2 * STORE_SECONDS)
 
     def write_status(self, exit_code: int | None, message: str = "") -> None:
-        """Write status.json, once the run's folder is this run's. exit_code: None while the run goes on."""
-        if self.owns_folder:
-            try:
-                write_status(self.folder, activity.step, exit_code, message.partition("\n")[0])
-            except OSError as error:
-                tell(f"{self.folder}: status.json is not written: {error}")
+        """Write status.json, once the run's folder is this run's: for launchers that lose the exit code.
+
+        exit_code: 0 done, 1 failed, 2 bad input, 75 saved and not done, None while the run goes on.
+        """
+        if not self.owns_folder:
+            return
+        status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}
+        status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "restart": int(self.attempt)}
+        try:
+            write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
+        except OSError as error:
+            tell(f"{self.folder}: status.json is not written: {error}")
 
     def step_done(self, group: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
         """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step.
@@ -114,11 +121,6 @@ class Watchdog:
         for each in groups:
             _set_pg_timeout(timedelta(seconds=self.short_limit + EXPLAIN_SECONDS), each)
 
-    @property
-    def silence(self) -> float:
-        """Seconds without a heartbeat after which a rank is taken for dead."""
-        return self.short_limit if self.trained else self.long_limit
-
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
         phases, (where, waits) = activity.phases, activity.where()
@@ -129,7 +131,10 @@ class Watchdog:
         own = (self.rank, self.node, socket.gethostname(), os.getpid())
         heartbeat = Heartbeat(*own, *doing, waits=waits or self.lost, lost=self.lost)
         stands = heartbeat.waits and (self.lost or heartbeat.seconds > limit / 2)
-        return replace(heartbeat, calls=last_collectives()) if stands else heartbeat
+        if not stands:
+            return heartbeat
+        calls = {each.group: [each.number, each.call, each.axis] for each in recorded_collectives()}
+        return replace(heartbeat, calls=calls)
 
     # -- the threads
 
@@ -143,7 +148,7 @@ class Watchdog:
                 end_rank(FAILED)  # the launcher was killed: nothing else would end this rank
             if self.world_size == 1:
                 self._judge([self.heartbeat()])
-            elif time.monotonic() - self.contact > min(AFTER_LOSS_SECONDS, self.silence):
+            elif time.monotonic() - self.contact > min(AFTER_LOSS_SECONDS, self.silence()):
                 self._without_store()
 
     def _sync(self) -> None:
@@ -152,21 +157,19 @@ class Watchdog:
                 self._exchange()
                 self.contact = time.monotonic()
             except (dist.DistError, OSError) as error:
-                self.store = (
-                    None  # the next heartbeat connects again; `_watch` sees for how long there is none
-                )
+                self.store = None  # the next heartbeat connects again
                 self.store_closed = isinstance(error, ConnectionRefusedError)
             self.stopped.wait(INTERVAL)
 
     def _exchange(self) -> None:
         """Write this rank's heartbeat. Rank 0 judges all; the others do where it has no heartbeat."""
         if self.store is None:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self.store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), attempt)
-        self.store.set(f"rank/{self.rank}", self.heartbeat().to_json())
+            self.store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.attempt)
+        mine = self.heartbeat()
+        self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
         if self.rank:
             first = self._read_heartbeats([0])
-            if first[0].silent <= max(self._patience(first), 3 * INTERVAL):
+            if first[0].silent <= max(self.silence([mine, *first]), 3 * INTERVAL):
                 return
         self._judge(self._read_heartbeats(range(self.world_size)))
 
@@ -175,7 +178,7 @@ class Watchdog:
         assert self.store is not None
         for rank in ranks:
             if rank not in self.last:
-                self.store.compare_set(f"rank/{rank}", "", Heartbeat(rank).to_json())
+                self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
         reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
         if reason.decode() != NO_REASON:
             self._end("", int(reason.split()[0]))
@@ -186,19 +189,20 @@ class Watchdog:
             found.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
         return found
 
-    def _patience(self, ranks: list[Heartbeat]) -> float:
-        lost = self.lost or any(each.lost for each in ranks)
-        return min(self.silence, AFTER_LOSS_SECONDS) if lost else self.silence
+    def silence(self, ranks: Sequence[Heartbeat] = ()) -> float:
+        """Return the seconds without a heartbeat after which a rank is taken for dead."""
+        limit = self.short_limit if self.trained else self.long_limit
+        return min(limit, AFTER_LOSS_SECONDS) if any(each.lost for each in ranks) else limit
 
     def _judge(self, ranks: list[Heartbeat]) -> None:
-        if found := find_stalled_ranks(ranks, self._patience(ranks)):
+        if found := find_stalled_ranks(ranks, self.silence(ranks)):
             report = full_report(*found, ranks, self.node)
             self._end(f"{report}\n  stacks: {self.folder / 'hang'}")
 
     def _without_store(self) -> None:
         """End this rank where the store's host is out of reach for too long, or its launcher has ended."""
         silent = time.monotonic() - self.contact
-        if silent > self.silence or self.lost or self.store_closed:
+        if silent > self.silence() or self.lost or self.store_closed:
             where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = f"no answer from {where} for {silent:.0f} s: link or host down, or it has ended"
             self._end(format_report([self.heartbeat()], reason))
@@ -224,7 +228,7 @@ class Watchdog:
         """Return True where this rank sets the shutdown reason; without a store, on one rank of each host."""
         # Without its host a store may never answer.
         if self.store is None or time.monotonic() - self.contact > STORE_SECONDS:
-            return os.environ.get("LOCAL_RANK", "0") == "0"
+            return is_first_to_say()
         reason = f"{code} {self.rank}"
         try:
             return self.store.compare_set("shutdown", NO_REASON, reason).decode() == reason
@@ -241,21 +245,20 @@ class Watchdog:
         end_process(code)
 
     def end_with(self, error: Exception) -> None:
-        """End this rank with an exception of the main thread, and the others with it. Returns where the
-        caller reports it: errors of one line, and alone.
+        """End this rank with an exception of the main thread, and the others with it. Alone, it returns.
 
         A broken connection is another rank's doing, which the shutdown reason names.
-
         """
-        one_line = isinstance(error, RunFailed | UserError) or is_lost_loader(error)
-        message = f"{type(error).__name__}: {' '.join(str(error).splitlines())[:300]}"
-        if one_line or self.world_size == 1 or not self.threads[0].is_alive():
-            code = BAD_INPUT if isinstance(error, UserError) else FAILED
-            if self._is_first(code):
-                self.write_status(code, str(error) if one_line else message)
-            return
-        if is_lost_connection(error):
-            self.lost = True
-            time.sleep(EXPLAIN_SECONDS)  # a thread ends the process as soon as there is a reason
-        traceback.print_exception(error)
-        self._end(f"{format_report([self.heartbeat()], message)}; all ranks end", stacks=False)
+        text = one_line(error)
+        message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        code = BAD_INPUT if isinstance(error, UserError) else FAILED
+        if self.world_size == 1:
+            self.write_status(code, message)
+        elif text and self.threads[0].is_alive():
+            self._end(text, code, stacks=False)
+        elif not text:
+            if is_lost_connection(error):
+                self.lost = True
+                time.sleep(EXPLAIN_SECONDS)  # a thread ends the process as soon as there is a reason
+            traceback.print_exception(error)
+            self._end(f"{format_report([self.heartbeat()], message)}; all ranks end", stacks=False)

@@ -40,12 +40,12 @@ SlurmdLogFile={folder}/slurmd-%n.log
 MailProg=/bin/true
 ReturnToService=2
 NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:2 State=UNKNOWN
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:2 State=UNKNOWN
+NodeName={host}-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:2 State=UNKNOWN
 PartitionName=spot Nodes=ALL Default=YES PriorityTier=1 GraceTime=120 MaxTime=INFINITE State=UP
 PartitionName=ondemand Nodes=ALL PriorityTier=1 PreemptMode=OFF MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
-NODES = (socket.gethostname().partition(".")[0], "node2")  # the first one is known by name
+NODES = (socket.gethostname().partition(".")[0], socket.gethostname().partition(".")[0] + "-2")
 
 
 def edited(folder: Path, nodes: int, *lines: str) -> Path:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from jobs.collectives import find_mismatches, recorded_collectives
-from jobs.hang_report import Heartbeat, format_mismatches
+from jobs.hang_report import Heartbeat, full_report
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, write_config
 from tests.test_preflight import small  # noqa: F401  (a fixture)
@@ -166,9 +166,9 @@ def test_calls_that_differ_are_told_apart():
         "rank 0 called all_reduce of Float [5] (call 4 among tp), rank 1 did not"
     ]
     assert find_mismatches({0: told[0], 1: told[0]}) == []
-    waiting_ranks = [Heartbeat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
-    assert "rank 1 did not" in format_mismatches(waiting_ranks)[0]
-    assert format_mismatches([waiting_ranks[0], Heartbeat(1, calls=dict(told[1]))]) == []  # computes
+    ranks = [Heartbeat(rank, waits=True, calls=dict(calls)) for rank, calls in told.items()]
+    assert "rank 1 did not" in full_report(ranks, "", ranks, 0)
+    assert "did not" not in full_report(ranks, "", [ranks[0], Heartbeat(1, calls=dict(told[1]))], 0)
 
 
 def test_calls_of_every_backend_are_read(monkeypatch):

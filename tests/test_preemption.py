@@ -1,5 +1,6 @@
 """Ranks agree on when to save and when to end; what the run leaves then, and that it goes on."""
 
+import json
 import os
 import signal
 import time
@@ -129,11 +130,41 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
     assert time.monotonic() - told < 30
     step = last_step(run)
     assert complete_steps(run / "checkpoints") == [step]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["exit_code"], status["step"]) == (EXIT_SAVED, step) and "SIGTERM" in status["message"]
     assert f"SIGTERM on rank 1: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
 
     again = start_job(config_file, run, "--training.steps", str(step + 3), NGPU="2")
     assert again.end() == 0, again.output
     assert f"from step {step} to" in again.output and sorted(losses(run)) == list(range(1, step + 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_launcher_saves_and_is_not_a_crash(start_job, tmp_path, number):
+    run = tmp_path / "run"
+    job = start_job(write_config(tmp_path), run, "--data.num_workers", "1", NGPU="2", MAX_RESTARTS="2")
+    job.wait_for_step(10)
+    os.kill(job.process.pid, number)
+    assert job.end() == EXIT_SAVED, job.output
+    assert complete_steps(run / "checkpoints") == [last_step(run)] and "restart" not in job.output
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
+    """Rank 1 is stopped, so that no save can end."""
+    run = tmp_path / "run"
+    job = start_job(write_config(tmp_path), run, NGPU="2")
+    job.wait_for_step(5)
+    ranks = job.ranks()
+    job.kill_rank(1, signal.SIGSTOP)
+    for _ in range(2):
+        os.kill(job.process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    assert job.end(10) == 130, job.output
+    time.sleep(1)
+    assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+    assert not complete_steps(run / "checkpoints")
 
 
 def test_ctrl_c_in_one_process_saves_and_ends_in_one_line(start_job, tmp_path):

@@ -1,5 +1,6 @@
 """A rank that stalls, stops or leaves: which rank is named, how soon the job ends, report and files."""
 
+import json
 import re
 import signal
 import time
@@ -161,3 +162,5 @@ def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
     said = job.output.partition("rossby: ")[2]
     assert said.startswith("rank 1 (") and "stopped by a signal" in said, job.output
     assert (run / "hang/rank-0.txt").exists()
+    status = json.loads((run / "status.json").read_text())
+    assert status["exit_code"] == 1 and status["message"].startswith("rank 1 (")
