@@ -61,9 +61,10 @@ from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, one_line_errors
-from jobs.log_setup import progress_bar, start_logging
+from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
 from planning.start_checks import check_folder
+from training.progress_bar import progress_bar
 from training.shared_statistics import load_or_count
 from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (

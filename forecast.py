@@ -47,13 +47,14 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
 from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
-from jobs.log_setup import progress_bar, start_logging
+from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.determinism import set_determinism
+from training.progress_bar import progress_bar
 from verification.export import Description, OneStep, export_step, write_safetensors
 from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
 from verification.perturbations import RandomFields, perturbation

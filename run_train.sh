@@ -52,7 +52,7 @@ export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 leave() { kill "${checks:-}" 2>/dev/null && wait "$checks" || true; exit "$1"; } # nobody stays
 trap 'leave 143' TERM
 trap 'leave 130' INT
-"$PYTHON" -P -m planning.start_checks "$@" &
+SLURM_STEP_NUM_TASKS=1 "$PYTHON" -P -m planning.start_checks "$@" & # of srun, which has one task a node here
 checks=$!
 wait "$checks"
 trap - TERM INT

@@ -1,4 +1,4 @@
-"""Log lines and progress bars of the ranks."""
+"""Log lines of the ranks."""
 
 import logging
 import sys
@@ -9,8 +9,6 @@ from typing import Any
 from tqdm import tqdm
 
 from errors import without_secrets
-
-LINE_SECONDS = 30.0  # between lines of a progress bar that is written to a file
 
 
 def hide_secrets(record: logging.LogRecord) -> bool:
@@ -45,21 +43,3 @@ def start_logging(is_first: bool) -> None:
         logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd.* is deprecated")
-
-
-def progress_bar(total: int, unit: str, shown: bool, *, desc: str = "", done: int = 0) -> tqdm:
-    """Return a bar that is drawn where `shown`, for one rank. With `desc` it is a part of a longer task and
-    removed at its end; such a bar writes nothing into a file unless the part takes long.
-    """
-    seconds = 0.0 if sys.stderr.isatty() else LINE_SECONDS
-    return tqdm(
-        total=total,
-        initial=done,
-        unit=unit,
-        desc=desc or None,
-        leave=not desc,
-        disable=not shown,
-        delay=seconds if desc else 0.0,
-        dynamic_ncols=True,
-        mininterval=max(seconds, 0.1),
-    )

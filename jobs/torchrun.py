@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 
 from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
@@ -27,6 +28,11 @@ class Node(StaticTCPRendezvous):
     """Static rendezvous; its store listens at the endpoint alone, and no rank restarts after a signal."""
 
     stopping, attempt = False, -1
+
+    def __init__(self, given: RendezvousParameters) -> None:
+        host, _, port = given.endpoint.rpartition(":")
+        rank = int(given.config["rank"])
+        super().__init__(host, int(port), rank, given.max_nodes, given.run_id, JOIN_SECONDS)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -79,14 +85,10 @@ def run_ranks(argv: list[str]) -> int:
 
 
 def main() -> None:
-    def create(given):
-        host, _, port = given.endpoint.rpartition(":")
-        return Node(host, int(port), int(given.config["rank"]), given.max_nodes, given.run_id, JOIN_SECONDS)
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what ranks report is enough
-    rendezvous_handler_registry.register(BACKEND, create)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, forward_signal)
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
+    rendezvous_handler_registry.register(BACKEND, Node)
     with one_line_errors(), TemporaryDirectory(prefix="rossby-", ignore_cleanup_errors=True) as folder:
         code = run_ranks([f"--log-dir={folder}", *sys.argv[1:]])
     sys.exit(code)

@@ -1,9 +1,8 @@
 """Finds a rank that died, stalls or left, in bounded time, and ends all ranks with a message that names it.
 
-Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all;
-the first shutdown reason in the store counts, and every rank that reads it ends. `comm.timeout_seconds` is
-the limit before the end of the first step and in long phases (validation, checkpoint, the end);
-`comm.train_timeout_seconds` in all others.
+Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all; every rank that reads a
+shutdown reason there ends. `comm.timeout_seconds` is the limit before the end of the first step and in long
+phases, `comm.train_timeout_seconds` in all others.
 """
 
 import json
@@ -50,10 +49,8 @@ def connect(host: str, port: int, attempt: str) -> Store:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Return True for an exception that another rank's end causes."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in text for word in LOST)
-    )
+    is_named = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
+    return is_named or isinstance(error, dist.DistError)
 
 
 class Watchdog:
@@ -96,10 +93,7 @@ class Watchdog:
                 thread.join(timeout=2 * STORE_SECONDS)
 
     def write_status(self, exit_code: int | None, message: str = "") -> None:
-        """Write status.json, once the run's folder is this run's: for launchers that lose the exit code.
-
-        exit_code: 0 done, 1 failed, 2 bad input, 75 saved and not done, None while the run goes on.
-        """
+        """Write status.json, once the run's folder is this run's. exit_code: None while the run goes on."""
         if not self.owns_folder:
             return
         status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}

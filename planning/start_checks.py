@@ -1,4 +1,4 @@
-"""What only this machine and the data can refuse, before any rank starts: run_train.sh runs it first.
+"""Checks that need this machine and the data. run_train.sh runs them before any rank starts.
 
 python -m planning.start_checks --job.config_file F --section.key value
 """
@@ -40,7 +40,7 @@ from training.loggers.opening import check_loggers
 
 
 def open_checked(config: Config) -> Selection:
-    """The data of a run, once this machine, the model and they fit together. ConfigError, DataError."""
+    """Open the data of a run and check that machine, model and data fit together. ConfigError, DataError."""
     check_loggers(config.metrics)
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
@@ -57,7 +57,7 @@ def open_checked(config: Config) -> Selection:
 
 
 def check_machine(config: Config) -> None:
-    """What only the machine that trains knows: devices and kernels. Raises ConfigError."""
+    """Check devices, kernels and the environment of this machine. Raises ConfigError."""
     started_at()
     use_cuda = check_devices()
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
@@ -86,7 +86,7 @@ def check_devices() -> bool:
 
 
 def check_schedule(config: Config) -> None:
-    """Schedules of a pipeline that an older torch has, and cannot run."""
+    """Refuse schedules of a pipeline that an older torch has, and cannot run."""
     key, schedule = "pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
     release = torch_release()
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
@@ -100,7 +100,7 @@ def check_schedule(config: Config) -> None:
 
 
 def check_base(config: Config) -> None:
-    """A base of whole numbers, which an older torch cannot shard."""
+    """Refuse an int8 base that an older torch cannot shard."""
     if not config.lora.enable or config.lora.base_dtype != "int8" or torch_release() >= (2, 13):
         return
     if resolve_degrees(num_ranks(), config.parallelism).uses_fsdp:
@@ -113,13 +113,13 @@ def torch_release() -> tuple[int, ...]:
 
 
 def local_ranks() -> tuple[str, int]:
-    """The ranks of this host, and the environment variable that says so."""
+    """Return the environment variable for the ranks of this host, and their number."""
     name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "NGPU"
     return name, number_in_environment(name)
 
 
 def check_folder(key: str, folder: Path) -> None:
-    """ConfigError: it cannot be made, or written to. Changes nothing."""
+    """Check that a folder can be made and written to; changes nothing. ConfigError."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         refuse(key, str(folder), f"{there} is not a folder")
@@ -133,7 +133,7 @@ def check_folder(key: str, folder: Path) -> None:
 def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     """ConfigError: not even the parameters of the ranks here, or the fields of one batch, fit this machine.
 
-    Less than any run takes: what is close to the limit is the planner's to say.
+    A lower bound of any run; planning/preflight.py compares the planned peak.
     """
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
@@ -166,7 +166,7 @@ def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> N
 
 
 def check_model(config: Config, grid: Grid) -> None:
-    """What depends on the grid of the data, and on the model's layers. Raises ConfigError."""
+    """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
     check_tokens(config, grid)
     if (fraction := config.training.spectral_fraction) and not grid.periodic:
         reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
@@ -182,7 +182,7 @@ def check_model(config: Config, grid: Grid) -> None:
 
 
 def check_globe(config: Config, grid: Grid) -> None:
-    """ConfigError: what is conserved is a mean over the globe, or positions are; the data end before."""
+    """ConfigError: global means are conserved, or positions are on a sphere, and the data are not global."""
     section = "model" if config.model.conserve else "training"
     ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
     if grid.periodic and (ends == 90).all():
@@ -196,7 +196,7 @@ def check_globe(config: Config, grid: Grid) -> None:
 
 
 def check_tokens(config: Config, grid: Grid) -> None:
-    """ConfigError: some rank would have none of a sample's tokens."""
+    """ConfigError: a rank would have none of a sample's tokens."""
     degree = config.parallelism.context_parallel_degree
     tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
     if MODELS[config.model.name].tokens and degree > tokens:

@@ -8,7 +8,7 @@ from typing import Any
 
 # Before torch is imported: tests run beside each other and beside the ranks they spawn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as jobs/launch.py says
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as run_train.sh sets it
 
 import pytest
 import torch

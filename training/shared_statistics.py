@@ -31,8 +31,8 @@ from datasets.statistics import (
 from errors import UserError
 from jobs.durable_files import replacing
 from jobs.heartbeat import activity
-from jobs.log_setup import progress_bar
 from parallelisms.mesh import from_first_rank
+from training.progress_bar import progress_bar
 
 logger = logging.getLogger("rossby")
 ROUND_SECONDS, SAVE_SECONDS = 5.0, 60.0

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from config import Config
 from datasets.variables import named_by
-from jobs.log_setup import progress_bar
 from traces.profiler import span
 from training.assembly import Assembly
 from training.host_memory import giving_memory_back
 from training.metrics import Metrics
 from training.no_checkpoints import Saves
 from training.objective import Objective
+from training.progress_bar import progress_bar
 from training.samples import Samples
 from training.state import TrainState
 from verification.baselines import FIT_SAMPLES, fit_baselines
