@@ -6,6 +6,7 @@ final name. DCP raises an error of one rank on all of them.
 """
 
 import atexit
+import io
 import logging
 import os
 import resource
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,18 +44,18 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the trainer handles
 # -- files with checksums ------------------------------------------------------------------------------
 
 
-class ChecksumStream:
-    """A file that computes the CRC-32 of what is written to it."""
+class ChecksumFile(io.BufferedWriter):
+    """A new file that computes the CRC-32 of what is written to it."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.crc32 = file, 0
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.crc32 = 0
         self.error: OSError | None = None  # of a full disk, which torch.save replaces by a RuntimeError
-        self.tell, self.fileno, self.flush, self.close = file.tell, file.fileno, file.flush, file.close
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         try:
-            return self.file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
@@ -68,14 +69,13 @@ class ChecksumFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as file:
-            stream = ChecksumStream(cast(IO[bytes], file))
+        with ChecksumFile(Path(path)) as file:
             try:
-                yield stream
+                yield file
             except RuntimeError as error:
-                raise stream.error or error from None
+                raise file.error or error from None
         # Under the final name: DCP writes .metadata as .metadata.tmp.
-        self.files[Path(path).name.removesuffix(".tmp")] = (Path(path).stat().st_size, stream.crc32)
+        self.files[Path(path).name.removesuffix(".tmp")] = (Path(path).stat().st_size, file.crc32)
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Logger:
         self.client = MlflowClient(tracking_uri=store)
         self.stored = StoredRun(folder / "mlflow.json", store, resume_step, written, self._create)
         self.client.update_run(self.stored.id, status="RUNNING")
-        self.thread, self.pending = ThreadPoolExecutor(1), list[Future]()
+        self.thread, self.last = ThreadPoolExecutor(1), Future[None]()
 
     def _create(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rossby")
@@ -42,13 +42,11 @@ class Logger:
         return run
 
     def _send(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Queue a call. Raises the error of an earlier one, and gives the others up."""
-        done = [future for future in self.pending if future.done()]
-        self.pending = [future for future in self.pending if future not in done]
-        if failed := [future for future in done if future.exception()]:
+        """Queue a call. Raises the error of the one before, and gives up what waits."""
+        if self.last.done() and self.last.exception():
             self.thread.shutdown(wait=False, cancel_futures=True)
-            failed[0].result()
-        self.pending.append(self.thread.submit(call, *arguments))
+            self.last.result()
+        self.last = self.thread.submit(call, *arguments)
 
     def log(self, record: dict[str, Any]) -> None:
         step, now = record["step"], round(time.time() * 1000)
@@ -70,5 +68,4 @@ class Logger:
     def close(self) -> None:
         self._send(self.client.set_terminated, self.stored.id)
         self.thread.shutdown()
-        for future in self.pending:
-            future.result()
+        self.last.result()

@@ -37,7 +37,8 @@ def check_loggers(settings: Metrics) -> None:
 class Loggers:
     """Loggers by name. The first error of one is a warning, and its end; the run goes on.
 
-    A logger has the methods log(record), log_images(step, pictures, scorecard), rollback(step), close().
+    A logger has the methods log(record) and close(), and may have log_images(step, pictures, scorecard) and
+    rollback(step), after which later steps come again.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class Loggers:
 
     def call(self, method: str, *arguments: Any) -> None:
         for name, each in list(self.loggers.items()):
-            self._try(name, getattr(each, method), *arguments)
+            if hasattr(each, method):
+                self._try(name, getattr(each, method), *arguments)
 
     def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

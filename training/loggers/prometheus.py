@@ -1,7 +1,6 @@
 """Prometheus and other readers of OpenMetrics (prometheus-client, an extra); names: docs/metrics.md."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_
 from checkpoints.files import complete_steps, step_folder
 from jobs.heartbeat import activity
 
-# Key of metrics.jsonl -> its name, and the factor to SI units. The others keep theirs.
+# Key of metrics.jsonl -> its name here, and the factor to SI units.
 RENAMED = {
     "lr": ("learning_rate", 1),
     "exposed_communication": ("exposed_communication_ratio", 1),
@@ -27,13 +26,12 @@ class Logger:
         self.checkpoints, self.started = folder / "checkpoints", time.time()
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
         ProcessCollector(registry=self.registry)
-        for name in ("start_timestamp_seconds", "step_timestamp_seconds"):
-            self._gauge(name).set(self.started)
-        self._gauge("last_step").set(steps)
-        self._gauge("skipped_steps").set(0)
+        values = {"start_timestamp_seconds": self.started, "step_timestamp_seconds": self.started}
+        for name, value in (values | {"last_step": steps, "skipped_steps": 0}).items():
+            self._gauge(name).set(value)
         self._gauge("heartbeat_age_seconds").set_function(lambda: activity.seconds)
         if self.checkpoints.is_dir():
-            self._gauge("checkpoint_age_seconds").set_function(self._checkpoint_age)
+            self._gauge("checkpoint_age_seconds").set_function(lambda: time.time() - self._saved_at())
         self.server, _ = start_http_server(port, address, self.registry)
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
@@ -41,33 +39,23 @@ class Logger:
             self.gauges[name] = Gauge(f"rossby_{name}", "docs/metrics.md", labels, registry=self.registry)
         return self.gauges[name]
 
-    def _checkpoint_age(self) -> float:
+    def _saved_at(self) -> float:
         steps = complete_steps(self.checkpoints)
-        saved = step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
-        return time.time() - saved
+        return step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
 
     def log(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
-            group, _, rest = key.partition("/")
-            if value is None:
-                continue
-            if group == "val":
+            if value is not None and key.startswith("val/"):
                 self._gauge("score", "name").labels(key).set(value)
-            elif group == "seconds":
-                self._gauge("part_seconds", "part").labels(rest).set(value)
-            else:
+            elif value is not None and key.startswith("seconds/"):
+                self._gauge("part_seconds", "part").labels(key.removeprefix("seconds/")).set(value)
+            elif value is not None:
                 name, factor = RENAMED.get(key, (key, 1))
                 self._gauge(name).set(value * factor)
         if "loss" in record:
             self._gauge("step_timestamp_seconds").set_to_current_time()
         if "data_seconds" in record:
             self._gauge("data_wait_ratio").set(record["data_seconds"] / record["step_seconds"])
-
-    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
-        """Prometheus has numbers alone."""
-
-    def rollback(self, step: int) -> None:
-        self._gauge("step").set(step)
 
     def close(self) -> None:
         self.server.shutdown()
