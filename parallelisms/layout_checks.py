@@ -6,7 +6,6 @@ from config import Config, Parallelism
 from errors import refuse
 from models.registry import MODELS
 from parallelisms.degrees import check_axis_order, check_heads, num_ranks, num_stages, resolve_degrees
-from training.due import num_places
 
 
 def check_layout(config: Config) -> None:
@@ -37,10 +36,6 @@ def _check_ranks(config: Config) -> None:
         if size % smallest:
             near = max(round(size / smallest), 1) * smallest
             refuse("training.batch_ramp", list(config.training.batch_ramp), f"{size} is {reason} {near}")
-    places = num_places(config.training, smallest)
-    if config.training.replay_steps and places % smallest:
-        near = max(round(places / smallest), 1) * smallest
-        refuse("training.replay_capacity", config.training.replay_capacity, f"{reason} {near}")
 
 
 def _check_tiles(parallelism: Parallelism, model: str) -> None:

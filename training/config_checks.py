@@ -10,8 +10,9 @@ from datasets.variables import named_by, nearest_name, split_name
 from errors import nearest, refuse
 from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
 from models.registry import check_model
+from parallelisms.degrees import num_ranks, resolve_degrees
 from parallelisms.layout_checks import check_layout
-from training.due import Rollouts
+from training.due import Rollouts, num_places
 
 
 def load_checked(argv: list[str]) -> Config:
@@ -34,6 +35,7 @@ def check(config: Config) -> None:
     check_ramp(config.training)
     _check_optimizer(config)
     check_layout(config)
+    _check_replay_capacity(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
     _check_best(config)
@@ -177,6 +179,16 @@ def _check_replay(config: Config) -> None:
         refuse(
             key, steps, 'a state is kept of each sample, and training.loss = "crps" has members; set it to 0'
         )
+
+
+def _check_replay_capacity(config: Config) -> None:
+    """Refuse a number of states that the ranks cannot share equally."""
+    smallest = config.training.local_batch_size * resolve_degrees(num_ranks(), config.parallelism).dp
+    places = num_places(config.training, smallest)
+    if config.training.replay_steps and places % smallest:
+        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}"
+        near = max(round(places / smallest), 1) * smallest
+        refuse("training.replay_capacity", config.training.replay_capacity, f"{reason}; try {near}")
 
 
 def _check_stages(training: Training, entries: str, from_step: str) -> None:
