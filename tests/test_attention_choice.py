@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_no_empty_file(tmp_path, one_rank, monkeypatch):
     def refuse(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("durable_files.os.fsync", refuse)
+    monkeypatch.setattr("jobs.durable_files.os.fsync", refuse)
     with pytest.raises(OSError, match="No space left"):
         choose(tmp_path)
     assert not list(tmp_path.iterdir())

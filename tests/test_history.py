@@ -243,7 +243,7 @@ def test_another_history_is_another_model(config_file, trained, tmp_path) -> Non
     message = r"data.history = 1: .* was trained with 2; choose another job.dump_folder"
     with pytest.raises(UserError, match=message):
         run(config_file, trained[0], "--data.history", "1")
-    with pytest.raises(UserError, match=r"data.history = 1: .* was trained with 2; take the configuration"):
+    with pytest.raises(UserError, match=r"data.history = 1: .* was trained with 2; take the config"):
         make_forecasts(config_file, trained, tmp_path / "f.zarr", "--data.history", "1")
     dist.destroy_process_group()
 

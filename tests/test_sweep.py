@@ -111,7 +111,7 @@ def test_a_sweep_that_is_stopped_goes_on(tiny: list[str], tmp_path: Path, capsys
 
 def test_a_run_that_outlives_its_sweep_keeps_others_out(tmp_path: Path, monkeypatch) -> None:
     """Killed with SIGKILL, a sweep passes nothing on; the next one must not start the run a second time."""
-    monkeypatch.setattr("checkpoints.run_folder.PATIENCE", 0.1)
+    monkeypatch.setattr("training.run_folder.PATIENCE", 0.1)
     monkeypatch.setattr("optimizers.sweep.PROJECT", tmp_path)
     script = tmp_path / "run_train.sh"
     script.write_text("#!/bin/sh\necho rossby: here I am\nexec sleep 60\n")
