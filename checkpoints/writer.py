@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,6 +170,7 @@ class CheckpointProcess:
         address, port = from_first_rank(self._open_store)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
+        resource_tracker.ensure_running()  # or the process would start it, which unblocks signals
         # The thread inherits what is blocked, and the process from the thread.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.started = ThreadPoolExecutor(1).submit(_async_process_executor._AsyncCheckpointProcess, info)
