@@ -331,3 +331,35 @@ def test_the_process_ends_with_its_trainer(tmp_path):
     while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
         time.sleep(0.05)
     assert time.monotonic() < end, done.stderr
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+import torch
+from checkpoints.checkpointer import Checkpointer
+from config import Checkpoint
+from parallelisms.mesh import start_ranks
+
+if __name__ == "__main__":
+    start_ranks("gloo", 60)
+    checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
+    while not (children := multiprocessing.active_children()):
+        time.sleep(0.001)
+    for _ in range(10):
+        os.kill(children[0].pid, signal.SIGINT)
+        time.sleep(0.02)
+    checkpointer.save(1, {"weight": torch.ones(2)})
+    checkpointer.close()
+    print(checkpointer.last_error or "saved")
+"""
+
+
+def test_ctrl_c_does_not_end_a_process_that_is_starting(tmp_path):
+    """In a fresh process: multiprocessing's resource tracker unblocks signals when it starts."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "saved\n" and "Traceback" not in done.stderr, done.stderr
