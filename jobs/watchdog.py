@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
 from errors import BAD_INPUT, FAILED, UserError, end_process, end_rank, is_first_to_say, one_line, tell
-from jobs.collectives import recorded_collectives
+from jobs import hang_report
 from jobs.durable_files import write_durably
-from jobs.hang_report import Heartbeat, find_stalled_ranks, format_report, full_report, write_stacks
+from jobs.hang_report import Heartbeat, format_report
 from jobs.heartbeat import activity, touch_heartbeat_file
 
 INTERVAL = 1.0  # seconds between heartbeats
@@ -36,15 +36,6 @@ LONG_PHASES = {"start", "validation", "checkpoint", "end"}
 NO_REASON = "-"
 # Words of torch's backends when the other end of a connection is gone, or takes too long.
 LOST = ("gloo", "connection", "nccl", "timed out", "process group", "store")
-
-
-def connect(host: str, port: int, attempt: str) -> Store:
-    """Return an attempt's part of the job's store. OSError, DistError: out of reach."""
-    socket.create_connection((host, port), timeout=STORE_SECONDS).close()  # torch would print C++ frames
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-    own = PrefixStore(f"watchdog/{attempt}", store)
-    own.compare_set("shutdown", "", NO_REASON)
-    return own
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -125,9 +116,7 @@ class Watchdog:
         own = (self.rank, self.node, socket.gethostname(), os.getpid())
         heartbeat = Heartbeat(*own, *doing, waits=waits or self.lost, lost=self.lost)
         stands = heartbeat.waits and (self.lost or heartbeat.seconds > limit / 2)
-        if not stands:
-            return heartbeat
-        calls = {each.group: [each.number, each.call, each.axis] for each in recorded_collectives()}
+        calls = {each.group: list(each[1:4]) for each in hang_report.recorded_collectives()} if stands else {}
         return replace(heartbeat, calls=calls)
 
     # -- the threads
@@ -158,7 +147,11 @@ class Watchdog:
     def _exchange(self) -> None:
         """Write this rank's heartbeat. Rank 0 judges all; the others do where it has no heartbeat."""
         if self.store is None:
-            self.store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.attempt)
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
+            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            store.compare_set(f"watchdog/{self.attempt}/shutdown", "", NO_REASON)
+            self.store = PrefixStore(f"watchdog/{self.attempt}", store)
         mine = self.heartbeat()
         self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
         if self.rank:
@@ -189,8 +182,8 @@ class Watchdog:
         return min(limit, AFTER_LOSS_SECONDS) if any(each.lost for each in ranks) else limit
 
     def _judge(self, ranks: list[Heartbeat]) -> None:
-        if found := find_stalled_ranks(ranks, self.silence(ranks)):
-            report = full_report(*found, ranks, self.node)
+        if found := hang_report.find_stalled_ranks(ranks, self.silence(ranks)):
+            report = hang_report.full_report(*found, ranks, self.node)
             self._end(f"{report}\n  stacks: {self.folder / 'hang'}")
 
     def _without_store(self) -> None:
@@ -211,7 +204,7 @@ class Watchdog:
             self.write_status(code, message)
         if code == FAILED and stacks:
             try:
-                write_stacks(self.folder / "hang", self.rank)
+                hang_report.write_stacks(self.folder / "hang", self.rank)
             except OSError as error:
                 tell(f"{self.folder}: no stacks written: {error}")
         if first and not self.has_launcher:

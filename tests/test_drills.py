@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from jobs.collectives import find_mismatches, recorded_collectives
-from jobs.hang_report import Heartbeat, full_report
+from jobs.hang_report import Heartbeat, find_mismatches, full_report, recorded_collectives
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, write_config
 from tests.test_preflight import small  # noqa: F401  (a fixture)

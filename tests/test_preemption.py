@@ -12,6 +12,7 @@ import pytest
 from checkpoints.files import complete_steps
 from config import wall_time_seconds
 from errors import ConfigError
+from jobs.hang_report import process_state
 from jobs.preemption import EXIT_SAVED, Agreement, started_at
 from jobs.watchdog import Watchdog
 from tests.distributed import Ranks
@@ -163,7 +164,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
         time.sleep(0.5)
     assert job.end(10) == 130, job.output
     time.sleep(1)
-    assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+    assert {process_state(pid) for pid in ranks.values()} == {"the process has ended"}
     assert not complete_steps(run / "checkpoints")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from jobs.collectives import recorded_collectives
+from jobs.hang_report import recorded_collectives
 
 logger = logging.getLogger(__name__)
 LOOKED_AT = 256  # of the last calls
