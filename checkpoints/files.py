@@ -20,7 +20,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,8 @@ def reading(folder: Path) -> Iterator[None]:
     with read_errors(path):
         file = path.open("rb")
     with file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
@@ -263,6 +264,8 @@ def remove(folder: Path, even_if_read: bool = False) -> None:
             if even_if_read:
                 os.replace(folder, doomed)
             return
+        except OSError as error:
+            logger.warning("%s: cannot be locked (%s); removed all the same", folder, error)
         os.replace(folder, doomed)
     shutil.rmtree(doomed)
 

@@ -175,6 +175,21 @@ def test_a_lock_that_the_file_system_lacks_is_said(tmp_path, caplog, monkeypatch
     assert "cannot be locked (no locks available)" in caplog.text
 
 
+def test_checkpoints_are_read_and_pruned_without_locks(build, tmp_path, monkeypatch):  # noqa: F811
+    """A checkpoint on such a file system was taken for damaged."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run, checkpointer = Run(), build("disabled", keep=1)
+    for _ in range(2):
+        run.step()
+        run.save(checkpointer)
+    other = Run(seed=1)
+    assert resume(build(), other.run) and other.run.progress.step == 2 and complete_steps(tmp_path) == [2]
+
+
 def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
     step_folder(tmp_path, 100).mkdir()
     check_steps(tmp_path, 100)
