@@ -141,7 +141,8 @@ class Watchdog:
                 self.contact = time.monotonic()
             except (dist.DistError, OSError) as error:
                 self.store = None  # the next heartbeat connects again
-                self.store_closed = isinstance(error, ConnectionRefusedError)
+                # Without a launcher the store begins with rank 0: before that it is not closed.
+                self.store_closed = bool(self.last) and isinstance(error, ConnectionRefusedError)
             self.stopped.wait(INTERVAL)
 
     def _exchange(self) -> None:
