@@ -30,7 +30,8 @@ refuse() { echo "rossby: $1 = '${!1}': an environment variable; $2" >&2 && exit 
 [[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || refuse NNODES "write a number of nodes"
 if [[ "$NNODES" != 1 ]]; then
     RDZV_ENDPOINT=${RDZV_ENDPOINT:-} NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-}}}
-    [[ "$RDZV_ENDPOINT" =~ .:[0-9]+$ ]] || refuse RDZV_ENDPOINT "write host:port of the first node, a free port"
+    [[ "$RDZV_ENDPOINT" =~ .:[0-9]{1,5}$ && 10#${RDZV_ENDPOINT##*:} -lt 65536 ]] ||
+        refuse RDZV_ENDPOINT "write host:port of the first node, a free port"
     known() { getent ahosts "${RDZV_ENDPOINT%:*}" >/dev/null; }
     for _ in {1..60}; do known && break || sleep 1; done # the name of a pod is known some seconds after its start
     known || refuse RDZV_ENDPOINT "its host is not known; write host:port of the first node"

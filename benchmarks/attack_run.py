@@ -88,7 +88,7 @@ def other_data(stage: Stage) -> Iterator[Case]:
     flipped = waves().isel(latitude=slice(None, 3))
     changes = {
         "a stretch of two dates": (stretch, "mean of", ""),
-        "other units": (units, "units of", "units of"),
+        "other units": (units, "std of", ""),  # converted: other numbers, and weather to start from
         "variables swapped": (swapped, "is", ""),
         "a shifted grid": (replaced(shifted), "grid", "grid"),
         "half a grid": (replaced(flipped), "grid", "grid"),

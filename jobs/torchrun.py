@@ -76,7 +76,10 @@ def run_ranks(argv: list[str]) -> int:
         if Node.stopping and codes <= {-signal.SIGTERM, -signal.SIGUSR1}:
             return EXIT_SAVED  # the signal came while they started, with nothing to save
         if first.exitcode < 0:
-            tell(f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}")
+            reason = f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}"
+            # A line of details where a rank has reported already that this one is gone.
+            reported = any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/reported"))
+            print(f"  {reason}", file=sys.stderr) if reported else tell(reason)
         return BAD_INPUT if BAD_INPUT in codes else FAILED
     except (DistError, OSError) as error:
         reason = f"the nodes did not meet there: {str(error).splitlines()[0]}"
