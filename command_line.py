@@ -23,7 +23,15 @@ import tomli
 import tomli_w
 
 from config import DEFAULT_CONFIG, MOST, PATHS, PROJECT, SECTIONS, Config, Range, for_a_file, in_project
-from errors import ConfigError, end_when_interrupted, nearest, one_line_errors, refuse, shown, without_secrets
+from errors import (
+    ConfigError,
+    end_when_interrupted,
+    format_value,
+    nearest,
+    one_line_errors,
+    refuse,
+    without_secrets,
+)
 
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
 LONGEST_LIST, LONGEST_TEXT, LONGEST_NAME = 1000, 4096, 255  # Linux: of a path and of a name in it
@@ -79,7 +87,7 @@ def read_toml(
         raise ConfigError(f"{named_by} = {path}: a circle of extends: {chain}; remove one of them")
     base = raw.pop("extends", None)
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: extends = {shown(base)}: the name of one TOML file expected")
+        raise ConfigError(f"{path}: extends = {format_value(base)}: the name of one TOML file expected")
     values = _check_values(raw, schema, where=str(path))
     if base is None:
         return values
@@ -127,7 +135,7 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
     values: Values = {}
     for section, keys in raw.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{section} = {shown(keys)}: {_outside_section(section, schema, where)}")
+            raise ConfigError(f"{section} = {format_value(keys)}: {_outside_section(section, schema, where)}")
         present = {key: value for key, value in keys.items() if not _is_removed(f"{section}.{key}", value)}
         if keys and not present and section not in schema:
             continue  # a removed section, at its former defaults
@@ -173,7 +181,7 @@ def _is_removed(name: str, value: Any) -> bool:
         return False
     default, fix = REMOVED[name]
     if value != default:
-        raise ConfigError(f"{name} = {shown(value)}: the key was removed; remove it, and {fix}")
+        raise ConfigError(f"{name} = {format_value(value)}: the key was removed; remove it, and {fix}")
     return True
 
 
@@ -226,14 +234,16 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
         if value not in get_args(base):
-            raise ConfigError(f"{name} = {shown(value)}: {nearest(str(value), get_args(base))}")
+            raise ConfigError(f"{name} = {format_value(value)}: {nearest(str(value), get_args(base))}")
         return value
     if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not base:
-        raise ConfigError(f"{name} = {shown(value)}: {type_name(kind)} expected, not {_kind_of(value)}")
+        raise ConfigError(
+            f"{name} = {format_value(value)}: {type_name(kind)} expected, not {_kind_of(value)}"
+        )
     if base is str and (problem := _text_problem(str(value))):
-        raise ConfigError(f"{name} = {shown(value)}: {problem}")
+        raise ConfigError(f"{name} = {format_value(value)}: {problem}")
     if base is float and not math.isfinite(value) and not (value == math.inf and bounds and bounds.infinite):
         raise ConfigError(f"{name} = {value!r}: a finite number expected")
     if bounds and not bounds.admits(value):
@@ -254,7 +264,7 @@ def _text_problem(text: str) -> str:
 def _convert_list(name: str, value: Any, items: tuple) -> tuple:
     if not isinstance(value, list | tuple):
         example = "[1, 2]" if _unwrap(items[0])[0] in (int, float) else '["a", "b"]'
-        raise ConfigError(f"{name} = {shown(value)}: a list expected, for example '{example}'")
+        raise ConfigError(f"{name} = {format_value(value)}: a list expected, for example '{example}'")
     if items[-1] is not Ellipsis and len(value) != len(items):
         refuse(name, list(value), f"a list of {len(items)} expected, not of {len(value)}")
     if len(value) > LONGEST_LIST:
@@ -379,11 +389,11 @@ def _own_type(kind: type) -> Callable[[str], Any]:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: {type_name(kind)} expected") from None
+            raise argparse.ArgumentTypeError(f"{format_value(text)}: {type_name(kind)} expected") from None
         number = kind is not str
         problem = "out of range" if number and not abs(value) <= MOST else _text_problem(text)
         if problem:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: {problem}")
+            raise argparse.ArgumentTypeError(f"{format_value(text)}: {problem}")
         return value
 
     return read

@@ -1,4 +1,4 @@
-"""What a user can get wrong, said in one line; every other error is ours, and keeps its traceback."""
+"""Errors of users, which are reported in one line; any other error is a bug and keeps its traceback."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ SECRET_VALUE = re.compile(
     r"([?&;][^=&\s'\"]*(?:key|token|secret|sig|signature|credential|password|passwd|pwd|auth)[^=&\s'\"]*=)[^&\s'\"]+",
     re.IGNORECASE,
 )
-# Names of options whose values are secrets: "key", "aws_secret_access_key", "sas_token". In a text they stand
+# Names of options with secret values: "key", "aws_secret_access_key", "sas_token". In a text they are
 # in quotes, "secret=abc", as data.storage_options does; where to look for some ("token=cloud") is no secret.
 SECRET_NAME = r"(?:\w*[_.-])?(?:key|secret|token|password|passwd|pwd|credentials?|connection_string)(?:_id)?"
 SECRET_OPTION = re.compile(
@@ -31,35 +31,34 @@ SAVED = "saved"  # file in torchelastic's folder that means it
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on, and nobody's input is to blame: one line that says where and why, exit code 1."""
+    """Error of a run that cannot continue, not caused by input: one line, exit code 1."""
 
 
 class UserError(ValueError):
-    """Bad input: one line on stderr that names what, where and the fix, then exit code 2."""
+    """Error in the input: one line on stderr with the value, the place and the fix, exit code 2."""
 
 
 class ConfigError(UserError):
-    """What the configuration or the command line asks for cannot be done: key, value, reason, fix."""
+    """Error in the configuration or on the command line: key, value, reason, fix."""
 
 
 class DataError(UserError):
-    """A file is not there, cannot be read, or does not hold what was asked of it: path, reason, fix."""
+    """Error in a file that is missing, unreadable, or without what is needed from it: path, reason, fix."""
 
 
 def refuse(key: str, value: Any, reason: str) -> NoReturn:
-    raise ConfigError(f"{key} = {shown(value)}: {reason}")
+    """Raise ConfigError for a value of a key."""
+    raise ConfigError(f"{key} = {format_value(value)}: {reason}")
 
 
-def shown(value: Any) -> str:
-    """A value in an error: as Python writes it, but dates as TOML does, and no more than fits a line."""
+def format_value(value: Any) -> str:
+    """Return a value as Python writes it, dates as TOML does, shortened to fit into a line."""
     text = value.isoformat() if isinstance(value, date | time) else repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 40]} ... {text[-30:]}"
 
 
 def without_secrets(text: str) -> str:
-    """A text whose URLs and options say neither password nor key: user:password@, ?token=... and "secret=..."
-    become ***.
-    """
+    """Return a text with *** in place of passwords and keys: user:password@, ?token=... and "secret=..."."""
     # Functions: a template is looked up in a module, and there is none any more when Python shuts down.
     text = SECRET_USER.sub(lambda found: f"{found[1]}***@", text)
     text = SECRET_VALUE.sub(lambda found: f"{found[1]}***", text)
@@ -67,7 +66,7 @@ def without_secrets(text: str) -> str:
 
 
 def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
-    """'did you mean X?' for a typo, else the list of valid names."""
+    """Return 'did you mean X?' for a typo, else the list of valid names."""
     names = [str(v) for v in valid]
     close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
@@ -77,7 +76,7 @@ WHY_LOST = "for one by the kernel when memory runs out: then data.num_workers ha
 
 
 def is_lost_loader(error: BaseException) -> bool:
-    """Whether a loader process was killed: torch raises this wherever the main thread happens to be."""
+    """Return True if a loader process was killed; torch raises this anywhere in the main thread."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
@@ -89,7 +88,7 @@ def attempt_folder() -> Path | None:
     return Path(error_file).parents[1] if error_file else None
 
 
-def is_first_to_say() -> bool:
+def is_reporting_rank() -> bool:
     """Return True on the rank of its host that reports what others may have found too."""
     folder = attempt_folder()
     if folder is None:
@@ -101,17 +100,17 @@ def is_first_to_say() -> bool:
     return True
 
 
-def tell(text: str) -> None:
-    """A line on stderr: on a terminal in the place of a progress bar that may stand where the cursor is."""
+def print_message(text: str) -> None:
+    """Print a line on stderr; on a terminal it replaces a progress bar in the current line."""
     erased = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{erased}rossby: {text}", file=sys.stderr, flush=True)
 
 
 def end_when_interrupted() -> None:
-    """Ctrl-C ends this process in one line, until somebody listens who has something to save."""
+    """End this process with one line at Ctrl-C, until a run handles signals itself."""
 
     def end(*_: object) -> None:
-        tell("interrupted")
+        print_message("interrupted")
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)
@@ -158,6 +157,6 @@ def one_line_errors() -> Iterator[None]:
         text = one_line(error)
         if text is None:
             raise
-        if is_first_to_say():
-            tell(text)
+        if is_reporting_rank():
+            print_message(text)
         end_process(BAD_INPUT if isinstance(error, UserError) else FAILED)

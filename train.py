@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from checkpoints.initial_weights import start_from
 from config import Config
-from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, tell
+from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity
 from jobs.preemption import Agreement, Decision, exit_message
 from jobs.watchdog import Watchdog
@@ -193,7 +193,7 @@ def leave(
     if dist.get_rank() == 0:
         watchdog.write_status(FAILED if unsaved else code, unsaved or message)
         if code and not unsaved:
-            tell(message)
+            print_message(message)
     dist.barrier()
     run_folder.release()
     dist.destroy_process_group()

@@ -18,7 +18,16 @@ from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from errors import BAD_INPUT, EXIT_SAVED, FAILED, INTERRUPTED, SAVED, RunFailed, one_line_errors, tell
+from errors import (
+    BAD_INPUT,
+    EXIT_SAVED,
+    FAILED,
+    INTERRUPTED,
+    SAVED,
+    RunFailed,
+    one_line_errors,
+    print_message,
+)
 
 BACKEND = "rossby"
 JOIN_SECONDS = 900  # that the nodes of a job wait for each other
@@ -42,7 +51,9 @@ class Node(StaticTCPRendezvous):
             raise SystemExit(EXIT_SAVED)
         Node.attempt += 1
         if self.attempt:
-            tell(f"restart {self.attempt}: a rank has failed, all start again from the last checkpoint")
+            print_message(
+                f"restart {self.attempt}: a rank has failed, all start again from the last checkpoint"
+            )
         elif self.rank == 0:
             listener = socket.create_server((self.master_addr, self.master_port), backlog=2048)
             self.master_port = listener.getsockname()[1]
@@ -79,7 +90,7 @@ def run_ranks(argv: list[str]) -> int:
             reason = f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}"
             # A line of details where a rank has reported already that this one is gone.
             reported = any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/reported"))
-            print(f"  {reason}", file=sys.stderr) if reported else tell(reason)
+            print(f"  {reason}", file=sys.stderr) if reported else print_message(reason)
         return BAD_INPUT if BAD_INPUT in codes else FAILED
     except (DistError, OSError) as error:
         reason = f"the nodes did not meet there: {str(error).splitlines()[0]}"

@@ -22,7 +22,16 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
-from errors import BAD_INPUT, FAILED, UserError, end_process, end_rank, is_first_to_say, one_line, tell
+from errors import (
+    BAD_INPUT,
+    FAILED,
+    UserError,
+    end_process,
+    end_rank,
+    is_reporting_rank,
+    one_line,
+    print_message,
+)
 from jobs import hang_report
 from jobs.durable_files import write_durably
 from jobs.hang_report import Heartbeat, format_report
@@ -92,7 +101,7 @@ class Watchdog:
         try:
             write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:
-            tell(f"{self.folder}: status.json is not written: {error}")
+            print_message(f"{self.folder}: status.json is not written: {error}")
 
     def step_done(self, group: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
         """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step.
@@ -126,7 +135,7 @@ class Watchdog:
             try:
                 touch_heartbeat_file()
             except OSError as error:
-                tell(f"ROSSBY_HEARTBEAT: {error}")
+                print_message(f"ROSSBY_HEARTBEAT: {error}")
             if self.has_launcher and os.getppid() != self.parent:
                 end_rank(FAILED)  # the launcher was killed: nothing else would end this rank
             if self.world_size == 1:
@@ -201,13 +210,13 @@ class Watchdog:
         """End this process. Of the ranks that have a message the first one reports it."""
         first = bool(message) and self._is_first(code)
         if first:
-            tell(message)
+            print_message(message)
             self.write_status(code, message)
         if code == FAILED and stacks:
             try:
                 hang_report.write_stacks(self.folder / "hang", self.rank)
             except OSError as error:
-                tell(f"{self.folder}: no stacks written: {error}")
+                print_message(f"{self.folder}: no stacks written: {error}")
         if first and not self.has_launcher:
             time.sleep(2 * INTERVAL)  # the store may be this process: the others have to read it first
         end_rank(code)
@@ -216,19 +225,19 @@ class Watchdog:
         """Return True where this rank sets the shutdown reason; without a store, on one rank of each host."""
         # Without its host a store may never answer.
         if self.store is None or time.monotonic() - self.contact > STORE_SECONDS:
-            return is_first_to_say()
+            return is_reporting_rank()
         reason = f"{code} {self.rank}"
         try:
             return self.store.compare_set("shutdown", NO_REASON, reason).decode() == reason
         except dist.DistError as error:
-            tell(f"the other hosts do not get the reason: {error}")
+            print_message(f"the other hosts do not get the reason: {error}")
             return True
 
     def end_all(self, message: str, code: int) -> None:
         """End all ranks with this exit code, after one line. Alone, this process ends as Python ends."""
         if self.world_size > 1 and self.store:
             self._end(message, code)
-        tell(message)
+        print_message(message)
         self.write_status(code, message)
         end_process(code)
 

@@ -33,7 +33,7 @@ import torch
 
 from command_line import own_options, parse_command_line, split_options, start
 from config import PROJECT, SECTIONS, Config
-from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, refuse, tell
+from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, print_message, refuse
 from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
 from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
 from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
@@ -318,7 +318,9 @@ def conclude(results: Results, complete: bool) -> None:
     print(f"\nwritten, in {results.folder}: {', '.join(files)}")
     if not complete:
         done = sum(run.state in (DONE, FAILED) for run in results.runs)
-        tell(f"stopped with {done} of {len(results.runs)} runs; start it again to go on (code {EXIT_SAVED})")
+        print_message(
+            f"stopped with {done} of {len(results.runs)} runs; start it again to go on (code {EXIT_SAVED})"
+        )
         sys.exit(EXIT_SAVED)
     if not any(each.scores for each in results.combinations):
         raise RunFailed(f"no run has a score; {results.folder} has the log of each")
@@ -335,7 +337,7 @@ def caution(number: int) -> None:
     """Of so many combinations."""
     if number > MANY:
         words = "looks better on data.validation_period than it is: score it on dates of a third period"
-        tell(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
+        print_message(f"the best of {number} combinations {words} (forecast.period, evaluate.py)")
 
 
 def read_command(argv: list[str]) -> Asked:

@@ -9,7 +9,7 @@ import pytest
 
 from command_line import own_options, split_options
 from config import SECTIONS, Range
-from errors import ConfigError, shown, without_secrets
+from errors import ConfigError, format_value, without_secrets
 from plan import OPTIONS as PLAN
 from training.config_checks import load_checked
 
@@ -99,7 +99,7 @@ def test_what_is_no_secret_stays():
 
 
 def test_a_long_value_is_cut():
-    assert len(shown("x" * 10**6)) < 400
+    assert len(format_value("x" * 10**6)) < 400
 
 
 def test_own_options_of_a_verb():
