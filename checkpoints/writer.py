@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -143,6 +144,8 @@ class ProcessGroupInfo:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
+        # When the trainer is gone, multiprocessing would print the EOFError of its pipe.
+        sys.stderr = open(os.devnull, "w")
         threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)

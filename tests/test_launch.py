@@ -134,7 +134,8 @@ def broken(*_):
     raise ValueError("planted")
 models.vit.VisionTransformer.from_fields = broken
 import train
-train.main()
+if __name__ == "__main__":  # the checkpoint process imports this file
+    train.main()
 """)
     options = ["--job.config_file", str(config_file), "--job.dump_folder", str(tmp_path / "run")]
     settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
