@@ -34,7 +34,7 @@ class Range:
     high: float = math.inf
     above: bool = False
     below: bool = False
-    infinite: bool = False  # whether inf is a value; everywhere else numbers are finite
+    infinite: bool = False  # True: inf is allowed
 
     def admits(self, value: float) -> bool:
         if self.infinite and value == math.inf:
@@ -48,13 +48,13 @@ class Range:
         return lower if self.high in (math.inf, MOST, LARGEST) else f"{lower} and {upper}"
 
 
-MOST = 10**9  # of anything that is counted or measured here: beyond it is a slip of the hand
+MOST = 10**9  # of any number that counts or measures something: a larger one is a typing error
 Count = Annotated[int, Range(0, MOST)]
 Positive = Annotated[int, Range(1, MOST)]
-LARGEST = 1e30  # of a number that is not counted
+LARGEST = 1e30  # of any other number
 NonNegative = Annotated[float, Range(0.0, LARGEST)]
 AboveZero = Annotated[float, Range(0.0, LARGEST, above=True)]
-# What memory is asked for by has tighter bounds.
+# Numbers that determine the use of memory have tighter bounds.
 Width = Annotated[int, Range(1, 65_536)]
 Batch = Annotated[int, Range(1, 65_536)]
 Layers = Annotated[int, Range(1, 4_096)]
@@ -66,7 +66,7 @@ Rollout = Annotated[int, Range(1, 1_000)]
 Seconds = Annotated[int, Range(1, 10_000_000)]
 Processes = Annotated[int, Range(0, 4_096)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
-Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # 1 would never see a gradient
+Decay = Annotated[float, Range(0.0, 1.0, below=True)]  # with 1 a mean would never change
 DType = Literal["float32", "bfloat16", "float16"]
 
 

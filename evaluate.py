@@ -338,7 +338,7 @@ def run(config: Config, options: Namespace) -> int:
         gate.check(variables, first.leads)
     regions = regions_on(truth.grid) if "all" in options.regions else options.regions
 
-    device = start_ranks("auto", config.comm.timeout_seconds)
+    device = start_ranks(config.comm.timeout_seconds)
     climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = opponent(options.against, forecasts, len(options.forecast))

@@ -152,7 +152,7 @@ def open_data(config: Config) -> Selection:
 
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
-    device = start_ranks("auto", config.comm.timeout_seconds)
+    device = start_ranks(config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic, config.training.tf32)
     source = config.forecast.checkpoint

@@ -1,8 +1,8 @@
-"""Trains a weather transformer: data, ranks, samples, model, resume, what is reported, the loop, the end.
+"""Train a weather transformer.
 
     ./run_train.sh --job.config_file train_configs/vit1b.toml --section.key value
 
-Reads from top to bottom; what a chapter uses was made in one before it.
+`train` reads from top to bottom: data, ranks, samples and model, resume, reporting, loop, end.
 """
 
 import sys
@@ -38,7 +38,7 @@ from training.best import Best
 from training.determinism import seed_step, set_determinism
 from training.due import Schedule, due_at
 from training.host_memory import keep_freed_memory
-from training.metrics import Metrics, peak_tflops, what_is_there
+from training.metrics import Metrics, output_summary, peak_tflops
 from training.run_folder import RunFolder
 from training.samples import Samples
 from training.state import global_batch_of, resume, roll_back
@@ -49,15 +49,15 @@ logger = logging.getLogger("rossby")
 
 
 def train(config: Config, watchdog: Watchdog | None = None) -> None:
-    """One run, from the data to the last validation, on every rank. SystemExit: to be started again."""
+    """Train on this rank, from opening the data to the last validation. Exits with 75 after an early stop."""
     training, folder = config.training, config.dump_folder
     watchdog = watchdog or Watchdog(folder, config.comm)
 
-    # -- data: before any rank waits for another, so that bad input is one line --------------------
+    # -- data, before any rank waits for another, so that bad input is one line
     selection = watchdog.selection = open_checked(config)
 
-    # -- ranks -------------------------------------------------------------------------------------
-    device = start_ranks("auto", config.comm.timeout_seconds)
+    # -- ranks
+    device = start_ranks(config.comm.timeout_seconds)
     is_first = dist.get_rank() == 0
     mesh = mesh_of(config.parallelism, device)
     degrees = mesh.degrees
@@ -67,9 +67,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     keep_freed_memory(device)
     if degrees.world > 1:
         logger.info(f"{degrees.world} ranks\n{mesh.picture()}")
-    run_folder = RunFolder(config, selection)  # from here on nobody else writes into it
+    run_folder = RunFolder(config, selection)  # from here on no other run writes into it
 
-    # -- samples and statistics, the model with its weights, the loss, all that a checkpoint holds -----------
+    # -- samples and statistics, model, loss, and the state that a checkpoint contains
     samples = Samples(selection, config.data, folder, run_folder.trained)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     fields = Fields.of(selection, samples.statistics)
@@ -79,16 +79,16 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     run = build_run_state(config, model, objective.replay)
     progress, bad_steps = run.progress, run.bad_steps
 
-    # -- resume: a run that was stopped goes on where its newest complete checkpoint stands --------
-    saves = run_folder.open_checkpoints(samples.statistics, asdict(degrees))
-    if not resume(saves, run) and config.checkpoint.initial_load_path:
+    # -- resume from the newest complete checkpoint, or start from the weights of another run
+    checkpointer = run_folder.open_checkpoints(samples.statistics, asdict(degrees))
+    if not resume(checkpointer, run) and config.checkpoint.initial_load_path:
         start_from(Path(config.checkpoint.initial_load_path), run.parameters, config)
         run.restart_average()
     global_batch = global_batch_of(training, training.local_batch_size * degrees.dp, progress)
-    update = build_update(config, model, run, saves, objective.loss_part, global_batch)
+    update = build_update(config, model, run, checkpointer, objective.loss_part, global_batch)
     batches = build_batches(train_set, config, run, (mesh.dp_rank, degrees.dp), global_batch, device)
 
-    # -- what is reported: nothing can be refused any more ------------------------------------------
+    # -- reporting; all errors of input have been raised before
     run_folder.begin(progress.step, asdict(degrees))
     activity.step, watchdog.owns_folder = progress.step, True
     if is_first:
@@ -102,7 +102,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         peak=config.metrics.peak_tflops or peak_tflops(device),
         readers=config.data.num_workers,
     )
-    validator = Validator(config, samples, assembly, objective, run, saves, metrics)
+    validator = Validator(config, samples, assembly, objective, run, checkpointer, metrics)
     name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
     best = Best(folder, name, patience) if name else None
     profiler = Profiler(folder / "traces", config.profiling, dist.get_rank(), progress.step)
@@ -113,22 +113,22 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         f"{len(batches)}; from step {progress.step} to {training.steps} on {device}"
     )
 
-    # -- the loop: nothing here waits for the device, except on logging and saving steps -----------
+    # -- the loop, which waits for the device only on logging and saving steps
     schedule = Schedule(
         training.steps,
         log=config.metrics.log_freq,
         save=config.checkpoint.interval if config.checkpoint.enable else 0,
         validate=config.validation.interval,
-        judges=best is not None,
+        keeps_best=best is not None,
     )
-    gc.disable()  # collected on a schedule: at random it stops one rank while the others wait
+    gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
     part_times.start(device)
     metrics.start_interval()
     decision = Decision()
     with profiler, agreement:
         while progress.step < training.steps and not decision.stop and not (best and best.exhausted):
-            activity.chapter("train", progress.step + 1)
+            activity.start_phase("train", progress.step + 1)
             step = progress.step + 1
             seed_step(training.seed, step, mesh.dp_rank)
             result = train_step(step, batches, objective, model, update)
@@ -136,10 +136,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             metrics.count(progress.global_batch, batches)
             watchdog.step_done(agreement.group, mesh.groups)
             with span("agree"):
-                decision = agreement.at(saves.last_seconds)
+                decision = agreement.at(checkpointer.last_seconds)
             due = due_at(step, schedule, decision.save, bool(decision.stop))
-            if due.look and bad_steps.too_many(step, due.last):
-                roll_back(saves, run)
+            if due.check and bad_steps.too_many(step, due.last):
+                roll_back(checkpointer, run)
                 metrics.rollback(progress.step)
                 continue
             assembly.fingerprints.compare(step, due.save)
@@ -147,35 +147,35 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 with span("log"):
                     dist.all_reduce(result.loss)
                     metrics.log_step(step, result.loss / degrees.dp, result.grad_norm, update, device)
-                    saves.poll()
+                    checkpointer.poll()
             if due.collect:
                 gc.collect(1)
             if due.save and (decision.stop or not bad_steps.now):
                 with span("checkpoint"):
-                    saves.save(step, run.state_dict())
+                    checkpointer.save(step, run.state_dict())
                 agreement.saved()
                 metrics.start_interval()
             if due.validate and (scores := validator.scores(step)):
                 logger.info(f"step {step}, {scores.table()}")
                 if best:
-                    best.judge(step, scores.record(step), saves)
+                    best.judge(step, scores.record(step), checkpointer)
                 metrics.start_interval()
             profiler.step()
     gc.enable()
-    activity.chapter("end", progress.step)
-    unsaved = saves.finish(progress.step, run.state_dict())
+    activity.start_phase("end", progress.step)
+    unsaved = checkpointer.finish(progress.step, run.state_dict())
 
-    # -- at the end: scores and plots, unless it is to be started again ----------------------------
+    # -- scores and plots, unless the run is to be started again
     if decision.stop:
         metrics.close()
-        message = exit_message(decision.stop, progress.step, saves.saves)
+        message = exit_message(decision.stop, progress.step, checkpointer.saves)
         return leave(watchdog, agreement, run_folder, unsaved, EXIT_SAVED, message)
     scores = validator.scores(progress.step, last=True)
     if best and scores:
-        best.judge(progress.step, scores.record(progress.step), saves)
+        best.judge(progress.step, scores.record(progress.step), checkpointer)
     metrics.close()
     if is_first:
-        print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{what_is_there(folder)}")
+        print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
     leave(watchdog, agreement, run_folder, unsaved)
 
 
@@ -187,7 +187,7 @@ def leave(
     code: int = 0,
     message: str = "done",
 ) -> None:
-    """End the run on all ranks together, with this exit code. RunFailed: what is not saved, if anything."""
+    """End the run on all ranks together with an exit code. Raises RunFailed if a checkpoint is `unsaved`."""
     watchdog.stop()
     agreement.close()
     if dist.get_rank() == 0:

@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
     options = parser.parse_args()
-    device = start_ranks("auto", timeout_seconds=600)
+    device = start_ranks(600)
     torch.manual_seed(0)
     training = Training(options.dim, device)
     for _ in range(3):

@@ -153,7 +153,7 @@ def on_ranks(run: Run, ranks: int, work: Callable[[], None]) -> None:
         store.wait([done], WAIT)
         return
     os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": f"{attempt}/{ranks}"}
-    start_ranks("gloo" if run.device.type == "cpu" else "auto", timeout_seconds=300)
+    start_ranks(300, "gloo" if run.device.type == "cpu" else "auto")
     try:
         work()
         dist.barrier()

@@ -92,7 +92,7 @@ class Session:
     def start_ranks(self) -> None:
         """A process group of one, where an earlier part has not made it."""
         if not dist.is_initialized():
-            start_ranks("auto" if self.device.type == "cuda" else "gloo", timeout_seconds=600)
+            start_ranks(600, "auto" if self.device.type == "cuda" else "gloo")
 
     @property
     def left(self) -> float:

@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     keep_freed_memory(DEVICE)  # as train.py does
-    start_ranks("auto", timeout_seconds=600)
+    start_ranks(600)
     blocks = [BlockShape(c.batch, c.architecture.tokens, c.dim, c.heads, 4 * c.dim) for c in CALIBRATED]
     rates = calibrate(blocks, ("math", "sdpa"), DEVICE, torch.get_num_threads(), seconds=options.seconds)
     cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")

@@ -86,7 +86,7 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     Here, and here alone, the step is written out: what train.py adds to this is what is measured.
     """
     selection = open_selection(config.data, config.model.patch_size, ())
-    device = start_ranks("gloo" if not torch.cuda.is_available() else "auto", 100)
+    device = start_ranks(100, "gloo" if not torch.cuda.is_available() else "auto")
     keep_freed_memory(device)
     run = RandomRun(config, selection.archive.grid.shape, len(selection.variables), device)
     model, parameters = run.model, run.model.parameters.values()

@@ -28,7 +28,7 @@ class Activity:
         """Restart the time that the rank may take."""
         self.since = time.monotonic()
 
-    def chapter(self, name: str, step: int) -> None:
+    def start_phase(self, name: str, step: int) -> None:
         """Set the outermost phase: "start", "train" at each step, "end"."""
         self.step, self.phases = step, (name,)
         self.progress()

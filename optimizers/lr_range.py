@@ -187,7 +187,7 @@ def run(config: Config, sweep: Sweep) -> None:
     """All ranks together. ConfigError, DataError."""
     config = for_a_sweep(config)
     selection = open_checked(config)
-    device = start_ranks("auto", config.comm.timeout_seconds)
+    device = start_ranks(config.comm.timeout_seconds)
     lock: list[IO[str]] = []
     try:
         from_first_rank(lambda: lock.append(lock_folder(config.dump_folder)))

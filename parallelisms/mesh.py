@@ -23,12 +23,11 @@ from parallelisms.peer_messages import read_plainly
 T = TypeVar("T")
 
 
-def start_ranks(backend: str, timeout_seconds: int) -> torch.device:
-    """Join the process group of the environment's variables, or make one of a single process. Returns the
-    rank's device. backend: "auto" is NCCL with GPUs and gloo without.
+def start_ranks(timeout_seconds: int, backend: str = "auto") -> torch.device:
+    """Join the process group that the environment describes, and return the device of this rank.
 
-    A single process is a group of one, so that nothing after this asks whether there is a group.
-
+    backend: "auto" is NCCL with GPUs and gloo without. A single process is a group of one, so that no later
+    code has to ask whether there is a group.
     """
     read_plainly()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group connects all its ranks at once

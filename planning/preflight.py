@@ -206,7 +206,7 @@ def main(argv: list[str]) -> None:
         cluster = cluster_here(own.cluster, own.clusters, num_ranks(), available_memory())
         rows = preflight(config, cluster) if os.environ.get("RANK", "0") == "0" else []
         if num_ranks() > 1 and "RANK" in os.environ:
-            device = start_ranks("auto", config.comm.timeout_seconds)
+            device = start_ranks(config.comm.timeout_seconds)
             rows.append(network_row(cluster, device))
             dist.destroy_process_group()
         if os.environ.get("RANK", "0") == "0":

@@ -63,7 +63,7 @@ def no_group_is_left() -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[torch.device]:
     """A process group of this process alone, as train.py makes it."""
-    device = start_ranks("gloo", timeout_seconds=60)
+    device = start_ranks(60, "gloo")
     yield device
     dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
 
     torch.set_num_threads(1)
     mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start DCP's process
-    start_ranks("gloo", timeout_seconds=120)
+    start_ranks(120, "gloo")
     while (task := inbox.get()) is not None:
         check, arguments = task
         try:

@@ -39,12 +39,12 @@ def fail(what: str) -> None:
 
 
 def run(watchdog: Watchdog, what: str) -> None:
-    start_ranks("gloo", timeout_seconds=60)
+    start_ranks(60, "gloo")
     agreement = Agreement("", 0.0, 60).listen(watchdog)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with agreement:
         for step in range(1, STEPS + 1):
-            activity.chapter("train", step)
+            activity.start_phase("train", step)
             if step == 5 and attempt == 0 and (dist.get_rank() == 1 or what == "75"):
                 fail(what)
             dist.all_reduce(torch.ones(1))

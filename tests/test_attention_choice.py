@@ -39,7 +39,7 @@ def choose(folder, batch=2, **degrees) -> str:
 def one_rank():
     from parallelisms.mesh import start_ranks
 
-    start_ranks("gloo", 60)
+    start_ranks(60, "gloo")
     yield
     torch.distributed.destroy_process_group()
 

@@ -313,7 +313,7 @@ from config import Checkpoint
 from parallelisms.mesh import start_ranks
 
 if __name__ == "__main__":
-    start_ranks("gloo", 60)
+    start_ranks(60, "gloo")
     process = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {}).process.started.result()
     print(process._save_process.pid, flush=True)
     os._exit(1)
@@ -342,7 +342,7 @@ from config import Checkpoint
 from parallelisms.mesh import start_ranks
 
 if __name__ == "__main__":
-    start_ranks("gloo", 60)
+    start_ranks(60, "gloo")
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
     while not (children := multiprocessing.active_children()):
         time.sleep(0.001)

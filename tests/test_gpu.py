@@ -31,7 +31,7 @@ on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
 @pytest.fixture
 def training():
     """Makes tiny models as train.py does, on this device."""
-    start_ranks("auto", timeout_seconds=60)
+    start_ranks(60)
 
     def make(compiled: bool = False, cuda_graphs: bool = False, **case: Any) -> RandomRun:
         torch.manual_seed(0)  # of weights and fields

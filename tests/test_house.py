@@ -133,7 +133,15 @@ def test_models_and_grid_know_nothing_of_ranks() -> None:
 
 ORDER: str = "errors config command_line jobs models datasets parallelisms verification checkpoints training "
 ORDER += "planning traces"
-IN_ORDER = ("errors", "config", "command_line", "datasets")  # folders and modules that follow it so far
+IN_ORDER = (
+    "errors",
+    "config",
+    "command_line",
+    "jobs",
+    "models",
+    "datasets",
+    "checkpoints",
+)  # folders and modules that follow it so far
 
 
 @pytest.mark.parametrize("folder", IN_ORDER)

@@ -108,7 +108,7 @@ def test_memory_of_a_rollout(monkeypatch, steps, history) -> None:
     config = config_of(layout, 0)
     tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
     work = workload_of(config, 1, layout.grid, 3)
-    start_ranks("gloo", timeout_seconds=60)
+    start_ranks(60, "gloo")
     counted = peak_bytes(SmallRun(layout))
     dist.destroy_process_group()
     assert tracked == pytest.approx(counted, rel=0.05)

@@ -20,11 +20,11 @@ EVERY = Schedule(last=100, log=10, save=20, validate=30)
     ("step", "expected"),
     [
         (1, set()),
-        (10, {"log", "look"}),
-        (20, {"log", "look", "save"}),
-        (30, {"log", "look", "validate"}),
-        (COLLECT_EVERY, {"log", "look", "collect"}),
-        (100, {"last", "log", "look", "save", "collect"}),
+        (10, {"log", "check"}),
+        (20, {"log", "check", "save"}),
+        (30, {"log", "check", "validate"}),
+        (COLLECT_EVERY, {"log", "check", "collect"}),
+        (100, {"last", "log", "check", "save", "collect"}),
     ],
 )
 def test_what_is_due(step: int, expected: set[str]) -> None:
@@ -43,7 +43,7 @@ def test_nothing_is_saved_where_checkpoints_are_off() -> None:
 
 
 def test_a_validation_that_judges_has_its_checkpoint() -> None:
-    judging = Schedule(last=100, log=10, save=40, validate=30, judges=True)
+    judging = Schedule(last=100, log=10, save=40, validate=30, keeps_best=True)
     assert [due_at(step, judging).save for step in (30, 40, 50)] == [True, True, False]
 
 

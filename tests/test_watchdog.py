@@ -65,7 +65,7 @@ def test_the_message_names_each_rank():
 
 def test_activity_knows_phase_and_place():
     activity = Activity()
-    activity.chapter("train", 3)
+    activity.start_phase("train", 3)
     with activity.phase("validation"), activity.phase("data"):
         assert activity.phases == ("train", "validation", "data")
         place, waits = activity.where()
@@ -76,7 +76,7 @@ def test_activity_knows_phase_and_place():
 def test_a_host_whose_device_is_busy_waits(monkeypatch):
     """A rank that does nothing has an idle device; one that waits for others in a collective has not."""
     activity = Activity()
-    activity.chapter("train", 3)
+    activity.start_phase("train", 3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for idle in (True, False):
         stream = SimpleNamespace(query=lambda idle=idle: idle)

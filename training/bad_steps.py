@@ -86,8 +86,8 @@ class BadSteps:
         self.skipped = total
         return len(recent) > self.max_skipped or (last and self.now)
 
-    def forgive(self) -> None:
-        """After going back: the steps to come are counted anew."""
+    def reset(self) -> None:
+        """Start counting from zero, after a rollback."""
         self.bad.zero_()
         self.seen_here.zero_()
         self.losses.fill_(torch.nan)

@@ -19,14 +19,14 @@ class Schedule:
     log: int
     save: int
     validate: int
-    judges: bool = False  # a validation decides whether its checkpoint is the best: it is written before
+    keeps_best: bool = False  # validations choose the best checkpoint, which is saved before each
 
 
 @dataclass(frozen=True)
 class Due:
     last: bool
     save: bool
-    look: bool  # whether steps were skipped: the host waits for the device
+    check: bool  # how many steps were skipped, for which the host waits for the device
     log: bool
     collect: bool
     validate: bool
@@ -37,7 +37,7 @@ def due_at(step: int, schedule: Schedule, asked_to_save: bool = False, asked_to_
     last = step == schedule.last
     validate = every(schedule.validate, step) and not last and not asked_to_stop
     wanted = asked_to_save or asked_to_stop or last or every(schedule.save, step)
-    save = bool(schedule.save) and (wanted or (schedule.judges and every(schedule.validate, step)))
+    save = bool(schedule.save) and (wanted or (schedule.keeps_best and every(schedule.validate, step)))
     log = last or every(schedule.log, step)
     return Due(last, save, save or log, log, every(COLLECT_EVERY, step), validate)
 

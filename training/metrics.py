@@ -201,8 +201,8 @@ def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     )
 
 
-def what_is_there(folder: Path) -> str:
-    """Lines for the end of a run: where to look."""
+def output_summary(folder: Path) -> str:
+    """Return the last lines of a run: folders and files that it has written."""
     found = [f"the run's folder: {folder}"]
     plots = sorted(path.name for path in (folder / "plots").glob("*.png"))
     found += [f"plots:            {folder / 'plots'}: {', '.join(plots)}"] if plots else []

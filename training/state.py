@@ -162,7 +162,7 @@ def roll_back(checkpointer: Saves, run: TrainState) -> None:
     restore(checkpointer, step, run)
     run.progress.rollbacks, run.progress.went_back_to = rollbacks, step
     logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
-    bad_steps.forgive()
+    bad_steps.reset()
 
 
 def global_batch_of(training: Training, smallest: int, progress: Progress) -> GlobalBatch:
