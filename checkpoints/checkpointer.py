@@ -223,7 +223,7 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------------------
 
     def newest(self, at_most: float = math.inf) -> int | None:
-        """Return the step of the newest checkpoint whose files are all as they were written.
+        """Return the step of the newest checkpoint with all files as they were written.
 
         Damaged ones are logged and set aside. Raises DataError if only damaged ones are left: starting over
         is the user's decision; and if one may not be read.

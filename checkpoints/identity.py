@@ -26,7 +26,7 @@ from models.registry import MODELS
 
 LORA = ("rank", "alpha", "base_dtype")
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
-UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # sections whose changes are not logged
+UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 
 

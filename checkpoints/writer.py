@@ -125,7 +125,7 @@ class CheckpointWriter(FileSystemWriter):
 
 @dataclass
 class ProcessGroupInfo:
-    """What torch's checkpoint process has to know of the other ranks' ones (_ProcessGroupInitInfo).
+    """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo).
 
     Torch's own would make the processes meet at a store that listens on all interfaces.
     """

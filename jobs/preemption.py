@@ -56,7 +56,7 @@ class Agreement:
 
     def __init__(self, max_wall_time: str, interval_minutes: float, timeout_seconds: int) -> None:
         """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on. interval_minutes: 0 for never."""
-        self.rank, self.alone = dist.get_rank(), dist.get_world_size() == 1
+        self.rank, self.is_single = dist.get_rank(), dist.get_world_size() == 1
         # Of its own: two exchanges at a time in one group of gloo would be taken for each other.
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
@@ -110,10 +110,10 @@ class Agreement:
         self.num_steps += 1
         self.longest_step = max(now - self.boundary, self.longest_step if self.num_steps > 2 else 0.0)
         self.boundary = now
-        if self.alone:
+        if self.is_single:
             self.flags = self._requests(now, save_seconds)
         decision = self._read()
-        if not decision.stop and not self.alone:
+        if not decision.stop and not self.is_single:
             self.flags = self._requests(now, save_seconds)
             self.exchange = dist.all_reduce(self.flags, dist.ReduceOp.MAX, self.group, async_op=True)
         return decision
