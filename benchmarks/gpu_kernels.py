@@ -21,9 +21,9 @@ from config import Model
 from models.attention import HOPPER, activate, check_backend
 from models.attention import attention as rossby_attention
 from models.vit import VisionTransformer
-from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.measured_choices import BACKENDS, is_of_hopper
 from planning.calibration import attention_flops, matmul_flops
+from training.optimizers.build import build_adamw, parameter_groups, set_lr
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 ATTENTION_NAMES = ("flash", "fmha", "sdpa", "attention", "attn", "cudnn")

@@ -26,12 +26,12 @@ from benchmarks.random_run import RandomRun
 from benchmarks.results_file import record
 from config import Config
 from datasets.selection import open_selection
-from optimizers.build import set_lr
 from parallelisms.mesh import start_ranks
 from train import train
 from training.config_checks import load_checked
 from training.gradients import clip, total_norm
 from training.host_memory import keep_freed_memory
+from training.optimizers.build import set_lr
 
 LOG_FREQ, LIMIT = 10, 1.01
 MODEL = {

@@ -6,7 +6,6 @@ Each function gives some rows of the table, "what | the study's figure | the com
 import math
 from datetime import datetime
 
-from optimizers.lr_schedules import peak_lr
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.clusters import load_cluster
@@ -17,6 +16,7 @@ from planning.network import ring_all_reduce
 from planning.search import capacity, plan
 from planning.step_time import BUCKET
 from planning.workload import Workload
+from training.optimizers.lr_schedules import peak_lr
 
 GRID, CHANNELS = (1024, 2048), 17
 STATES, EPOCHS = 350_000, 50

@@ -21,7 +21,7 @@ from planning.workload import Workload
 # takes 4 and clipping 8; averaged weights 12.
 UPDATE_BYTES = {"AdamW": 28, "LAMB": 60, "SGD": 32, "LARS": 48, "Muon": 28}
 MUON_BYTES, CLIP_BYTES, AVERAGE_BYTES = 70, 12, 12
-ITERATIONS = 5  # of Newton and Schulz: optimizers/muon.py, which takes seconds to import
+ITERATIONS = 5  # of Newton and Schulz: training/optimizers/muon.py, which takes seconds to import
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
 # too; each is then transposed for the gradient of weights (1 + 1).
 FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0

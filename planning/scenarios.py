@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from command_line import text_table
 from errors import ConfigError
-from optimizers.lr_schedules import peak_lr
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.case_study import STEP_AT_64, case_study_rows, gb, task, verdict, vit
@@ -23,6 +22,7 @@ from planning.report import checkpointing, layout
 from planning.search import best_layouts, capacity, plan
 from planning.step_time import bubble
 from planning.workload import Workload
+from training.optimizers.lr_schedules import peak_lr
 
 REMARK = 34  # characters of a line of remarks
 ERA5, CHANNELS = (360, 720), 20  # the tutorial's

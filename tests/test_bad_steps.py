@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.files import complete_steps
-from optimizers.build import build_adamw, set_lr
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged, step_unless
+from training.optimizers.build import build_adamw, set_lr
 from training.state import roll_back
 
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from torch import nn
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
 from config import Checkpoint, Training
-from optimizers.build import build_adamw, parameter_groups, set_lr
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
 from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler, total_norm
+from training.optimizers.build import build_adamw, parameter_groups, set_lr
 from training.state import Progress, TrainState, global_batch_of, resume
 
 MODES = ("disabled", "async", "async_with_pinned_mem")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from datasets.grid import area_weights, global_grid
-from losses.penalties import CRPS, by_member, penalty_of
-from losses.pointwise import fused_sum_of_costs, sum_of_costs
 from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, difference, full
+from training.losses.penalties import CRPS, by_member, penalty_of
+from training.losses.pointwise import fused_sum_of_costs, sum_of_costs
 from training.rollout import seed_again, told
 
 ALPHA = 0.95  # Lang et al. 2024

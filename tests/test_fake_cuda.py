@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from config import Model
 from models.attention import Kernel
 from models.vit import LayerNorm, VisionTransformer
-from optimizers.build import build_adamw
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler
+from training.optimizers.build import build_adamw
 from training.update import Update
 
 HALF = torch.bfloat16

@@ -11,7 +11,6 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import Channels, load_initial_weights
 from config import ActivationCheckpoint, Checkpoint, Compile, Model, Parallelism
 from models.build import build_model
-from optimizers.build import build_adamw
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import parallelize
 from tests.distributed import shared_mesh
@@ -19,6 +18,7 @@ from tests.parity import full
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
+from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
 
 GRID = (8, 16)

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from datasets.grid import area_weights, global_grid
-from losses.penalties import penalty_of
-from losses.pointwise import (
+from tests.parity import Layout, SmallRun
+from training.losses.penalties import penalty_of
+from training.losses.pointwise import (
     fused_sum_of_costs,
     relative_l2_loss,
     sum_of_costs,
 )
-from losses.spectral import amse
-from losses.weights import (
+from training.losses.spectral import amse
+from training.losses.weights import (
     change_weights,
     mean_weights,
     pressure_weights,
     relative_l2_weights,
     variable_weights,
 )
-from tests.parity import Layout, SmallRun
 
 
 def mse(prediction, target, mask, area, weights):

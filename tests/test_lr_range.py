@@ -10,7 +10,11 @@ import torch
 import xarray as xr
 
 from datasets.selection import open_selection
-from optimizers.lr_range import (
+from tests.sample_archives import weatherbench
+from train import train
+from training.config_checks import load_checked
+from training.journal import read_records
+from training.optimizers.lr_range import (
     MARGIN,
     WINDOW,
     Sweep,
@@ -23,10 +27,6 @@ from optimizers.lr_range import (
     suggestion,
     sweep_losses,
 )
-from tests.sample_archives import weatherbench
-from train import train
-from training.config_checks import load_checked
-from training.journal import read_records
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ enable = false
 
 
 def test_a_sweep(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("optimizers.lr_range.ROWS", 60)
+    monkeypatch.setattr("training.optimizers.lr_range.ROWS", 60)
     train(load_checked(["--job.config_file", str(config_file)]))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     capsys.readouterr()
@@ -87,7 +87,7 @@ def test_a_sweep(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None
 
 
 def test_its_first_step_is_the_runs(config_file: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("optimizers.lr_range.WINDOW", 1)
+    monkeypatch.setattr("training.optimizers.lr_range.WINDOW", 1)
     train(load_checked(["--job.config_file", str(config_file)]))
     capsys.readouterr()
     main([str(config_file), "--steps", "10", "--lowest", "1e-9", "--highest", "1e-8"])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from config import LrScheduler
-from optimizers.lr_schedules import lr_factor, peak_lr, scheduled_factor
+from training.optimizers.lr_schedules import lr_factor, peak_lr, scheduled_factor
 
 
 def test_warmup_reaches_the_peak():

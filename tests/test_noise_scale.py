@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optimizers.noise_scale import KEPT, SETTLED, NoiseScale, build_noise_scale, critical_batch
 from parallelisms.degrees import Degrees
 from tests.parity import Layout, SmallRun, replicate
+from training.optimizers.noise_scale import KEPT, SETTLED, NoiseScale, build_noise_scale, critical_batch
 from training.rollout import forward_backward
 
 

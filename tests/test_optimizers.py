@@ -14,14 +14,14 @@ from config import Checkpoint, Model
 from errors import ConfigError
 from models.initialization import init_weights
 from models.vit import VisionTransformer
-from optimizers import compact_adamw
-from optimizers.build import build_adamw, set_lr
-from optimizers.compact_adamw import BLOCK, code_tables, decode, encode
-from optimizers.lr_schedules import lr_factor
 from tests.parity import Layout, SmallRun, full, replicate, tp
 from tests.resharding import whole
 from training.bad_steps import step_unless
 from training.config_checks import load_checked
+from training.optimizers import compact_adamw
+from training.optimizers.build import build_adamw, set_lr
+from training.optimizers.compact_adamw import BLOCK, code_tables, decode, encode
+from training.optimizers.lr_schedules import lr_factor
 from training.state import resume
 
 COMPACT = ("bfloat16", "int8")

@@ -12,12 +12,12 @@ import xarray as xr
 from config import Config
 from datasets.field_dataset import FieldDataset
 from datasets.selection import open_selection
-from optimizers.lr_range import Trial
 from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
 from tests.sample_archives import weatherbench
 from tests.test_exact_resume import CONFIG, goes_on_exactly, run
 from training.config_checks import load_checked
+from training.optimizers.lr_range import Trial
 from training.replay import ReplaySampler, one_step_samples, phases
 from verification.rollout import rollout
 

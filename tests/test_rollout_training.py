@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from config import Training
 from datasets.grid import area_weights, global_grid
-from losses.spectral import amse
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run
 from planning.memory import memory
 from planning.workload import workload_of
 from tests.parity import Layout, SmallRun, config_of, difference, full
 from training.due import Rollouts
+from training.losses.spectral import amse
 from training.rollout import seed_again
 
 WEIGHTS = torch.tensor((1.0, 2.0, 0.5))  # of the variables of tests/parity.py

@@ -17,8 +17,10 @@ from checkpoints.files import complete_steps
 from command_line import load_config, to_toml
 from errors import ConfigError
 from jobs.preemption import EXIT_SAVED
-from optimizers.search_space import combinations, name_of, parse_varied, split_values
-from optimizers.sweep import (
+from tests.started_jobs import ROOT, last_step, records, write_config
+from training.config_checks import load_checked
+from training.optimizers.search_space import combinations, name_of, parse_varied, split_values
+from training.optimizers.sweep import (
     OPTUNA,
     Runner,
     caution,
@@ -28,9 +30,7 @@ from optimizers.sweep import (
     read_command,
     sweep_proposed,
 )
-from optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
-from tests.started_jobs import ROOT, last_step, records, write_config
-from training.config_checks import load_checked
+from training.optimizers.sweep_results import DONE, FAILED, WAITING, Results, Run, check_same
 from training.run_folder import lock_folder
 
 STEPS = 150
@@ -112,7 +112,7 @@ def test_a_sweep_that_is_stopped_goes_on(tiny: list[str], tmp_path: Path, capsys
 def test_a_run_that_outlives_its_sweep_keeps_others_out(tmp_path: Path, monkeypatch) -> None:
     """Killed with SIGKILL, a sweep passes nothing on; the next one must not start the run a second time."""
     monkeypatch.setattr("training.run_folder.PATIENCE", 0.1)
-    monkeypatch.setattr("optimizers.sweep.PROJECT", tmp_path)
+    monkeypatch.setattr("training.optimizers.sweep.PROJECT", tmp_path)
     script = tmp_path / "run_train.sh"
     script.write_text("#!/bin/sh\necho rossby: here I am\nexec sleep 60\n")
     script.chmod(0o755)
@@ -210,8 +210,8 @@ def test_optuna_proposes_what_scores_were_good_for(tiny: list[str], tmp_path: Pa
     best value, 1e-2 with two layers, which no trial is told.
     """
     pytest.importorskip("optuna", reason="requirements-extras.txt")
-    monkeypatch.setattr("optimizers.sweep.check_data", lambda runs: None)
-    monkeypatch.setattr("optimizers.sweep_results.Results.write", lambda results: None)
+    monkeypatch.setattr("training.optimizers.sweep.check_data", lambda runs: None)
+    monkeypatch.setattr("training.optimizers.sweep_results.Results.write", lambda results: None)
     ranges = ["--vary", "optimizer.lr=1e-5:1:log", "--vary", "model.num_layers=2:5", "--sampler=tpe"]
 
     def swept(name: str, trials: int, runner: Parabola) -> tuple[Results, bool]:

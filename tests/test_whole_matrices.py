@@ -10,14 +10,14 @@ from torch import nn
 
 from config import Optimizer
 from errors import ConfigError
-from optimizers.build import build_optimizer, set_lr
-from optimizers.shared_sums import SharedSums
 from parallelisms.collectives import Recorder
 from tests.optimizer_references import MOMENTUM, trained
 from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
 from training.bad_steps import step_unless
 from training.config_checks import load_checked
+from training.optimizers.build import build_optimizer, set_lr
+from training.optimizers.shared_sums import SharedSums
 
 NAMES = ("LAMB", "LARS", "SGD", "Muon")
 STEPS = 3

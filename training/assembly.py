@@ -18,16 +18,10 @@ from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
 from datasets.variables import expand_levels
-from losses.penalties import penalty_of
-from losses.weights import pressure_weights, variable_weights
 from models.attention import preferred_backend, use_backend
 from models.build import build_model
 from models.lora import apply_lora, share_that_trains, trained
 from models.weather_model import TokenModel, WeatherModel
-from optimizers.build import build_optimizer
-from optimizers.lr_schedules import learning_rate
-from optimizers.noise_scale import build_noise_scale
-from optimizers.shared_sums import SharedSums
 from parallelisms.measured_choices import Choices, choose_attention, choose_float8
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import LossPart, ParallelModel, parallelize
@@ -38,8 +32,14 @@ from training.due import GlobalBatch, Rollouts, num_places
 from training.ema import EMA
 from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
+from training.losses.penalties import penalty_of
+from training.losses.weights import pressure_weights, variable_weights
 from training.no_checkpoints import Saves
 from training.objective import Objective
+from training.optimizers.build import build_optimizer
+from training.optimizers.lr_schedules import learning_rate
+from training.optimizers.noise_scale import build_noise_scale
+from training.optimizers.shared_sums import SharedSums
 from training.replay import Replay
 from training.state import Progress, TrainState
 from training.update import Update, UpdateInBackward

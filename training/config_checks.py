@@ -8,11 +8,11 @@ from config import Config, Training, Validation, wall_time_seconds
 from datasets.options import check_data, parse_period, predicted_variables
 from datasets.variables import named_by, nearest_name, split_name
 from errors import nearest, refuse
-from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
 from models.registry import check_model
 from parallelisms.degrees import num_ranks, resolve_degrees
 from parallelisms.layout_checks import check_layout
 from training.due import Rollouts, num_places
+from training.losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
 
 
 def load_checked(argv: list[str]) -> Config:
@@ -234,7 +234,7 @@ def _check_optimizer(config: Config) -> None:
             'so slow a mean stands still in 8 bits; set optimizer.beta2 to 0.99 or less, or this to "int8"'
         )
         refuse("optimizer.state_dtype", dtype, reason)
-    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of optimizers/compact_adamw.py
+    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of training/optimizers/compact_adamw.py
     for key, width in {"dim": model.dim, "mlp_dim": model.mlp_dim or 4 * model.dim}.items():
         if dtype == "int8" and width % block == 0 and width // tp % block:
             reason = (

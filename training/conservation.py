@@ -10,11 +10,11 @@ from config import Training
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import DataError
-from losses.conservation import FREE, Cells, Kept, Squares
-from losses.quantities import coefficients, corrected, squares_of, terms_of, variables_of
 from models.conservation import Conservation, correction
 from models.weather_model import WeatherModel
 from parallelisms.parallelize import ParallelModel
+from training.losses.conservation import FREE, Cells, Kept, Squares
+from training.losses.quantities import coefficients, corrected, squares_of, terms_of, variables_of
 
 
 def build_conservation(
@@ -70,7 +70,7 @@ def build_kept(
 def build_squares(
     quantities: Sequence[str], change_std: dict[str, float], normalizer: Normalizer
 ) -> Squares | None:
-    """Of the one quantity that has some; in units of its linear terms, as losses.quantities.coefficients."""
+    """Of the one quantity that has some; in units of its linear terms, as quantities.coefficients."""
     variables = list(change_std)
     for row, quantity in enumerate(quantities):
         if terms := squares_of(quantity, variables):

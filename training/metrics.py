@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from config import Metrics as Settings
 from datasets.loader import data_wait_advice
-from optimizers.noise_scale import NoiseScale, shown
 from traces.exposed import exposed
 from traces.profiler import part_times
 from traces.slow_ranks import SlowRanks
 from training.batches import Batches
 from training.journal import Journal
 from training.loggers.opening import open_loggers
+from training.optimizers.noise_scale import NoiseScale, shown
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)

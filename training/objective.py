@@ -15,16 +15,16 @@ from datasets.conditions import Conditions
 from datasets.field_dataset import split_sample
 from datasets.normalization import Normalizer
 from jobs.heartbeat import activity
-from losses.conservation import FREE, Kept
-from losses.penalties import Penalty, by_member
-from losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
-from losses.spectral import SpectralPart, amse
-from losses.weights import change_weights, mean_weights, relative_l2_weights
 from models.noise import keys_of_members
 from models.weather_model import WeatherModel
 from parallelisms.compile import compiled
 from parallelisms.parallelize import Shards
 from training.due import ONE_STEP, Rollouts
+from training.losses.conservation import FREE, Kept
+from training.losses.penalties import Penalty, by_member
+from training.losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
+from training.losses.spectral import SpectralPart, amse
+from training.losses.weights import change_weights, mean_weights, relative_l2_weights
 from training.replay import Replay
 
 

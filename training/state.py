@@ -16,13 +16,13 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
 from config import Training
 from errors import ConfigError
-from optimizers.compact_adamw import empty_moment
 from parallelisms.float8 import plain_weight
 from training.bad_steps import BadSteps, TrainingDiverged
 from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.no_checkpoints import NoCheckpoints, Saves
+from training.optimizers.compact_adamw import empty_moment
 from training.replay import Replay
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from errors import ConfigError
-from optimizers.build import set_lr
-from optimizers.noise_scale import NoiseScale
 from parallelisms.parallelize import LossPart, ParallelModel
 from traces.profiler import span
 from training.bad_steps import step_unless
 from training.gradients import add_up, clip, summed, total_norm
 from training.no_checkpoints import Saves
+from training.optimizers.build import set_lr
+from training.optimizers.noise_scale import NoiseScale
 from training.state import TrainState
 
 

@@ -1,7 +1,6 @@
 """Which learning rate: raised step by step, exponentially, until the loss blows up (Smith 2017).
 
-    .venv/bin/python -m optimizers.lr_range train_configs/demo.toml --section.key value
-    .venv/bin/python -m optimizers.lr_range train_configs/demo.toml --steps 200 --lowest 1e-5 --highest 0.1
+    .venv/bin/python -m training.optimizers.lr_range train_configs/demo.toml --section.key value
 
 Takes training steps of a configuration on this machine, from its initial weights or those that
 checkpoint.initial_load_path names, and prints the loss at each rate and the peak rate that it suggests. The
@@ -26,7 +25,6 @@ from config import Config
 from datasets.selection import Selection
 from errors import end_when_interrupted, one_line_errors, refuse
 from jobs.log_setup import start_logging
-from optimizers.lr_schedules import peak_lr
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
@@ -34,6 +32,7 @@ from training.batches import build_batches
 from training.config_checks import check
 from training.determinism import seed_step, set_determinism
 from training.no_checkpoints import NoCheckpoints
+from training.optimizers.lr_schedules import peak_lr
 from training.run_folder import lock_folder
 from training.samples import Samples
 from training.state import global_batch_of

@@ -1,7 +1,7 @@
 """Which settings: a run of train.py for every combination of values, and a table sorted by their scores.
 
-    .venv/bin/python -m optimizers.sweep CONFIG --vary optimizer.lr=1e-3,2e-3 --vary model.dim=96,192
-    .venv/bin/python -m optimizers.sweep CONFIG --vary optimizer.lr=1e-4:1e-2:log --trials 20
+    .venv/bin/python -m training.optimizers.sweep CONFIG --vary optimizer.lr=1e-3,2e-3 --vary model.dim=96,192
+    .venv/bin/python -m training.optimizers.sweep CONFIG --vary optimizer.lr=1e-4:1e-2:log --trials 20
 
 --vary    a key and its values, in all combinations; may be given again; low:high and low:high:log are ranges
 --trials  so many combinations, drawn from training.seed; needed for ranges; default 0: all there are
@@ -35,11 +35,11 @@ from command_line import own_options, parse_command_line, split_options, start
 from config import PROJECT, SECTIONS, Config
 from errors import RunFailed, UserError, end_when_interrupted, one_line_errors, print_message, refuse
 from jobs.preemption import EXIT_SAVED, STOP_SIGNALS
-from optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
-from optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from parallelisms.degrees import number_in_environment
 from planning.start_checks import open_checked
 from training.config_checks import check_score, load_checked
+from training.optimizers.search_space import MOST, Varied, combinations, name_of, parse_varied, value_of
+from training.optimizers.sweep_results import DONE, FAILED, STOPPED, WAITING, Results, Run, check_same
 from training.run_folder import lock_folder
 
 OPTIONS = own_options(vary=[], trials=0, sampler="random", seeds=1, score="val/loss")
@@ -264,7 +264,7 @@ def take_all(waiting: list[Run], results: Results, runner: Runner) -> bool:
 
 def sweep_proposed(asked: Asked, runner: Runner) -> tuple[Results, bool]:
     """Each combination when those before have ended, as Optuna proposes it; whether all have."""
-    from optimizers.proposals import Study  # an extra
+    from training.optimizers.proposals import Study  # an extra
 
     own, results = asked.own, Results(asked.folder, asked.own.score, [])
     same = {"vary": own.vary, "seeds": own.seeds, "score": own.score, "training.seed": asked.seed}

@@ -1,7 +1,7 @@
 """Losses of normalised fields, in float32, as weighted sums over cells that can be taken shard by shard.
 
 Shapes: B batch. A shard is what a rank has of a prediction: some of its tokens or a tile of its grid; what
-each of its cells weighs: losses/weights.py.
+each of its cells weighs: training/losses/weights.py.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from losses.penalties import SQUARE, Penalty
-from losses.weights import TINY
+from training.losses.penalties import SQUARE, Penalty
+from training.losses.weights import TINY
 
 
 def sum_of_costs(output: Tensor, target: Tensor, weights: Tensor, penalty: Penalty = SQUARE) -> Tensor:

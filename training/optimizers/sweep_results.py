@@ -15,9 +15,9 @@ from command_line import text_table, to_toml
 from config import PATHS, Config, in_one_place
 from errors import refuse
 from jobs.durable_files import write_durably
-from optimizers.search_space import name_of, shown_value
 from training.best import history
 from training.journal import read_records
+from training.optimizers.search_space import name_of, shown_value
 from verification.plots import build_panels, save
 
 SPREAD = 10  # times the lowest value, from which on an axis is logarithmic

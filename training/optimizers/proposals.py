@@ -24,7 +24,7 @@ from optuna.storages.journal import JournalFileBackend  # type: ignore[reportMis
 from optuna.trial import FrozenTrial  # type: ignore[reportMissingImports]
 
 from errors import refuse
-from optimizers.search_space import Varied
+from training.optimizers.search_space import Varied
 
 JOURNAL = "optuna.journal"
 

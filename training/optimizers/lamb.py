@@ -12,10 +12,10 @@ positions, which do not decay, are not scaled either: they have AdamW's step.
 import torch
 from torch import Tensor, nn
 
-from optimizers.fused_adamw import adamw_step
-from optimizers.shards import MOMENTS, allocate, gradient, local, with_gradient
-from optimizers.shared_sums import SharedSums
-from optimizers.trust_ratios import squared_norms, trust_ratios
+from training.optimizers.fused_adamw import adamw_step
+from training.optimizers.shards import MOMENTS, allocate, gradient, local, with_gradient
+from training.optimizers.shared_sums import SharedSums
+from training.optimizers.trust_ratios import squared_norms, trust_ratios
 
 
 class LAMB(torch.optim.AdamW):

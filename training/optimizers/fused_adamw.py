@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from optimizers.shards import MOMENTS, allocate, gradient, local
+from training.optimizers.shards import MOMENTS, allocate, gradient, local
 
 
 def adamw_step(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from errors import ConfigError
-from optimizers.fused_adamw import adamw_step, update
-from optimizers.shards import MOMENTS, local, moments_of, with_gradient, zeros_like
+from training.optimizers.fused_adamw import adamw_step, update
+from training.optimizers.shards import MOMENTS, local, moments_of, with_gradient, zeros_like
 
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}  # int8: codes of a table
 BLOCK = 64  # numbers with one scale, whose 4 B are 6 % on top of 64 codes

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from optimizers.fused_adamw import adamw_step
-from optimizers.shards import MOMENTS, allocate, gradient, local, with_gradient
 from parallelisms.parallelize import copy_part
+from training.optimizers.fused_adamw import adamw_step
+from training.optimizers.shards import MOMENTS, allocate, gradient, local, with_gradient
 
 BUFFER = "momentum_buffer"
 # Jordan et al.: a quintic whose slope at 0 is steep, so that five times are enough. It does not converge to

@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from config import Optimizer
-from optimizers.compact_adamw import CompactAdamW
-from optimizers.lamb import LAMB
-from optimizers.momentum import LARS, SGD
-from optimizers.muon import Muon
-from optimizers.shared_sums import SharedSums
+from training.optimizers.compact_adamw import CompactAdamW
+from training.optimizers.lamb import LAMB
+from training.optimizers.momentum import LARS, SGD
+from training.optimizers.muon import Muon
+from training.optimizers.shared_sums import SharedSums
 
 
 def build_optimizer(
@@ -16,7 +16,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """parameters: those that this rank updates; product_dtype: of Muon's products of matrices.
 
-    The learning rate is set at every step, from optimizers/lr_schedules.py. A bad step is left out on the
+    The learning rate is set at every step, from lr_schedules.py. A bad step is left out on the
     device: every optimiser looks at `found_inf`, as torch's fused kernels do.
     """
     betas, eps, decay = (settings.beta1, settings.beta2), settings.eps, settings.weight_decay

@@ -11,9 +11,9 @@ stands outside the momentum, as in torch.optim.SGD.
 import torch
 from torch import Tensor, nn
 
-from optimizers.shards import allocate, gradient, local, with_gradient
-from optimizers.shared_sums import SharedSums
-from optimizers.trust_ratios import squared_norms, trust_ratios
+from training.optimizers.shards import allocate, gradient, local, with_gradient
+from training.optimizers.shared_sums import SharedSums
+from training.optimizers.trust_ratios import squared_norms, trust_ratios
 
 
 class SGD(torch.optim.Optimizer):
