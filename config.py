@@ -221,9 +221,6 @@ class Optimizer:
     state_dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32", "AdamW: type in which the moments of matrices are stored: 8, 4 or 2.1 bytes a parameter."
     )
-    in_backward: bool = option(
-        False, "Update each parameter as soon as its gradient is complete; no clipping, no accumulation."
-    )
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "Growth of lr from the reference batch size to the global batch size."
     )
@@ -260,14 +257,6 @@ class Training:
         -1,
         "Samples of an optimizer step over all ranks; gradients of several passes are accumulated where it "
         "exceeds local_batch_size x ranks. -1: no accumulation.",
-    )
-    batch_ramp: tuple[Batch, ...] = option(
-        (),
-        "Global batch size of each stage of the run, ascending to global_batch_size: [16, 32, 64]. "
-        "Default: one stage.",
-    )
-    batch_ramp_from_step: tuple[Positive, ...] = option(
-        (), "First step of each later stage of batch_ramp. Default: stages of equal length."
     )
     ema_decay: Decay = option(
         0.0,
@@ -308,18 +297,10 @@ class Training:
         "Fraction of the mse that is replaced by AMSE, which is computed by zonal wavenumber and preserves "
         "the amplitude of small scales.",
     )
-    conserve: tuple[str, ...] = option(
-        (),
-        'Quantities, as model.conserve or "energy", with a squared global change that the loss includes.',
-    )
-    conserve_weight: AboveZero = option(1.0, "Factor of the term that conserve adds to the loss.")
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
         "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
         "in later stages of the run.",
-    )
-    rollout_from_step: tuple[Positive, ...] = option(
-        (), "First training step of each later stage of rollout_steps. Default: stages of equal length."
     )
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
         0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
@@ -332,10 +313,6 @@ class Training:
         "Train each sample for this many consecutive steps from its date, one per training step, from the "
         "last forecast of the model, which is kept in host memory. 0: every step starts from an analysis.",
     )
-    replay_capacity: Count = option(
-        0, "States that all ranks keep for replay. 0: one for each sample of the global batch."
-    )
-    tf32: bool = option(True, "Allow TF32 in matmuls of float32 on CUDA.")
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(
         "", 'Save and exit with code 75 before this time has passed: "hours:minutes:seconds". Default: never.'

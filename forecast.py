@@ -154,7 +154,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
     device = start_ranks(config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
-    set_determinism(config.training.deterministic, config.training.tf32)
+    set_determinism(config.training.deterministic)
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = Path(source) if source else config.dump_folder

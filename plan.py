@@ -41,7 +41,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
-import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -57,7 +56,7 @@ from planning.report import as_json, describe, keys, layouts_table, memory_table
 from planning.scenarios import scenario_tables
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
 from planning.workload import COPIES_AHEAD, Workload, workload_of
-from training.config_checks import check, check_ramp
+from training.config_checks import check
 
 if TYPE_CHECKING:
     from datasets.grid import Grid
@@ -143,11 +142,9 @@ def choose_local_batch(config: Config, world: int) -> Config:
         check(config)  # which refuses it
     dp = resolve_degrees(world, config.parallelism).dp
     batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
-    shared = math.gcd(batch, *training.batch_ramp)
-    local = max(n for n in divisors(max(shared // dp, 1)) if n <= training.local_batch_size)
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1, batch_ramp=())
+    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
     check(dataclasses.replace(config, training=chosen))
-    check_ramp(training)
     chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=max(batch, 1))
     return dataclasses.replace(config, training=chosen)
 
@@ -188,14 +185,14 @@ def calibrate_machine(config: Config) -> None:
 
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
-    from training.host_memory import keep_freed_memory
+    from training.host_memory import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = config.training.local_batch_size * config.training.members
     block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
-    keep_freed_memory(device)  # as train.py does
+    retain_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
     measured = calibrate(

@@ -94,7 +94,7 @@ def layout_workload(layout: Layout) -> Workload:
     return Workload(
         model=architecture(layout),
         degrees=degrees,
-        local_batch=(layout.ramp or (GLOBAL_BATCH,))[0] // (degrees.dp * layout.accumulation),
+        local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
         global_batch=GLOBAL_BATCH,
         dtype=layout.dtype,
         reduce_itemsize=ITEMSIZE[layout.reduce],

@@ -65,8 +65,9 @@ def find_checkpoint(path: Path) -> Path:
     refuse("checkpoint.initial_load_path", str(path), reason)
 
 
-def start_from(path: Path, parameters: Parameters, config: Config) -> None:
-    """Fill a new run's weights from another run. Raises ConfigError if its model does not fit."""
+def start_from(config: Config, parameters: Parameters) -> None:
+    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit."""
+    path = Path(config.checkpoint.initial_load_path)
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
     Identity(find_checkpoint(path)).check_model(config, way_out)
     load_initial_weights(path, parameters, Channels.of(asdict(config)))

@@ -12,8 +12,6 @@ def check_layout(config: Config) -> None:
     _check_ranks(config)
     if config.compile.cuda_graphs:
         _check_cuda_graphs(config)
-    if config.optimizer.in_backward:
-        _check_in_backward(config)
 
 
 def _check_ranks(config: Config) -> None:
@@ -32,10 +30,6 @@ def _check_ranks(config: Config) -> None:
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
         refuse("training.global_batch_size", batch, f"{reason} {near} or -1")
-    for size in config.training.batch_ramp:
-        if size % smallest:
-            near = max(round(size / smallest), 1) * smallest
-            refuse("training.batch_ramp", list(config.training.batch_ramp), f"{size} is {reason} {near}")
 
 
 def _check_tiles(parallelism: Parallelism, model: str) -> None:
@@ -91,49 +85,9 @@ def _check_cuda_graphs(config: Config) -> None:
     """A graph starts kernels on memory that stays where it is: weights and gradients have to."""
     if not config.compile.enable:
         refuse("compile.cuda_graphs", True, "records what was compiled; set compile.enable to true")
-    if config.optimizer.in_backward:
-        reason = "keeps gradients, which optimizer.in_backward lets go; set one of them to false"
-        refuse("compile.cuda_graphs", True, reason)
     degrees = resolve_degrees(num_ranks(), config.parallelism)
     if degrees.dp_replicate != degrees.world:
         reason = (
             f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}, or this to false"
         )
         refuse("compile.cuda_graphs", True, reason)
-
-
-def _check_in_backward(config: Config) -> None:
-    """An update in backward sees one gradient, of one micro-batch, already reduced."""
-    training, reason = config.training, "optimizer.in_backward updates before"
-    if (name := config.optimizer.name) in ("LAMB", "LARS", "Muon"):
-        whole = "norms of whole matrices" if name != "Muon" else "whole matrices"
-        refuse(
-            "optimizer.in_backward", True, f"{name} needs {whole}, from all ranks at once; set it to false"
-        )
-    if training.max_norm:
-        refuse(
-            "training.max_norm",
-            training.max_norm,
-            f"{reason} the norm of all gradients is known; set it to 0",
-        )
-    if training.mixed_precision_param == "float16":
-        fix = 'use "bfloat16"'
-        refuse("training.mixed_precision_param", "float16", f"{reason} it is known what overflows; {fix}")
-    if max(training.rollout_steps) > 1:
-        fix = "set one of them back"
-        steps = list(training.rollout_steps)
-        refuse("training.rollout_steps", steps, f"adds up gradients of its steps, {reason} that; {fix}")
-    if config.parallelism.pipeline_parallel_degree > 1:
-        degree = config.parallelism.pipeline_parallel_degree
-        fix = "set one of them back"
-        refuse("parallelism.pipeline_parallel_degree", degree, f"adds up micro-batches, {reason} that; {fix}")
-    if config.parallelism.cpu_offload:
-        refuse(
-            "parallelism.cpu_offload", True, f"{reason} gradients are on the host; set one of them to false"
-        )
-    degrees = resolve_degrees(num_ranks(), config.parallelism)
-    if degrees.dp_replicate > 1 and not degrees.uses_fsdp:
-        fix = f"shard: data_parallel_shard_degree = {degrees.dp_replicate}"
-        refuse(
-            "parallelism.data_parallel_replicate_degree", degrees.dp_replicate, f"{reason} DDP reduces; {fix}"
-        )

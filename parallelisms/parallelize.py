@@ -1,6 +1,6 @@
 """From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
+from jobs.heartbeat import span
 from models.initialization import fill_with_nan, init_weights
 from models.lora import trained
 from models.weather_model import GridModel, TokenModel, WeatherModel
@@ -26,10 +27,9 @@ from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, cut_stages
 from parallelisms.tensor_parallel import apply_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
-from traces.profiler import span
 
-# output, target, weights (and more of that shape) -> this rank's part of the loss
-LossPart = Callable[..., Tensor]
+# output, and tensors of its shape by name (training/objective.py) -> this rank's part of the loss
+LossPart = Callable[[Tensor, dict[str, Tensor]], Tensor]
 Shards = TokenShards | GridTiles
 
 
@@ -60,28 +60,27 @@ class ParallelModel:
     def forward_backward(
         self,
         inputs: Tensor,
-        expected: Sequence[Tensor],
+        targets: dict[str, Tensor],
         loss_part: LossPart,
         scale: float,
-        exchange: bool,
+        is_last: bool,
     ) -> Tensor:
-        """One micro-batch: this rank's part of its loss_part(output, *expected); gradients are those of
-        scale x loss.
+        """Return loss_part(output, targets) of a micro-batch; gradients are those of scale x loss.
 
-        `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
-        where they have to be summed: hence the factor.
+        is_last: gradients are reduced over all ranks. FSDP averages gradients over cp too, where they have
+        to be summed: hence the factor.
         """
         scale *= self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
-                return self.pipeline.step(inputs, torch.stack(list(expected), dim=1), loss_part, scale)
+                return self.pipeline.step(inputs, targets, loss_part, scale)
         (part,) = self.parts
         self._begin_pass()
-        with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
+        with exchange_gradients(part, is_last):  # around both: DDP prepares for backward in forward
             with span("forward"):
                 with self.autocast:
                     output = part(inputs)
-                loss = loss_part(output, *expected)
+                loss = loss_part(output, targets)
             with span("backward"):
                 (loss * scale).backward()
         return loss.detach()

@@ -15,12 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from config import Parallelism
+from jobs.heartbeat import span
 from models.weather_model import TokenModel, WeatherModel
 from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
-from traces.profiler import span
 
-Loss = Callable[..., Tensor]  # output, target, weights -> part of the loss
+Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]  # of the output and tensors of its shape by name
 V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
 
@@ -135,22 +135,24 @@ class Pipeline:
         """Sets what `step` runs."""
 
         def scaled(output: Tensor, packed: Tensor) -> Tensor:
-            return self.loss(output, *packed.unbind(1)) * self.scale
+            targets = dict(zip(self.names, packed.unbind(1), strict=True))
+            return self.loss(output, targets) * self.scale
 
         kind = get_schedule_class(name)
         stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
         options = {"loss_fn": scaled, "scale_grads": False}
         self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
-    def step(self, inputs: Tensor, packed: Tensor, loss: Loss, scale: float) -> Tensor:
-        """Forward and backward of one batch; packed (B, 2, t, C): target and weights. `loss` gives a
-        micro-batch's part: parts are added.
+    def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: Loss, scale: float) -> Tensor:
+        """Forward and backward of one batch; targets (B, t, C) each. `loss` returns a micro-batch's part:
+        parts are added.
 
-        The loss where the last stage is, 0 elsewhere.
+        Returns the loss on the rank with the last stage, 0 elsewhere.
         """
-        self.loss, self.scale, losses = loss, scale, []
+        self.loss, self.scale, self.names, losses = loss, scale, tuple(targets), []
         arguments = (inputs,) if self.has_first else ()
         if self.has_last:
+            packed = torch.stack(list(targets.values()), dim=1)  # (B, n, t, C): schedules take one tensor
             self.runner.step(*arguments, target=packed, losses=losses)
             return torch.stack(losses).sum().detach() / scale
         self.runner.step(*arguments)

@@ -92,7 +92,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
         "update": {
             **always,
-            "gradients": states["gradients"] * (not work.in_backward),
+            "gradients": states["gradients"],
             "fields": fields,
             "batches on their way": step["batches on their way"],
             "matrix made orthogonal": orthogonal_bytes(work),
@@ -198,7 +198,7 @@ def gradients_alive(work: Workload, done: int) -> int:
     """Of how many blocks, when `done` have theirs."""
     if not fresh_gradients(work):
         return work.rank_layers
-    return max(min(done, 1) if work.in_backward else done, 0)
+    return max(done, 0)
 
 
 def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:

@@ -22,7 +22,6 @@ def describe(work: Workload, cluster: Cluster) -> str:
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
-        + (f"; after {', '.join(map(str, work.ramp))} samples a step" if work.ramp else "")
         + (f"; windows of {work.history} states" if work.history > 1 else "")
         + (rollout(work) if work.rollout_steps > 1 else "")
         + (f"; ensembles of {work.members}" if work.members > 1 else "")
@@ -151,7 +150,6 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "local_batch_size": work.local_batch,
         "micro_batch_size": work.micro_batch,
         "global_batch_size": work.global_batch,
-        "batch_ramp": work.ramp,
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,

@@ -155,8 +155,8 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
         degrees = resolve_degrees(num_ranks(), config.parallelism)
         places = num_places(config.training, batch * degrees.dp)
         state = config.data.history * 4 * num_variables * math.prod(grid.shape)
-        held = places * state * degrees.world // (degrees.dp * hosts)
-        _check_bytes("training.replay_capacity", places, "so many states", held, host_memory())
+        needed = places * state * degrees.world // (degrees.dp * hosts)
+        _check_bytes("training.local_batch_size", batch, "the states of replay", needed, host_memory())
 
 
 def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
@@ -183,16 +183,15 @@ def check_model(config: Config, grid: Grid) -> None:
 
 def check_globe(config: Config, grid: Grid) -> None:
     """ConfigError: global means are conserved, or positions are on a sphere, and the data are not global."""
-    section = "model" if config.model.conserve else "training"
     ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
     if grid.periodic and (ends == 90).all():
         return
     if MODELS[config.model.name].tokens and config.model.position == "spherical":
         reason = 'the grid of data.path is not global; set it to "learned" or "sincos"'
         refuse("model.position", "spherical", reason)
-    if names := getattr(config, section).conserve:
+    if names := config.model.conserve:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
-        refuse(f"{section}.conserve", list(names), f"{reason}; set it to []")
+        refuse("model.conserve", list(names), f"{reason}; set it to []")
 
 
 def check_tokens(config: Config, grid: Grid) -> None:

@@ -63,9 +63,7 @@ def scaling_rows(work: Workload, cluster: Cluster, numbers: list[int]) -> Iterat
     weak = {devices: max(round(work.global_batch * devices / cluster.devices), 1) for devices in numbers}
     for scaling, batches in (("strong", strong), ("weak", weak)):
         for devices, batch in batches.items():
-            for plan in best_layouts(
-                work.replace(global_batch=batch, ramp=()), cluster.with_devices(devices), 1
-            ):
+            for plan in best_layouts(work.replace(global_batch=batch), cluster.with_devices(devices), 1):
                 band = band_of(plan.work, cluster)
                 yield {
                     "scaling": scaling,

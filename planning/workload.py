@@ -27,7 +27,6 @@ class Workload:
     degrees: Degrees
     local_batch: int  # samples of a micro-batch; of a batch, where a pipeline cuts it further
     global_batch: int
-    ramp: tuple[int, ...] = ()  # global batches of earlier stages (training.batch_ramp)
     dtype: str = "bfloat16"  # of matrices: training.mixed_precision_param
     reduce_itemsize: int = 4  # bytes of a gradient between ranks
     field_values: int = 0  # of the predicted fields of a sample: V H W
@@ -48,7 +47,6 @@ class Workload:
     ema: bool = False
     optimizer: str = "AdamW"
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
-    in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
     keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
@@ -65,11 +63,6 @@ class Workload:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
-
-    @property
-    def shared_batch(self) -> int:
-        """Samples that can be dealt out evenly at every stage of a ramp where these can."""
-        return math.gcd(self.global_batch, *self.ramp)
 
     @property
     def accumulation(self) -> int:
@@ -170,7 +163,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
-        ramp=training.batch_ramp[:-1],
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
@@ -191,7 +183,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         ema=config.training.ema_decay > 0,
         optimizer=config.optimizer.name,
         state_itemsize=state_bytes(config.optimizer, model),
-        in_backward=config.optimizer.in_backward,
         keeps_gradients=config.compile.cuda_graphs,
         history=history,
         members=training.members,

@@ -5,7 +5,6 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,7 +24,6 @@ CURVES = {
     "memory_gib": ("peak memory", "GiB"),
 }
 LOGARITHMIC = ("loss", "val/loss", "grad_norm")
-OUTSIDE = "other"  # of a step's seconds: in no span
 
 
 def svg(figure: Figure) -> str:
@@ -78,32 +76,6 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Every n-th and the last."""
     every = -(-len(points) // POINTS)
     return [*points[:-1:every], *points[-1:]]
-
-
-def seconds_of_parts(run: Run) -> dict[str, float]:
-    """Seconds a step, the mean over all logged steps; what is in no span as `OUTSIDE`."""
-    logged = run.logged
-    names = dict.fromkeys(key for record in logged for key in record if key.startswith("seconds/"))
-    parts = {key.removeprefix("seconds/"): float(np.mean([r.get(key, 0.0) for r in logged])) for key in names}
-    step = float(np.mean([record["step_seconds"] for record in logged]))
-    return {**parts, OUTSIDE: max(step - sum(parts.values()), 0.0)}
-
-
-def time_by_part(runs: Sequence[Run]) -> str:
-    """A bar a run."""
-    tables = [seconds_of_parts(run) for run in runs]
-    figure, (axes,) = build_panels(1, "", size=(9.0, 0.9 + 0.5 * len(runs)))
-    left = np.zeros(len(runs))
-    for number, name in enumerate(dict.fromkeys(name for table in tables for name in table)):
-        width = np.array([table.get(name, 0.0) for table in tables])
-        axes.barh([run.name for run in runs], width, left=left, color=colour(number), label=name)
-        left += width
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds a step, the mean of all that were logged")
-    axes.legend(
-        ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35 / (0.9 + 0.3 * len(runs)))
-    )
-    return svg(figure)
 
 
 def rmse_by_lead(tables: dict[str, pd.DataFrame], names: Sequence[str]) -> str:

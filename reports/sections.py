@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import ConfigError, DataError
-from reports.figures import curves, embedded_file, rmse_by_lead, time_by_part
+from reports.figures import curves, embedded_file, rmse_by_lead
 from reports.forecast_maps import film, first_forecast, stills
 from reports.run import HOUR, Run, differences
 from reports.scores import rmse_of, score_rows, side_by_side
@@ -153,16 +153,17 @@ def forecasts(run: Run, named: bool) -> Section:
 
 
 def where_time_went(runs: Sequence[Run]) -> Section:
-    logged = [run for run in runs if run.logged]
-    if not logged:
-        return Section("Time", ["No step was logged yet."])
-    about = "Seconds of a step by part, without validations and saves in between"
-    section = Section("Time", pictures=[Picture(about, svg=time_by_part(logged))])
-    for run in logged:
+    """The plots of a run's newest trace, which traces.inspect_trace has drawn."""
+    section = Section("Time")
+    for run in runs:
         plots = sorted((run.folder / "plots").glob("trace-*.png"))
         section.pictures += [
             Picture(f"{run.name}: {path.stem}", source=embedded_file(path)) for path in plots
         ]
+    if not section.pictures:
+        section.remarks.append(
+            "No trace: python -m traces.inspect_trace draws where the time of a step goes."
+        )
     return section
 
 

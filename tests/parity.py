@@ -4,7 +4,7 @@ What comes back is layout-free: losses, gradient norms, full gradients of the fi
 the third. A layout is right when all of it is what one process gives.
 """
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -35,21 +35,17 @@ from datasets.statistics import Statistics
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
 from tests.distributed import own_device, shared_mesh
-from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
+from training.assembly import Fields, assemble
 from training.batches import Batch
-from training.due import GlobalBatch
-from training.no_checkpoints import NoCheckpoints
-from training.step import train_step
+from training.state import build_state
+from training.step import Run, accumulate_gradients, update_weights
 
 GLOBAL_BATCH = 8
 ADAPTER_STD = "models.initialization.adapter_std"  # with B = 0, as adapters start, A would have no gradient
 # Some gradients are zero but for rounding (a bias of all keys moves no softmax); with a small eps Adam
 # would blow that rounding up to full steps.
 EPS = 1e-4
-DRY = ((), ("dry_mass",))
 VARIABLES = ("surface_pressure", "total_column_water_vapour", "2m_temperature")
-WINDS = ("u_component_of_wind", "v_component_of_wind")
-COLUMN = tuple(f"{name}:{level}" for name in ("temperature", *WINDS) for level in (500, 850))
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Layout:
     dtype: str = "float32"
     reduce: str = "float32"  # what gradients travel in
     accumulation: int = 1
-    ramp: tuple[int, ...] = ()  # batches of the three steps, GLOBAL_BATCH the last
     grid: tuple[int, int] = (16, 32)
     model: tuple[tuple[str, Any], ...] = ()
     loss: str = "mse"
@@ -75,11 +70,7 @@ class Layout:
     history: int = 1  # states that it sees
     members: int = 1  # of each sample, with noise
     lora: str = ""  # what the matrices beside which adapters train rest in
-    conserve: str = ""  # dry mass: "held" by each step, or "paid" for by the loss; or "energy", paid for
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        return COLUMN if self.conserve == "energy" else VARIABLES
+    conserve: bool = False  # dry mass
 
     @property
     def noise_dim(self) -> int:
@@ -141,20 +132,18 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
         "spectral_fraction": layout.spectral,
-        "conserve": ("energy",) if layout.conserve == "energy" else DRY[layout.conserve == "paid"],
         "rollout_steps": (layout.rollout,),
         "steps": 3,
-        "batch_ramp": layout.ramp,
-        "variable_weights": (1.0, 2.0, 0.5) * (len(layout.variables) // 3),
+        "variable_weights": (1.0, 2.0, 0.5),
         "max_norm": 0.5,
     }
     optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     return Config(
-        data=Data(static_variables=("one", "another"), history=layout.history, variables=layout.variables),
+        data=Data(static_variables=("one", "another"), history=layout.history, variables=VARIABLES),
         model=replace(
-            Model(dim=32, noise_dim=layout.noise_dim, conserve=DRY[layout.conserve == "held"]), **model
+            Model(dim=32, noise_dim=layout.noise_dim, conserve=("dry_mass",) * layout.conserve), **model
         ),
         optimizer=Optimizer(**optimizer),
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
@@ -198,48 +187,38 @@ class SmallRun:
         self.layout, parallelism = layout, config.parallelism
         self.degrees = degrees = resolve_degrees(dist.get_world_size(), parallelism)
         self.mesh = shared_mesh(degrees, parallelism.axis_order)
-        smallest = (layout.ramp or (GLOBAL_BATCH,))[0] // layout.accumulation
-        local = smallest // degrees.dp
+        local = GLOBAL_BATCH // (layout.accumulation * degrees.dp)
         config = replace(config, training=replace(config.training, local_batch_size=local))
-        fields = fields_of(layout.grid, layout.variables)
-        self.device = own_device()
+        fields = fields_of(layout.grid)
+        self.device, area = own_device(), area_weights(fields.grid.latitude)
         with patch("parallelisms.compile.BACKEND", layout.compile), patch(ADAPTER_STD, lambda *_: 0.1):
             assembly = assemble(config, fields, self.mesh, self.device)
-            self.objective = build_objective(config, assembly, area_weights(fields.grid.latitude))
-        self.model = assembly.model
-        self.run = build_run_state(config, self.model)
-        self.global_batch = GlobalBatch.of(config.training, GLOBAL_BATCH, smallest)
-        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, self.global_batch)
-        self.update = build_update(config, *parts)
+            self.state = build_state(config, assembly)
+            self.run = Run.of(config, assembly, self.state, area, GLOBAL_BATCH)
+        self.model, self.objective = assembly.model, self.run.objective
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
-        self.data = samples(layout.grid, layout.rollout, layout.history, len(layout.variables))
+        self.data = samples(layout.grid, layout.rollout, layout.history)
         self.gradients: dict[str, np.ndarray] = {}  # of the last step, before it was clipped
         self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
-        self._finish, self._watched = self.update.finish, ExitStack()
-        self.update.finish = self._finish_watched  # type: ignore[method-assign]
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of step `step`, counted from 0."""
-        before = sum(self.global_batch.at(earlier) for earlier in range(1, step + 1))
-        number = self.global_batch.micro_batches(step + 1)
-        rows = [self.order.local_batch(before, micro) for micro in range(number)]
-        taken = [(self.data[chosen], 21_600 * torch.tensor(chosen)) for chosen in rows]
-        return [(fields.to(self.device), times.to(self.device)) for fields, times in taken]
+        number = self.layout.accumulation
+        rows = [self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(number)]
+        taken = [Batch(self.data[chosen], 21_600 * torch.tensor(chosen)) for chosen in rows]
+        return [Batch(fields.to(self.device), times.to(self.device)) for fields, times in taken]
 
     def step(self, step: int) -> tuple[float, float]:
         """Loss over all ranks and gradient norm of step `step`, counted from 0."""
-        self._watched.enter_context(self.watch)
-        taken = train_step(step + 1, self.batches(step), self.objective, self.model, self.update)
-        dist.all_reduce(taken.loss)
-        self.run.progress.advance(self.global_batch.at(step + 1))
-        return taken.loss.item() / self.degrees.dp, taken.grad_norm.item()
-
-    def _finish_watched(self, step: int, loss: Tensor) -> Tensor:
-        self._watched.close()
-        found = {name: p.grad for name, p in self.model.parameters.items()}
-        scale = self.update.loss_scale
+        with self.watch:
+            loss = accumulate_gradients(self.run, step + 1, self.batches(step))
+        found, scale = {name: p.grad for name, p in self.model.parameters.items()}, self.state.scaler.factor
         self.gradients = {name: full(grad) / scale for name, grad in found.items() if grad is not None}
-        return self._finish(step, loss)
+        norm = update_weights(self.run, step + 1, loss)
+        self.model.zero_grad()
+        dist.all_reduce(loss)
+        self.state.progress.advance(GLOBAL_BATCH)
+        return loss.item() / self.degrees.dp, norm.item()
 
 
 def three_steps(layout: Layout) -> Outcome:
@@ -313,7 +292,6 @@ MODEL_KEYS = (
     "history",
     "conserve",
     "members",
-    "ramp",
     "lora",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
@@ -356,7 +334,6 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}),
     "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
     "fsdp 2, accumulation 2": Layout(2, accumulation=2),
-    "fsdp 2, ramp": Layout(2, ramp=(2, 4, 8)),
     "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
     "fsdp 2, mae": Layout(2, loss="mae"),
     "fsdp 2, spectral": Layout(2, spectral=0.5),
@@ -561,26 +538,19 @@ CONDITIONED = {
 }
 TABLE |= CONDITIONED
 CONSERVING = {
-    "conserve, accumulation 2": Layout(1, accumulation=2, conserve="held"),
-    "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve="held"),
-    "conserve, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve="held"),
-    "conserve, ring 2, odd grid, paid": Layout(2, cp("ring"), grid=(11, 10), conserve="paid"),
-    "conserve, pp 2, 1f1b": Layout(2, pp(), conserve="held"),
-    "conserve, pp 2, zbv zero-bubble, paid": Layout(2, pp("ZBVZeroBubble"), conserve="paid"),
+    "conserve, accumulation 2": Layout(1, accumulation=2, conserve=True),
+    "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve=True),
+    "conserve, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve=True),
+    "conserve, ring 2, odd grid": Layout(2, cp("ring"), grid=(11, 10), conserve=True),
+    "conserve, pp 2, 1f1b": Layout(2, pp(), conserve=True),
+    "conserve, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), conserve=True),
     "conserve, u-net, tiles 2 x 1": Layout(
-        2, {"domain_parallel_tiles": (2, 1)}, unet=True, conserve="held", rollout=2
+        2, {"domain_parallel_tiles": (2, 1)}, unet=True, conserve=True, rollout=2
     ),
-    "conserve, crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3, conserve="held"),
-    "conserve, rollout 2, fsdp 2 x ulysses 2": Layout(4, cp(), rollout=2, conserve="held"),
-    "conserve, rollout 2, fsdp 2 x ulysses 2, paid": Layout(4, cp(), rollout=2, conserve="paid"),
-    "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve="held"),
-    "energy, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve="energy"),
-    "energy, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve="energy"),
-    "energy, u-net, tiles 2 x 1": Layout(2, {"domain_parallel_tiles": (2, 1)}, unet=True, conserve="energy"),
-    "energy, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve="energy"),
-    "energy, crps, rollout 2, fsdp 2 x ring 2": Layout(
-        4, cp("ring"), rollout=2, members=3, conserve="energy"
-    ),
+    "conserve, crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3, conserve=True),
+    "conserve, rollout 2, fsdp 2 x ulysses 2": Layout(4, cp(), rollout=2, conserve=True),
+    "conserve, rollout 2, fsdp 2 x ulysses 2, crps": Layout(4, cp(), rollout=2, members=3, conserve=True),
+    "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve=True),
 }
 TABLE |= CONSERVING
 ADAPTED = {
@@ -685,7 +655,6 @@ FAST = [
     "fsdp 2",
     "fsdp 2, zero-2",
     "fsdp 2, accumulation 2",
-    "fsdp 2, ramp",
     "fsdp 2, ac selective",
     "fsdp 2, spectral",
     "fsdp 2, bf16",
@@ -745,8 +714,7 @@ FAST = [
     "swin, fsdp 2 x tp 2, compile",
     "conserve, pp 2, 1f1b",
     "conserve, u-net, tiles 2 x 1",
-    "conserve, rollout 2, fsdp 2 x ulysses 2, paid",
-    "energy, tp 2, odd grid",
+    "conserve, rollout 2, fsdp 2 x ulysses 2, crps",
     "lora, fsdp 2",
     "lora, fsdp 2, int8, bf16",
     "lora, tp 2, odd tokens, int8",

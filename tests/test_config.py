@@ -157,40 +157,10 @@ COMMAND_LINES = [
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
     ("--training.replay_steps 1", "training.replay_steps = 1: the first step starts from an analysis"),
-    ("--training.replay_capacity 8", "training.replay_capacity = 8: says where training.replay_steps keeps"),
     ("--training.replay_steps 2 --training.rollout_steps [2]", "training.rollout_steps = [2]: training.r"),
-    (
-        "--training.replay_steps 2 --training.replay_capacity 40",
-        "replay_capacity = 40: not a multiple of local_batch_size x data-parallel ranks = 16; try 32",
-    ),
     (
         "--training.replay_steps 2 --training.loss crps --training.members 2 --model.noise_dim 2",
         "training.replay_steps = 2: a state is kept of each sample",
-    ),
-    ("--training.batch_ramp [16,32]", "training.batch_ramp = [16, 32]: its last entry has to be"),
-    (
-        "--training.batch_ramp [32,16] --training.global_batch_size 16",
-        "training.batch_ramp = [32, 16]: name batches that ascend",
-    ),
-    (
-        "--training.batch_ramp [8,16] --training.global_batch_size 16 --training.local_batch_size 16",
-        "training.batch_ramp = [8, 16]: 8 is not a multiple of local_batch_size x data-parallel ranks = 16",
-    ),
-    (
-        "--training.batch_ramp_from_step [3]",
-        "training.batch_ramp_from_step = [3]: name the first step of each of the 0 later entries",
-    ),
-    (
-        "--training.batch_ramp [16,32] --training.global_batch_size 32 --training.steps 1",
-        "training.batch_ramp = [16, 32]: has more stages than training.steps = 1",
-    ),
-    (
-        "--training.rollout_steps [1,2] --training.rollout_from_step [3,4]",
-        "rollout_from_step = [3, 4]: name the first step of each of the 1 later entries",
-    ),
-    (
-        "--training.rollout_steps [1,2] --training.rollout_from_step [2000]",
-        "rollout_from_step = 2000: lies beyond training.steps = 1000",
     ),
     (
         "--training.rollout_steps [1,4] --training.rollout_gradient_steps 5",
@@ -210,10 +180,6 @@ COMMAND_LINES = [
         "rollout_weights = [0.0, 0.0]: no step has a loss; raise one",
     ),
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
-    (
-        "--training.rollout_steps [2] --optimizer.in_backward --training.max_norm 0",
-        "training.rollout_steps = [2]: adds up gradients of its steps",
-    ),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     (
         "--training.variable_weights [0,0,0]",
@@ -245,21 +211,12 @@ COMMAND_LINES = [
         "model.conserve = 'dry_air': no such quantity; did you mean dry_mass",
     ),
     (
-        "--training.conserve '[\"energy\"]'",
-        "training.conserve = 'energy': needs temperature, u_ and v_component_of_wind on two levels or more",
-    ),
-    (
-        '--model.conserve \'["energy"]\' --data.variables \'["temperature","u_component_of_wind",'
-        '"v_component_of_wind"]\' --data.levels [500,850]',
-        "model.conserve = 'energy': no shift of one variable keeps it; training.conserve asks for it",
-    ),
-    (
         "--model.conserve '[\"total_water\"]'",
         "model.conserve = 'total_water': needs specific_humidity on two levels or more",
     ),
     (
-        "--training.conserve '[\"dry_mass\"]'",
-        "training.conserve = 'dry_mass': is made of surface_pressure, which is not among data.variables",
+        "--model.conserve '[\"dry_mass\"]'",
+        "model.conserve = 'dry_mass': is made of surface_pressure, which is not among data.variables",
     ),
     (
         "--model.conserve '[\"2m_temperature\"]' --model.predict state",

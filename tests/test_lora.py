@@ -179,7 +179,7 @@ def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
     for step in range(3):
         small.step(step)
     own = trained(small.model.parameters)
-    averages = small.run.average.averages if small.run.average else {}
+    averages = small.state.average.averages if small.state.average else {}
     assert averages.keys() == (own.keys() if averages else set())
     return {name: full(p) for name, p in own.items()} | {f"ema.{n}": full(t) for n, t in averages.items()}
 

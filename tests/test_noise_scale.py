@@ -107,7 +107,7 @@ def gradients_of_chunks() -> Tensor:
     """(4, parameters): of two samples each of the first global batch, in one process, one after the other."""
     run, found = SmallRun(Layout(1, accumulation=4)), []
     for batch in run.batches(0):
-        forward_backward(1, run.objective, run.model, batch, run.update.loss_part, 1.0, exchange=True)
+        forward_backward(run.objective, None, 1, batch, 1.0, is_last=True)
         found.append(
             torch.cat([p.grad.flatten() for p in run.model.parameters.values() if p.grad is not None])
         )
@@ -120,12 +120,12 @@ def squares(layout: Layout) -> tuple[list[float], list[float], list[float]]:
     without.
     """
     watched = SmallRun(layout)
-    losses, noise = [watched.step(0)[0]], watched.update.noise
+    losses, noise = [watched.step(0)[0]], watched.run.noise_scale
     assert noise is not None
     means = noise.means / (1 - KEPT)
     dist.all_reduce(means)
     losses.append(watched.step(1)[0])
-    with patch("training.assembly.build_noise_scale", lambda *_: None):
+    with patch("training.step.build_noise_scale", lambda *_: None):
         plain = SmallRun(layout)
     return (means / dist.get_world_size()).tolist(), losses, [plain.step(0)[0], plain.step(1)[0]]
 

@@ -122,7 +122,7 @@ def train(name: str, state_dtype: str, folder: Path | None = None) -> dict[str, 
     layout = LAYOUTS[name]
     with patch.object(compact_adamw, "BLOCK", 16):  # the small run's rows have 32 numbers
         small = SmallRun(layout, ema_decay=0.9, state_dtype=state_dtype)
-        state = small.run
+        state = small.state
         losses = [small.step(step)[0] for step in range(STEPS)]
         weights = {name: full(p) for name, p in small.model.parameters.items()}
         if folder:
@@ -138,7 +138,7 @@ def go_on(name: str, state_dtype: str, folder: Path) -> dict[str, Any]:
     layout = LAYOUTS[name]
     with patch.object(compact_adamw, "BLOCK", 16):
         small = SmallRun(layout, seed=1, ema_decay=0.9, state_dtype=state_dtype)
-        state = small.run
+        state = small.state
         checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
         try:
             assert resume(checkpointer, state)

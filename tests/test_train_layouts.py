@@ -91,15 +91,3 @@ def test_train_py_on_a_layout_is_train_py_in_one_process(config_file: Path, name
         for key in ("loss", "grad_norm", "val/loss", "val/rmse/10m_u_component_of_wind"):
             if key in there:
                 assert here[key] == pytest.approx(there[key], rel=1e-4), (there["step"], key)
-        if "loss" in here:
-            assert_parts_are_timed(here, ranks)
-
-
-def assert_parts_are_timed(record: dict[str, Any], ranks: int) -> None:
-    """All of a step is in its parts, but for what lies between them; a pipeline's parts lie inside it."""
-    seconds = {name: record[f"seconds/{name}"] for name in ("data", "forward", "backward", "optimizer")}
-    assert min(seconds.values()) > 0
-    computing = seconds["forward"] + seconds["backward"]
-    assert computing < record.get("seconds/pipeline", record["step_seconds"])
-    if ranks == 1:
-        assert 0.5 * record["step_seconds"] < sum(seconds.values()) < record["step_seconds"]

@@ -72,6 +72,6 @@ def almost_fair_crps_slope_(error: Tensor) -> Tensor:
 CRPS = Penalty(1, almost_fair_crps, almost_fair_crps_slope_)
 
 
-def penalty_of(loss: str, huber_threshold: float) -> Penalty:
+def penalty_of(loss: str, huber_threshold: float = 1.0) -> Penalty:
     """Of `training.loss`; the root of "relative_l2" comes after the sum."""
     return {"mae": ABSOLUTE, "huber": huber(huber_threshold), "crps": CRPS}.get(loss, SQUARE)
