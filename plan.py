@@ -7,8 +7,6 @@
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
 --clusters FILE       your own machines, in the same form; as often as you like
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
---sweep gpus=LIST     weak and strong scaling as PNG and CSV into plan/ in the run's folder
---scenario NAME|all   the figures of the mission beside computed ones: case_study, tutorial, textbook
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
@@ -27,8 +25,6 @@ OPTIONS = own_options(
     cluster="",
     clusters=[],
     layout="configured",
-    sweep="",
-    scenario="",
     calibrate=False,
     dry_run=False,
     json=False,
@@ -50,10 +46,17 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import costs_of
-from planning.data_feed import feed_table
 from planning.hardware import Cluster
-from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
-from planning.scenarios import scenario_tables
+from planning.report import (
+    as_json,
+    data_lines,
+    describe,
+    keys,
+    layouts_table,
+    memory_table,
+    reason,
+    time_table,
+)
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.config_checks import check
@@ -69,9 +72,6 @@ def main() -> None:
     with one_line_errors():
         options, rest = split_options(sys.argv[1:], OPTIONS)
         check_options(options)
-        if options.scenario:
-            print(scenario_tables(options.scenario))
-            return
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
@@ -81,7 +81,7 @@ def main() -> None:
         elif options.calibrate:
             calibrate_machine(config)
         elif not cluster:
-            raise ConfigError("plan.py: say where: --cluster a100x64 (or --scenario, --calibrate, --dry_run)")
+            raise ConfigError("plan.py: say where: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
 
@@ -110,11 +110,6 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     work = job(config, cluster.devices).replace(slowest=options.slowest)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
-    if options.sweep:
-        from planning.sweep import sweep  # here, because plots take a second
-
-        print(sweep(work, cluster, options.sweep, config.dump_folder / "plan"))
-        return 0
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
         reason = f"no layout of {cluster.devices} devices can share it"
@@ -125,7 +120,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
         return 0 if fitting else 1
-    feed = feed_table(made.work, config.data, made.time.samples_per_second, cluster)
+    feed = data_lines(made.work, made.time.samples_per_second, cluster)
     print("\n\n".join([*tables(plans, made, cluster), feed, cost.table(made.time.total)]))
     if not fitting:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""

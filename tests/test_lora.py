@@ -165,7 +165,6 @@ def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) ->
 
 
 SETTINGS = {
-    "in_backward": {"in_backward": True, "max_norm": 0.0},
     "Muon": {"name": "Muon"},
     "LAMB": {"name": "LAMB"},
     "moments in int8": {"state_dtype": "int8"},

@@ -87,9 +87,7 @@ LAYOUTS = [
     (1, {"activation_checkpoint.mode": "selective"}),
     pytest.param(1, {"activation_checkpoint.mode": "full", "training.local_batch_size": "16"}, marks=SLOW),
     (1, {"training.mixed_precision_param": "bfloat16"}),
-    (1, {"optimizer.in_backward": "true", "training.max_norm": "0"}),
     (8, {}),
-    pytest.param(8, {"optimizer.in_backward": "true", "training.max_norm": "0"}, marks=SLOW),
     pytest.param(8, {"training.global_batch_size": "64"}, marks=SLOW),
     (8, {"parallelism.fsdp_reshard_after_forward": "never", "training.mixed_precision_param": "bfloat16"}),
     pytest.param(8, {"model.dim": "512", "training.local_batch_size": "1"}, marks=SLOW),
@@ -224,7 +222,7 @@ def command(*options: str) -> Ended:
     return run_plan("--job.config_file", "train_configs/vit1b.toml", *options)
 
 
-def test_the_command_answers_in_tables_and_json(tmp_path):
+def test_the_command_answers_in_tables_and_json():
     done = command("--cluster", "a100x64", "--layout", "auto")
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout and "1 before 2" in done.stdout and "on demand" in done.stdout
@@ -232,10 +230,7 @@ def test_the_command_answers_in_tables_and_json(tmp_path):
     assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
     done = command("--cluster", "a100-40x4")
     assert done.returncode == 1 and "GiB a device are missing" in done.stdout
-    done = command("--cluster", "a100x8", "--sweep", "gpus=8,16,...,64", "--job.dump_folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "plan" / "scaling.csv").exists() and (tmp_path / "plan" / "scaling.png").exists()
-    for bad in (["--cluster", "a10x64"], ["--cluster", "a100x8", "--sweep", "gpus=8,x"], []):
+    for bad in (["--cluster", "a10x64"], []):
         done = command(*bad)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 

@@ -4,13 +4,10 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from config import Config, Job, Profiling
-from errors import ConfigError, DataError
 from jobs.heartbeat import activity, span
-from traces.holistic import analysis_of
 from training.profiler import Profiler
 
 
@@ -41,12 +38,3 @@ def test_a_span_is_the_phase_of_this_process():
     with span("data"):
         assert activity.phases[-1] == "data"
     assert activity.phases[-1] != "data"
-
-
-def test_holistic_says_what_it_needs(one_rank, tmp_path, monkeypatch):
-    steps(tmp_path, 2, enable_profiling=True, profile_freq=2, profile_steps=1)
-    with pytest.raises(DataError, match="no kernels of a GPU, without which HolisticTraceAnalysis fails"):
-        analysis_of(tmp_path)
-    monkeypatch.setattr("traces.events.Trace.on_gpu", True)
-    with pytest.raises(ConfigError, match="needs HolisticTraceAnalysis .*pip install"):
-        analysis_of(tmp_path)

@@ -17,7 +17,6 @@ from tests.started_jobs import ROOT, write_config
 
 STEPS, GLOBAL_BATCH = 3, 4
 AVERAGED = ("--training.ema_decay=0.5",)
-IN_BACKWARD = ("--optimizer.in_backward", "--training.max_norm=0")
 
 
 def degree(axis: str, *more: str, number: int = 2) -> tuple[str, ...]:
@@ -36,7 +35,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "ring 2": (2, degree("context_parallel_degree", "--parallelism.context_parallel_method=ring"), ()),
     "pp 2": (2, degree("pipeline_parallel_degree"), ()),
     "hsdp 2 x 2": (4, degree("data_parallel_replicate_degree"), ()),
-    "fsdp 2, in backward": (2, IN_BACKWARD, ("--training.max_norm=0",)),
     "tp 2, averages": (2, degree("tensor_parallel_degree", *AVERAGED), AVERAGED),
 }
 

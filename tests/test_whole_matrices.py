@@ -152,10 +152,6 @@ def test_states_of_another_optimiser_are_refused_by_name(one_rank, tmp_path: Pat
     [
         ("--optimizer.name LAMB --optimizer.state_dtype int8", "state_dtype = 'int8': is for AdamW; with"),
         (
-            "--optimizer.name LARS --optimizer.in_backward true --training.max_norm 0",
-            "in_backward = True: LARS needs norms of whole matrices",
-        ),
-        (
             "--optimizer.name Muon --parallelism.cpu_offload true",
             "optimizer.name = 'Muon': .*set parallelism.cpu_offload to false",
         ),
