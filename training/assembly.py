@@ -21,16 +21,16 @@ from datasets.variables import expand_levels
 from losses.penalties import penalty_of
 from losses.weights import pressure_weights, variable_weights
 from models.attention import preferred_backend, use_backend
-from models.build import build_model
-from models.lora import apply_lora, share_that_trains, trained
+from models.lora import apply_lora, count_parameters, trained
+from models.registry import build_model
 from models.weather_model import TokenModel, WeatherModel
 from optimizers.build import build_optimizer
 from optimizers.lr_schedules import learning_rate
 from optimizers.noise_scale import build_noise_scale
 from optimizers.shared_sums import SharedSums
-from parallelisms.measured_choices import Choices, choose_attention, choose_float8
+from parallelisms.attention_choice import choose_attention
 from parallelisms.mesh import Mesh
-from parallelisms.parallelize import LossPart, ParallelModel, parallelize
+from parallelisms.parallelize import LossPart, ParallelModel, Recipe, parallelize
 from parallelisms.parameter_names import canonical
 from training.bad_steps import BadSteps
 from training.conservation import build_conservation, build_kept, refuse_missing
@@ -93,8 +93,8 @@ def assemble(
 ) -> Assembly:
     """The model that `config` describes, cut for this rank, with weights from (seed, name).
 
-    run_folder: of the run, which keeps the kernels and recipes that it has measured to be fastest, and which
-    a forecast takes as they are; None: nothing is measured.
+    run_folder: of the run, with the attention kernel that it has measured to be fastest, which a forecast
+    takes as it is; None: nothing is measured.
     memory: what the model gets its memory in, without values: a dry run's FakeTensorMode.
     """
     training = config.training
@@ -111,34 +111,27 @@ def assemble(
     if config.lora.enable:
         apply_lora(meta_model, config.lora)
         if for_training:
-            logger.info("LoRA: %s", share_that_trains(meta_model))
+            some, every = count_parameters(meta_model)
+            logger.info(f"LoRA: {some:,} of {every:,} parameters train ({some / every:.2%})")
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, TokenModel):
         backend = config.model.attention_backend
         use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
-    if run_folder and isinstance(meta_model, TokenModel):
-        measured = (dtype, device, Choices(run_folder, fixed=not for_training))
-        states = training.local_batch_size * training.members  # that the model takes at once
-        if config.model.attention_backend == "auto":
-            choose_attention(meta_model, states, mesh.degrees, *measured)
-        if config.float8.enable and config.float8.recipe == "auto":
-            settings = (config.float8, config.compile.enable)
-            choose_float8(meta_model, states, mesh.degrees, *settings, *measured)
-    model = parallelize(
-        meta_model,
-        mesh,
-        device,
-        None if memory else training.seed,
+        if run_folder and backend == "auto":
+            states = training.local_batch_size * training.members  # that the model takes at once
+            file = run_folder / "attention.json"
+            choose_attention(meta_model, states, mesh.degrees, dtype, device, file, for_training)
+    recipe = Recipe(  # a forecast has no backward pass
         config.parallelism,
-        # A forecast keeps nothing for a backward.
         config.activation_checkpoint if for_training else ActivationCheckpoint(),
         config.compile,
+        config.float8,
         param_dtype=dtype,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        float8=config.float8,
-        memory=memory,
     )
+    seed = None if memory else training.seed
+    model = parallelize(meta_model, mesh, device, seed, recipe, memory)
     fingerprints = Fingerprints(model, config.training.fingerprint_steps)
     return Assembly(meta_model, num_parameters, model, normalizer, conditions, fingerprints)
 
@@ -217,7 +210,7 @@ def build_run_state(config: Config, model: ParallelModel, replay: Replay | None 
 def sums_of(model: ParallelModel) -> SharedSums:
     """Over all ranks, of what each has of the model's parameters; ZeRO-1 has one rank update each."""
     degrees, own = model.mesh.degrees, model.own_parameters()
-    names = [canonical(name) for name, _ in model.geometry.named_parameters()]
+    names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
     return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
 
 
@@ -236,5 +229,7 @@ def build_update(
     if config.optimizer.in_backward:
         return UpdateInBackward(*parts, accumulation)
     reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
-    noise = build_noise_scale(model, config.training.local_batch_size, accumulation, reduce_dtype)
+    rollouts = Rollouts.of(config.training)
+    steps = rollouts.with_gradients(rollouts.longest)
+    noise = build_noise_scale(model, config.training.local_batch_size, accumulation, reduce_dtype, steps)
     return Update(*parts, config.training.max_norm, noise)

@@ -10,8 +10,7 @@ from datasets.variables import named_by, nearest_name, split_name
 from errors import nearest, refuse
 from losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
 from models.registry import check_model
-from parallelisms.degrees import num_ranks, resolve_degrees
-from parallelisms.layout_checks import check_layout
+from parallelisms.degrees import check_layout, num_ranks, resolve_degrees
 from training.due import Rollouts, num_places
 
 
@@ -61,9 +60,6 @@ def _check_training(config: Config) -> None:
     _check_loss(config.training, variables)
     _check_conserved(config, variables)
     _check_ensemble(config)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
-        refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
 
 

@@ -12,14 +12,14 @@ from datasets.statistics import Statistics
 from errors import DataError
 from losses.conservation import FREE, Cells, Kept, Squares
 from losses.quantities import coefficients, corrected, squares_of, terms_of, variables_of
-from models.conservation import Conservation, correction
+from models.conservation import ConservationProjection, correction
 from models.weather_model import WeatherModel
 from parallelisms.parallelize import ParallelModel
 
 
 def build_conservation(
     quantities: Sequence[str], variables: Sequence[str], statistics: Statistics, area: np.ndarray
-) -> Conservation | None:
+) -> ConservationProjection | None:
     """Of outputs, changes in units of their standard deviations; area (H,)."""
     if not quantities:
         return None
@@ -27,7 +27,7 @@ def build_conservation(
     deviations = dict(zip(variables, statistics.change_std, strict=True))
     rows = [names.index(corrected(quantity, variables)) for quantity in quantities]
     matrix = correction(coefficients(quantities, deviations), rows)
-    return Conservation([variables.index(name) for name in names], matrix, area)
+    return ConservationProjection([variables.index(name) for name in names], matrix, area)
 
 
 def refuse_missing(quantities: Sequence[str], variables: Sequence[str], statistics: Statistics) -> None:

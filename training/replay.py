@@ -176,9 +176,10 @@ def whole(model: ParallelModel, outputs: list[Tensor], num: int) -> Tensor:
     """Shards of outputs of a pass, of `num` samples -> (num, V, H, W), on every rank of these samples."""
     # In its first batch a pipeline of torch 2.13 goes through the loss once more before.
     output = torch.cat(outputs)[-num:] if outputs else None
-    geometry, shards = model.geometry, model.shards
+    meta_model, shards = model.meta_model, model.shards
     if model.pipeline:
-        assert isinstance(shards, TokenShards) and isinstance(geometry, TokenModel)
-        output = model.pipeline.of_last_stage(output, (num, shards.output_tokens, geometry.head.out_features))
+        assert isinstance(shards, TokenShards) and isinstance(meta_model, TokenModel)
+        shape = (num, shards.output_tokens, meta_model.head.out_features)
+        output = model.pipeline.of_last_stage(output, shape)
     assert output is not None
-    return geometry.to_fields(shards.gather_output(output))
+    return meta_model.to_fields(shards.gather_output(output))
