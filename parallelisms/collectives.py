@@ -76,14 +76,13 @@ class Recorder(TorchDispatchMode):
 
     def table(self) -> str:
         """Return one line a kind and axis: calls, and bytes of all of them."""
-        sums: dict[tuple[str, str], list[int]] = {}
+        calls, sizes = Counter(), Counter()
         for call, number in self.calls.items():
-            entry = sums.setdefault((call.axis, call.kind), [0, 0])
-            entry[0] += number
-            entry[1] += number * call.size
+            calls[call.axis, call.kind] += number
+            sizes[call.axis, call.kind] += number * call.size
         rows = [
-            f"{axis:<14}{kind:<16}{n:>8}{size / 2**20:>16.3f} MiB"
-            for (axis, kind), (n, size) in sorted(sums.items())
+            f"{key[0]:<14}{key[1]:<16}{number:>8}{sizes[key] / 2**20:>16.3f} MiB"
+            for key, number in sorted(calls.items())
         ]
         return "\n".join([f"{'axis':<14}{'collective':<16}{'calls':>8}{'bytes a rank':>20}", *rows])
 

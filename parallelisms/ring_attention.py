@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # type: ignore[reportPrivateImportUsage]
 )
 
-BlockForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-BlockBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+BlockForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, log-sum-exp
+BlockBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # arguments of `math_backward`
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,12 +43,9 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.float()
 
 
-def cpu_flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_flash_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `math_backward`: the kernel recomputes the weights from the merged `lse`."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, False)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, False)
 
 
 def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,14 +53,11 @@ def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return out, lse.float()
 
 
-def cuda_flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+def cuda_flash_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    backward, (_, q, k, *_) = torch.ops.aten._scaled_dot_product_flash_attention_backward, saved
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-    sizes = (None, None, q.shape[2], k.shape[2])
-    return backward(grad, q, k, v, out, lse, *sizes, 0.0, False, seed, offset)
+    return backward(*saved, None, None, q.shape[2], k.shape[2], 0.0, False, seed, offset)
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,13 +65,11 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.squeeze(-1)  # from (B, N, t, 1)
 
 
-def cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
-    sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, no lengths of samples
-    return backward(grad, q, k, v, out, lse[..., None], seed, seed, *sizes, 0.0, False)
+def cudnn_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    backward, (*tensors, lse) = torch.ops.aten._scaled_dot_product_cudnn_attention_backward, saved
+    seed = torch.zeros((), dtype=torch.int64, device=lse.device)  # of dropout, which is off
+    sizes = (None, None, None, saved[1].shape[2], saved[2].shape[2])  # no bias, no lengths of samples
+    return backward(*tensors, lse[..., None], seed, seed, *sizes, 0.0, False)
 
 
 def block_kernels(backend: str, device_type: str) -> tuple[BlockForward, BlockBackward]:
@@ -85,13 +77,12 @@ def block_kernels(backend: str, device_type: str) -> tuple[BlockForward, BlockBa
 
     torch's flash kernel is FlashAttention-3 or -4 after `activate` (models/attention.py).
     """
-    if backend == "math":
-        return math_forward, math_backward
-    if backend == "cudnn":
-        return cudnn_forward, cudnn_backward
-    if device_type == "cuda":
-        return cuda_flash_forward, cuda_flash_backward
-    return cpu_flash_forward, cpu_flash_backward
+    flash = {
+        "cuda": (cuda_flash_forward, cuda_flash_backward),
+        "cpu": (cpu_flash_forward, cpu_flash_backward),
+    }
+    kernels = {"math": (math_forward, math_backward), "cudnn": (cudnn_forward, cudnn_backward)}
+    return kernels.get(backend, flash[device_type])
 
 
 KEYS, GRADIENTS = 0, 1  # tags: both are in flight at a time
@@ -204,9 +195,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *ring: object) -> tuple[Tensor, Tensor]:
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ring: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
