@@ -14,6 +14,10 @@ from models.registry import MODELS
 # From the slowest to the fastest varying rank number: neighbours in number, which share a node, are tp, then
 # cp, which communicate most; a pipeline sends least.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# In [parallelism], with _degree after them.
+NAMES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel")
+NAMES += ("tensor_parallel",)
+SHARD = "data_parallel_shard_degree"
 SMALLEST_PROCESS = 2**29  # bytes of a rank without a model: Python and torch
 
 
@@ -56,17 +60,13 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
 
     Raises ConfigError, with a layout that works, if their product is not `world`.
     """
-    keys = [f"{axis}_parallel_degree" for axis in ("pipeline", "context", "tensor")]
-    keys[1:1] = ["data_parallel_replicate_degree", "data_parallel_shard_degree"]
-    named = {key: getattr(parallelism, key) for key in keys}
+    named = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in NAMES}
     pp, dp_replicate, dp_shard, cp, tp = named.values()
     rest = pp * dp_replicate * cp * tp
-    if dp_shard == -1 and world % rest == 0:
-        return Degrees(pp, dp_replicate, world // rest, cp, tp)
-    if dp_shard != -1 and rest * dp_shard == world:
-        return Degrees(pp, dp_replicate, dp_shard, cp, tp)
-    candidates = {key: value for key, value in named.items() if value != 1} or {keys[2]: dp_shard}
-    key, value = max(candidates.items(), key=lambda item: item[1])
+    shards = dp_shard if dp_shard != -1 else max(world // rest, 1)
+    if rest * shards == world:
+        return Degrees(pp, dp_replicate, shards, cp, tp)
+    key, value = max(named.items(), key=lambda item: (item[1] != 1, item[1], item[0] == SHARD))
     product = " x ".join(str(value) for value in named.values() if value != -1)
     reason = f"the run has {world} rank(s), the degrees make {product}; {_proposal(world, named, key)}"
     refuse(f"parallelism.{key}", value, reason)
@@ -75,11 +75,11 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
 def _proposal(world: int, named: dict[str, int], key: str) -> str:
     rest = math.prod(value for name, value in named.items() if name != key and value != -1)
     if world % rest:
-        return "try data_parallel_shard_degree = -1 and all others 1"
-    if key == "data_parallel_shard_degree":
+        return f"try {SHARD} = -1 and all others 1"
+    if key == SHARD:
         return f"valid: {key} = -1 or {world // rest}"
     choices = " or ".join(map(str, divisors(world // rest)))
-    return f"valid: {key} = {choices} with data_parallel_shard_degree = -1"
+    return f"valid: {key} = {choices} with {SHARD} = -1"
 
 
 def divisors(number: int) -> list[int]:
