@@ -149,25 +149,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal["vit", "unet", "swin"] = option(
-        "vit", "Architecture; docs/models.md. Keys of a ViT apply to a Swin transformer as well."
-    )
+    name: Literal["vit", "unet"] = option("vit", "Architecture; docs/models.md.")
     patch_size: tuple[Width, Width] = option((4, 4), "ViT: latitudes and longitudes of the grid per token.")
     dim: Width = option(192, "ViT: width of the residual stream.")
     num_layers: Layers = option(4, "ViT: number of transformer blocks.")
     num_heads: Layers = option(4, "ViT: number of attention heads; must divide dim.")
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(0, "ViT: hidden width of the MLP. 0: 4 x dim.")
-    window_size: tuple[Width, Width] = option(
-        (4, 8),
-        "Swin: rows and columns of tokens in an attention window; every second block shifts it by half.",
-    )
-    position: Literal["learned", "sincos", "spherical", "rotary"] = option(
+    position: Literal["learned", "sincos", "rotary"] = option(
         "learned",
-        "ViT: a learned vector per token, sines, a learned sum of spherical harmonics, or rotation of "
-        "queries and keys by row and column.",
-    )
-    position_degree: Annotated[int, Range(1, 64)] = option(
-        16, 'ViT: largest degree of the spherical harmonics of position = "spherical".'
+        "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
     )
     qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
     qk_norm: bool = option(
@@ -355,13 +345,12 @@ class Parallelism:
     enable_async_tensor_parallel: bool = option(
         False, "Overlap tensor-parallel communication with matmuls; needs compile and CUDA symmetric memory."
     )
-    context_parallel_degree: Ranks = option(1, "Ranks over which the tokens of a sample are sharded.")
-    domain_parallel_tiles: tuple[Ranks, Ranks] = option(
-        (1, 1), "U-Net: rows and columns of tiles of the grid, one per rank."
+    context_parallel_degree: Ranks = option(
+        1, "Ranks over which a sample is sharded: the tokens of a ViT, the grid of a U-Net in tiles."
     )
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = option(
         "ulysses",
-        "How attention sees all tokens: exchange heads, gather keys and values, or circulate them.",
+        "ViT: how attention sees all tokens: exchange heads, gather keys and values, or circulate them.",
     )
     pipeline_parallel_degree: Ranks = option(1, "Ranks over which the blocks are distributed.")
     pipeline_parallel_schedule: Literal[
@@ -371,9 +360,6 @@ class Parallelism:
         "Order of forward and backward passes; the last three have two stages per rank.",
     )
     pipeline_parallel_microbatch_size: Batch = option(1, "Samples of a micro-batch of the pipeline.")
-    pipeline_parallel_splits: tuple[Positive, ...] = option(
-        (), "First block of each later stage of the pipeline. Default: stages of equal FLOPs."
-    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = option(
         "default",
         'Free the parameters of a block after its forward pass: "always" (ZeRO-3), "never" (ZeRO-2), '
@@ -382,47 +368,32 @@ class Parallelism:
     cpu_offload: bool = option(
         False, "Keep parameters, gradients and optimizer states in host memory (FSDP2)."
     )
-    axis_order: tuple[str, ...] = option(
-        ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-        "Axes of the mesh; ranks that are neighbours on the last axis are neighbours in a node.",
-    )
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = option(
+    mode: Literal["none", "full", "selective", "every_n_blocks"] = option(
         "none",
         'Activations recomputed in the backward pass: "full": whole blocks; "selective": all but matmuls and '
-        'attention; "every_n_blocks": several blocks as one; "memory_budget": as the compiler chooses.',
+        'attention; "every_n_blocks": several blocks as one.',
     )
     every_n_blocks: Positive = option(7, "Blocks that every_n_blocks recomputes as one.")
-    memory_budget: Annotated[float, Range(0.0, 1.0)] = option(
-        0.5, "Fraction of the activations that memory_budget keeps."
-    )
 
 
 @dataclass(frozen=True)
 class Compile:
     enable: bool = option(False, "Compile each block (torch.compile); blocks of one shape share the result.")
-    cuda_graphs: bool = option(
-        False,
-        "Record each block as a CUDA graph, for steps limited by the host; without sharding.",
-    )
 
 
 @dataclass(frozen=True)
 class Float8:
-    enable: bool = option(False, "ViT: multiply the matrices of the blocks in float8 (torchao).")
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"] = option(
+    enable: bool = option(
+        False,
+        "ViT: multiply the matrices of the blocks in float8 (torchao); emulated, slowly, without CUDA.",
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
         "tensorwise",
-        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision; "auto": the '
-        "fastest by measurement for each shape of matrix, float8 or not.",
-    )
-    filter_min_features: Count = option(
-        0, "Matrices with fewer input or output features than this are not converted."
-    )
-    emulate: bool = option(
-        False, "Round to float8 and multiply in high precision: the same numbers on any device, slowly."
+        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision.',
     )
     enable_fsdp_float8_all_gather: bool = option(
         False, 'Gather weights of FSDP in float8; needs recipe = "tensorwise".'
@@ -438,9 +409,6 @@ class Lora:
     )
     rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
     alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")
-    base_dtype: Literal["float32", "bfloat16", "int8"] = option(
-        "float32", "Type in which the adapted matrices are stored; int8 with one scale per row (torchao)."
-    )
     also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = option(
         (),
         'Parts that are trained in addition; new input variables need "patch_embedding", new predicted '

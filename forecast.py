@@ -120,7 +120,7 @@ def forecast(config: Config) -> int:
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
-        mine = number < len(missing) and model.speaks_for_sample
+        mine = number < len(missing) and model.is_sample_leader
         windows, times = start_from(batch)
         problems = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
         if mine:

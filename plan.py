@@ -200,12 +200,7 @@ def calibrate_machine(config: Config) -> None:
 
 def dry_run_table(config: Config, world_size: int) -> None:
     from planning.dry_run import dry_run  # here: they take torch's seconds
-    from planning.start_checks import check_base
 
-    check_base(config)
-    if config.activation_checkpoint.mode == "memory_budget":
-        reason = 'the compiler keeps it, and a dry run does not compile; take "selective" or "full"'
-        refuse("activation_checkpoint.mode", "memory_budget", reason)
     if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
         schedule = config.parallelism.pipeline_parallel_schedule
         raise ConfigError(

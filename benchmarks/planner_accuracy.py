@@ -133,7 +133,7 @@ class Step(RandomRun):
     def forward_loss(self) -> Tensor:
         """The loss of the batch, whose backward has not run."""
         inputs, targets = self.objective.cut(*self.batches[0])
-        with self.model.autocast:
+        with self.model.recipe.autocast(self.model.device):
             output = self.model.parts[0](inputs)
         return self.objective.loss_part(output, targets)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from config import Config, Model, Optimizer
 from datasets.options import PREFETCH
 from errors import ConfigError
-from models.condition_numbers import num_channels, num_features
-from models.registry import MODELS
-from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
+from models.registry import MODELS, num_channels, num_features
+from parallelisms.degrees import Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
 
@@ -33,7 +32,6 @@ class Workload:
     input_values: int = 0  # the same of the input
     ac_mode: str = "none"
     every_n: int = 1
-    memory_budget: float = 0.5
     compiled: bool = False
     float8: bool = False
     attention: str = "sdpa"
@@ -43,11 +41,9 @@ class Workload:
     method: str = "ulysses"
     schedule: str = "1F1B"
     pipeline_micro_batch: int = 1
-    axis_order: tuple[str, ...] = AXES
     ema: bool = False
     optimizer: str = "AdamW"
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
-    keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
@@ -79,6 +75,11 @@ class Workload:
         pipeline, each as often as its rollout has gradients.
         """
         return self.accumulation * self.micro_batches * self.gradient_steps
+
+    @property
+    def reductions(self) -> int:
+        """Backward passes of a step after which FSDP reduces gradients; a pipeline adds its micro-batches."""
+        return self.accumulation * self.gradient_steps
 
     @property
     def forecasts(self) -> int:
@@ -169,7 +170,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         input_values=(channels + told) * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
-        memory_budget=ac.memory_budget,
         compiled=config.compile.enable,
         float8=config.float8.enable,
         attention=config.model.attention_backend.replace("auto", "sdpa"),
@@ -179,11 +179,9 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        axis_order=parallelism.axis_order,
         ema=config.training.ema_decay > 0,
         optimizer=config.optimizer.name,
         state_itemsize=state_bytes(config.optimizer, model),
-        keeps_gradients=config.compile.cuda_graphs,
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
@@ -210,5 +208,4 @@ def architecture_of(
     options["learned_position"] = model.position == "learned"
     options["axial"] = model.position == "rotary"
     found = vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
-    harmonics = (model.position_degree + 1) ** 2 if model.position == "spherical" else 0
-    return dataclasses.replace(found, features=num_features(model.conditions), harmonics=harmonics)
+    return dataclasses.replace(found, features=num_features(model.conditions))

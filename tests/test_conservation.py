@@ -13,8 +13,8 @@ from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import ConfigError, DataError
-from models.build import build_model
 from models.initialization import init_weights
+from models.registry import build_model
 from planning.start_checks import check_globe
 from tests.parity import Layout, SmallRun
 from training.conservation import build_conservation
@@ -173,8 +173,6 @@ def test_a_part_of_the_globe_is_refused():
     ):
         with pytest.raises(ConfigError, match=r"model.conserve = \['dry_mass'\]: the grid .* not global"):
             check_globe(config, grid)
-        with pytest.raises(ConfigError, match="model.position = 'spherical': the grid .* not global"):
-            check_globe(Config(model=Model(position="spherical")), grid)
 
 
 def test_missing_values_are_refused():

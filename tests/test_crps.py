@@ -128,7 +128,7 @@ def test_the_loss_of_fields_with_holes(one_rank):
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
     conditions = objective.condition(objective.noise_keys(1, times), times, 0)
     targets = objective.cut(fields, times, *conditions).targets
-    found = objective.loss_part(run.model.geometry.from_fields(changes), targets)
+    found = objective.loss_part(run.model.meta_model.from_fields(changes), targets)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
     truth = fields[:, 1]
     by_hand = loss_by_hand(states.double().view(2, 3, 3, 11, 10).numpy(), truth.double().numpy(), [1, 2, 0.5])
@@ -145,7 +145,7 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
     run, plain = SmallRun(layout), SmallRun(layout)
     loss, _ = run.step(0)
     fields, times = plain.batches(0)[0]
-    conditions, model = plain.objective.conditions, plain.model.geometry
+    conditions, model = plain.objective.conditions, plain.model.meta_model
     assert conditions.noise is not None
     keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
     assert torch.equal(plain.objective.noise_keys(1, times), keys)

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.field_dataset import FieldDataset
-from models.build import build_model
+from models.registry import build_model
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces.advice import advice

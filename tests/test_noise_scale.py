@@ -90,7 +90,7 @@ def test_advice_comes_once_and_late(one_rank, caplog) -> None:
         (Degrees(dp_replicate=2), 1, torch.float32, None),
         (Degrees(dp_replicate=2), 3, torch.float32, (2, 12)),
         (Degrees(dp_shard=2), 1, torch.bfloat16, (2, 4)),
-        (Degrees(dp_shard=2, dp_replicate=2), 3, torch.float32, (6, 24)),
+        (Degrees(dp_shard=2, dp_replicate=2), 3, torch.float32, (2, 24)),
         (Degrees(dp_shard=2), 1, torch.float16, None),
         (Degrees(dp_shard=2, tp=2), 4, torch.float32, None),
         (Degrees(pp=2), 4, torch.float32, None),
@@ -136,7 +136,7 @@ def squares(layout: Layout) -> tuple[list[float], list[float], list[float]]:
         (Layout(1, accumulation=4), [[0]]),
         (Layout(2, replicate(), accumulation=2), [[0], [1]]),
         (Layout(2), [[0, 1], [2, 3]]),
-        (Layout(2, accumulation=2), [[0, 2], [1, 3]]),
+        (Layout(2, accumulation=2), [[0], [1], [2], [3]]),
     ],
     ids=["one rank", "ddp 2", "fsdp 2", "fsdp 2, accumulation 2"],
 )

@@ -188,7 +188,7 @@ LAYOUTS: dict[str, list[str]] = {
     "tp 2": ["--parallelism.tensor_parallel_degree=2"],
     "cp 2": ["--parallelism.context_parallel_degree=2"],
     "pp 2": ["--parallelism.pipeline_parallel_degree=2"],
-    "tiles 2": ["--model.name=unet", "--parallelism.domain_parallel_tiles=[1,2]"],
+    "tiles 2": ["--model.name=unet", "--parallelism.context_parallel_degree=2"],
 }
 UNET = ["--model.name=unet", "--model.width=4", "--model.levels=1"]
 

@@ -31,7 +31,7 @@ def loss_by_hand(run: SmallRun, fields: Tensor, shares: list[float], begin: int)
     """Of physical fields (B, 1 + R, V, H, W), which tests/parity.py has normalised, in one graph; steps count
     `shares`, and no gradient goes through those before `begin`.
     """
-    objective, model = run.objective, run.model.geometry
+    objective, model = run.objective, run.model.meta_model
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).float()
     state, seed, losses = fields[:, 0], torch.initial_seed(), []
     for number, share in enumerate(shares):

@@ -17,12 +17,12 @@ from datasets.selection import Selection
 from datasets.statistics import Statistics
 from datasets.variables import expand_levels
 from models.attention import preferred_backend, use_backend
-from models.build import build_model
-from models.lora import apply_lora, share_that_trains
+from models.lora import apply_lora, count_parameters
+from models.registry import build_model
 from models.weather_model import TokenModel, WeatherModel
-from parallelisms.measured_choices import Choices, choose_attention, choose_float8
+from parallelisms.attention_choice import choose_attention
 from parallelisms.mesh import Mesh
-from parallelisms.parallelize import ParallelModel, parallelize
+from parallelisms.parallelize import ParallelModel, Recipe, parallelize
 from training.conservation import build_conservation
 
 logger = logging.getLogger(__name__)
@@ -95,36 +95,29 @@ def assemble(
     if config.lora.enable:
         apply_lora(meta_model, config.lora)
         if for_training:
-            logger.info("LoRA: %s", share_that_trains(meta_model))
+            some, every = count_parameters(meta_model)
+            logger.info(f"LoRA: {some:,} of {every:,} parameters train ({some / every:.2%})")
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, TokenModel):
         backend = config.model.attention_backend
         use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
-    if run_folder and isinstance(meta_model, TokenModel):
-        measured = (dtype, device, Choices(run_folder, fixed=not for_training))
-        states = training.local_batch_size * training.members  # that the model takes at once
-        if config.model.attention_backend == "auto":
-            choose_attention(meta_model, states, mesh.degrees, *measured)
-        if config.float8.enable and config.float8.recipe == "auto":
-            settings = (config.float8, config.compile.enable)
-            choose_float8(meta_model, states, mesh.degrees, *settings, *measured)
-    model = parallelize(
-        meta_model,
-        mesh,
-        device,
-        None if memory else training.seed,
+        if run_folder and backend == "auto":
+            states = training.local_batch_size * training.members  # that the model takes at once
+            file = run_folder / "attention.json"
+            choose_attention(meta_model, states, mesh.degrees, dtype, device, file, for_training)
+    recipe = Recipe(
         config.parallelism,
         # A forecast has no backward pass, and stores nothing for one.
         config.activation_checkpoint if for_training else ActivationCheckpoint(),
         config.compile,
+        config.float8,
         param_dtype=dtype,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        float8=config.float8,
-        memory=memory,
     )
+    seed = None if memory else training.seed
+    model = parallelize(meta_model, mesh, device, seed, recipe, memory)
     if model.pipeline and for_training:
-        parallelism = config.parallelism
-        micro_batches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        model.pipeline.schedule(parallelism.pipeline_parallel_schedule, micro_batches)
+        micro_batches = training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        model.pipeline.schedule(config.parallelism.pipeline_parallel_schedule, micro_batches)
     return Assembly(meta_model, num_parameters, model, normalizer, conditions)

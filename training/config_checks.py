@@ -9,7 +9,7 @@ from datasets.options import check_data, parse_period, predicted_variables
 from datasets.variables import named_by, nearest_name, split_name
 from errors import nearest, refuse
 from models.registry import check_model
-from parallelisms.layout_checks import check_layout
+from parallelisms.degrees import check_layout
 from training.due import Rollouts
 from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
 
@@ -58,9 +58,6 @@ def _check_training(config: Config) -> None:
     _check_loss(config.training, variables)
     _check_conserved(config, variables)
     _check_ensemble(config)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
-        refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from datasets.statistics import Statistics
 from errors import DataError
-from models.conservation import Conservation, correction
+from models.conservation import ConservationProjection, correction
 from training.losses.quantities import coefficients, shifted_variable, variables_of
 
 
 def build_conservation(
     quantities: Sequence[str], variables: Sequence[str], statistics: Statistics, area: np.ndarray
-) -> Conservation | None:
+) -> ConservationProjection | None:
     """Return the projection of outputs, which are changes in units of their deviations; area (H,).
 
     Raises DataError if a variable that it needs has no value in some cells: no mean is that of all then.
@@ -34,7 +34,7 @@ def build_conservation(
     deviations = dict(zip(variables, statistics.change_std, strict=True))
     rows = [names.index(shifted_variable(quantity, variables)) for quantity in quantities]
     matrix = correction(coefficients(quantities, deviations), rows)
-    return Conservation([variables.index(name) for name in names], matrix, area)
+    return ConservationProjection([variables.index(name) for name in names], matrix, area)
 
 
 def refuse_missing(quantities: Sequence[str], name: str, index: int, statistics: Statistics) -> None:
@@ -51,7 +51,7 @@ def refuse_missing(quantities: Sequence[str], name: str, index: int, statistics:
 class ShardedProjection:
     """The projection of a model on this rank's shard of its outputs."""
 
-    def __init__(self, projection: Conservation, area: Tensor, assembly: Any) -> None:
+    def __init__(self, projection: ConservationProjection, area: Tensor, assembly: Any) -> None:
         """area (H,): weights of the rows of all fields; assembly: of training/assembly.py."""
         meta_model, self.shards = assembly.meta_model, assembly.model.shards
         self.used, self.correction = projection.used, projection.correction

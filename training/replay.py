@@ -148,7 +148,7 @@ def gather_fields(model: ParallelModel, outputs: list[Tensor], num: int) -> Tens
     """Return the outputs (num, V, H, W) of `num` samples on each of their ranks, from shards."""
     # In its first batch a pipeline of torch 2.13 goes through the loss once more before.
     output = torch.cat(outputs)[-num:] if outputs else None
-    meta_model, shards = model.geometry, model.shards
+    meta_model, shards = model.meta_model, model.shards
     if model.pipeline:
         assert isinstance(shards, TokenShards) and isinstance(meta_model, TokenModel)
         shape = (num, shards.output_tokens, meta_model.head.out_features)

@@ -142,7 +142,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
 def shared_sums(model: ParallelModel) -> SharedSums:
     """Return sums over all ranks of each one's parts of the parameters; with ZeRO-1 one rank updates each."""
     degrees, own = model.mesh.degrees, model.own_parameters()
-    names = [canonical(name) for name, _ in model.geometry.named_parameters()]
+    names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
     return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
 
 

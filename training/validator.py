@@ -67,7 +67,7 @@ class Validator:
             batch_size,
             data.num_workers,
             part=(mesh.dp_rank, mesh.degrees.dp),
-            counts=self.model.speaks_for_sample,
+            counts=self.model.is_sample_leader,
             members=members,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)

@@ -55,14 +55,14 @@ class NoiseScale:
     def _begin_anew(self, micro_batches: int) -> None:
         """Averages of norms are those of two sizes, and a ramp has come to others."""
         self.large = self.large // self.micro_batches * micro_batches
-        if self.reduced:
-            self.small = self.small // self.micro_batches * micro_batches
         self.micro_batches, self.steps = micro_batches, 0
         self.means.zero_()
 
     def step(self, norm: Tensor, loss_scale: float) -> None:
         """norm: of the global batch's gradients, unscaled. A step that is not finite does not count."""
-        seen = torch.stack([self.square / loss_scale**2, norm.detach().float().square()])
+        # Gradients on their way are those of all micro-batches, each divided by the number of these.
+        square = self.square * self.micro_batches if self.reduced else self.square
+        seen = torch.stack([square / loss_scale**2, norm.detach().float().square()])
         grown = self.means.lerp(seen, 1 - KEPT)
         self.means = torch.where(seen.isfinite().all(), grown, self.means)
         self.square.zero_()
@@ -105,10 +105,15 @@ def critical_batch(small_square: float, large_square: float, small: int, large: 
 
 
 def build_noise_scale(
-    model: ParallelModel, local_batch: int, micro_batches: int, reduce_dtype: torch.dtype
+    model: ParallelModel,
+    local_batch: int,
+    micro_batches: int,
+    reduce_dtype: torch.dtype,
+    gradient_steps: int = 1,
 ) -> NoiseScale | None:
     """None where no rank ever has the gradient of a smaller batch than the global one, whole: one micro-batch
-    on one rank, or on each of DDP's, and whatever divides a sample. float16 divides gradients on their way.
+    on one rank, or on each of DDP's, and whatever divides a sample. float16 divides gradients on their way,
+    and FSDP reduces those of each step of a rollout by themselves.
 
     micro_batches: of a step; the most of them, where they become more.
     """
@@ -117,14 +122,15 @@ def build_noise_scale(
     if degrees.splits_model or (degrees.uses_fsdp and reduce_dtype == torch.float16):
         return None
     if degrees.uses_fsdp:
-        return NoiseScale(model, large // degrees.dp, large, micro_batches, reduced=True)
+        whole = gradient_steps == 1
+        return NoiseScale(model, local_batch, large, micro_batches, reduced=True) if whole else None
     if micro_batches == 1:
         return None
     return NoiseScale(model, local_batch, large, micro_batches, reduced=False)
 
 
 def watch_reductions(model: ParallelModel, square: Tensor) -> None:
-    """FSDP has a rank's gradients whole, of all its micro-batches, in one flat tensor a block."""
+    """FSDP has a rank's gradients whole, of one micro-batch, in one flat tensor a block."""
     watched = WatchedReduceScatter(square)
     for part in model.parts:
         for module in part.modules():
