@@ -168,7 +168,6 @@ SETTINGS = {
     "in_backward": {"in_backward": True, "max_norm": 0.0},
     "Muon": {"name": "Muon"},
     "LAMB": {"name": "LAMB"},
-    "moments in int8": {"state_dtype": "int8"},
     "averages": {"ema_decay": 0.9},
 }
 

@@ -11,14 +11,20 @@ import xarray as xr
 
 from config import Config
 from datasets.field_dataset import FieldDataset
-from datasets.selection import open_selection
+from datasets.selection import Selection, open_selection
+from parallelisms.mesh import mesh_of
 from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
 from tests.sample_archives import weatherbench
 from tests.test_exact_resume import CONFIG, goes_on_exactly, run
+from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
+from training.batches import build_batches
 from training.config_checks import load_checked
-from training.optimizers.lr_range import Trial
+from training.no_checkpoints import NoCheckpoints
 from training.replay import ReplaySampler, one_step_samples, phases
+from training.samples import Samples
+from training.state import global_batch_of
+from training.step import train_step
 from verification.rollout import rollout
 
 STEPS, PLACES = 3, 8
@@ -48,6 +54,33 @@ def config_of(path: Path, folder: Path, *options: str) -> Config:
         f"--training.replay_steps={STEPS}",
     ]
     return load_checked([*own, f"--training.replay_capacity={PLACES}", *options])
+
+
+class Trial:
+    """Training steps with the parts of train.py, without checkpoints or validation. Made by all ranks."""
+
+    def __init__(self, config: Config, selection: Selection, device: torch.device) -> None:
+        mesh = mesh_of(config.parallelism, device)
+        self.dp = mesh.degrees.dp
+        samples = Samples(selection, config.data, config.dump_folder)
+        train_set = samples.dataset("train", range(1, 1 + config.training.states_ahead))
+        assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
+        self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)
+        run = build_run_state(config, self.model, self.objective.replay)
+        self.progress, smallest = run.progress, config.training.local_batch_size * self.dp
+        batch = global_batch_of(config.training, smallest, self.progress)
+        loss_part = self.objective.loss_part
+        self.update = build_update(config, self.model, run, NoCheckpoints(), loss_part, batch)
+        self.batches = build_batches(train_set, config, run, (mesh.dp_rank, self.dp), batch, device)
+        self.model.train()
+
+    def step(self, step: int, rate: float) -> float:
+        """Return the loss over all ranks of a step at a learning rate."""
+        self.update.rate = lambda _: rate
+        result = train_step(step, self.batches, self.objective, self.model, self.update)
+        self.progress.advance(self.batches.samples)
+        dist.all_reduce(result.loss)
+        return result.loss.item() / self.dp
 
 
 def trial_of(config: Config) -> Trial:

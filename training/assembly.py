@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
@@ -33,13 +32,13 @@ from training.ema import EMA
 from training.fingerprints import Fingerprints
 from training.gradients import LossScaler
 from training.losses.penalties import penalty_of
-from training.losses.weights import pressure_weights, variable_weights
+from training.losses.weights import variable_weights
 from training.no_checkpoints import Saves
 from training.objective import Objective
 from training.optimizers.build import build_optimizer
 from training.optimizers.lr_schedules import learning_rate
 from training.optimizers.noise_scale import build_noise_scale
-from training.optimizers.shared_sums import SharedSums
+from training.optimizers.trust_ratios import SharedSums
 from training.replay import Replay
 from training.state import Progress, TrainState
 from training.update import Update, UpdateInBackward
@@ -149,14 +148,14 @@ def build_objective(config: Config, assembly: Assembly, area: np.ndarray) -> Obj
     weights = torch.tensor(area, dtype=torch.float32, device=model.device)
     kept = build_kept(training, predicted(config), weights, assembly.normalizer, meta_model, model)
     objective = Objective(
-        penalty_of(training.loss, training.huber_threshold),
+        penalty_of(training.loss),
         training.loss == "relative_l2",
         meta_model,
         model.shards,
         assembly.conditions,
         assembly.normalizer,
         weights,
-        weights_of(config, len(assembly.normalizer.mean)),
+        variable_weights(training.variable_weights, len(assembly.normalizer.mean)),
         training.weight_by_change,
         training.local_batch_size,
         Rollouts.of(training),
@@ -195,14 +194,6 @@ def predicted(config: Config) -> list[str]:
     return expand_levels(config.data.variables, config.data.levels)
 
 
-def weights_of(config: Config, num_variables: int) -> Tensor:
-    """(V,): what variables and levels weigh by the configuration alone."""
-    weights = variable_weights(config.training.variable_weights, num_variables)
-    if config.training.weight_by_pressure:
-        weights *= pressure_weights(predicted(config))
-    return weights
-
-
 def build_run_state(config: Config, model: ParallelModel, replay: Replay | None = None) -> TrainState:
     """Optimiser, loss scaler and averages of a model whose weights are there; no step has been taken."""
     decay = config.training.ema_decay
@@ -235,6 +226,5 @@ def build_update(
     accumulation = global_batch.most_micro_batches
     if config.optimizer.in_backward:
         return UpdateInBackward(*parts, accumulation)
-    reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
-    noise = build_noise_scale(model, config.training.local_batch_size, accumulation, reduce_dtype)
+    noise = build_noise_scale(model, config.training.local_batch_size, accumulation)
     return Update(*parts, config.training.max_norm, noise)

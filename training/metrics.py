@@ -26,7 +26,6 @@ from traces.slow_ranks import SlowRanks
 from training.batches import Batches
 from training.journal import Journal
 from training.loggers.opening import open_loggers
-from training.optimizers.noise_scale import NoiseScale, shown
 from training.update import Update, UpdateInBackward
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class Metrics:
             # What the loader gave over what it was waited for: with loader processes, at least its bandwidth.
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.epoch,
-            "critical_batch_size": self._critical_batch(update.noise),
+            "critical_batch_size": update.noise.critical_batch() if update.noise else None,
             "skipped_steps": update.run.bad_steps.skipped,  # since this start
         }
         self.slow_ranks.look(self.num_steps, seconds, record["data_seconds"])
@@ -136,12 +135,6 @@ class Metrics:
             self.bar.update(step - self.bar.n)
         self._say(record)
         self.start_interval()
-
-    def _critical_batch(self, noise: NoiseScale | None) -> float | None:
-        critical = noise and noise.critical_batch()
-        if noise and self.is_first:
-            noise.advise(critical)
-        return critical
 
     def _advise(self, seconds: float) -> None:
         """Log once which setting helps a loop that waits for data."""
@@ -190,7 +183,7 @@ def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
     critical = record["critical_batch_size"]
-    batch = "" if critical is None else f"  critical batch {shown(critical)}"
+    batch = "" if critical is None else f"  critical batch {critical:.1f}"
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
         f"  {timedelta(seconds=round(seconds_left))} left"

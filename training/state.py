@@ -22,7 +22,7 @@ from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.no_checkpoints import NoCheckpoints, Saves
-from training.optimizers.compact_adamw import empty_moment
+from training.optimizers.shards import empty_moment
 from training.replay import Replay
 
 logger = logging.getLogger(__name__)
