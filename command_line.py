@@ -205,6 +205,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "fault_tolerance.min_replica_size": (1, NO_REPLICAS),
     "fault_tolerance.lighthouse": ("", NO_REPLICAS),
     "fault_tolerance.fingerprint_steps": (100, "set training.fingerprint_steps"),
+    "training.huber_threshold": (1.0, 'use training.loss = "mae" where outliers should count less'),
+    "training.weight_by_pressure": (False, "write the weights of levels into training.variable_weights"),
+    "optimizer.trust_ratio_max": (10.0, "lower optimizer.lr where LAMB or LARS take too large steps"),
+    "optimizer.trust_coefficient": (1e-3, "scale optimizer.lr, which LARS multiplies by 0.001 for matrices"),
+    "optimizer.state_dtype": ("float32", "shard the moments over more ranks (FSDP2 or ZeRO-1)"),
 }
 
 

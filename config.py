@@ -204,13 +204,6 @@ class Optimizer:
     weight_decay: NonNegative = option(
         0.05, "Weight decay of matrices; decoupled, but part of the gradient with SGD and LARS."
     )
-    trust_ratio_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = option(
-        10.0, "LAMB, LARS: upper limit of the trust ratio of a matrix. inf: none."
-    )
-    trust_coefficient: AboveZero = option(1e-3, "LARS: factor of the trust ratio.")
-    state_dtype: Literal["float32", "bfloat16", "int8"] = option(
-        "float32", "AdamW: type in which the moments of matrices are stored: 8, 4 or 2.1 bytes a parameter."
-    )
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "Growth of lr from the reference batch size to the global batch size."
     )
@@ -260,16 +253,13 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = option(
         "float32", "Type in which gradients are reduced over ranks."
     )
-    loss: Literal["mse", "mae", "huber", "crps", "relative_l2"] = option(
+    loss: Literal["mse", "mae", "crps", "relative_l2"] = option(
         "mse",
-        "Area-weighted mean squared, absolute or Huber error, the almost fair CRPS of an ensemble, or the "
+        "Area-weighted mean squared or absolute error, the almost fair CRPS of an ensemble, or the "
         "unweighted |prediction - target| / |target| of the NERSC tutorial.",
     )
     members: Annotated[int, Range(1, 1_000)] = option(
         1, 'Ensemble members per sample; more than 1 with loss = "crps".'
-    )
-    huber_threshold: AboveZero = option(
-        1.0, "Huber: error, in standard deviations of the output, beyond which the loss is linear."
     )
     variable_weights: tuple[NonNegative, ...] = option(
         (), "Weight of each predicted variable in the loss. Default: all 1."
@@ -278,9 +268,6 @@ class Training:
         False,
         "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae, without the "
         "square.",
-    )
-    weight_by_pressure: bool = option(
-        False, "Weight variables on levels by pressure over the mean pressure of the predicted levels."
     )
     spectral_fraction: Fraction = option(
         0.0,

@@ -66,7 +66,7 @@ LISTS: list[tuple[int, str, str]] = [
     (1, "--training.global_batch_size 3", "global_batch_size"),
     (2, "--training.global_batch_size 6", "global_batch_size"),
     (1, "--training.global_batch_size 0", "global_batch_size"),
-    (1, "--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999", "state_dtype"),
+    (1, "--training.variable_weights [1e-46,1e-46]", "variable_weights"),
     (1, "--checkpoint.keep_best val/nonsense", "keep_best"),
     (1, "--checkpoint.keep_best val/loss --validation.interval 0", "keep_best"),
     (1, "--checkpoint.keep_best val/loss --checkpoint.enable false", "keep_best"),

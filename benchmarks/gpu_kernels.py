@@ -141,9 +141,7 @@ def optimizers(session: Session) -> None:
     sizes = session.sizes
     fraction = sizes.optimizer_blocks / sizes.layers
     # On a CPU the compiler takes half a minute for the last.
-    names = ("fused", "bfloat16 moments", "int8 moments")
-    names += ("8-bit (torchao)",) if session.device.type == "cuda" else ()
-    for name in names:
+    for name in ("fused", "8-bit (torchao)") if session.device.type == "cuda" else ("fused",):
 
         def measure(name=name) -> None:
             with torch.device(session.device):
@@ -165,8 +163,7 @@ def build(name: str, parameters: dict[str, Any]) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit
 
         return AdamW8bit(parameter_groups(parameters, 0.05), lr=1e-6)
-    state_dtype = name.removesuffix(" moments") if "moments" in name else "float32"
-    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.05, state_dtype)
+    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.05)
     set_lr(optimizer, 1e-6)
     return optimizer
 

@@ -111,7 +111,10 @@ def table(rows: list[dict[str, Any]], seconds: list[dict[str, Any]]) -> str:
     lines = [text_table("<12 >8 >10.1f >12.2f", cells), ""]
     for name in NAMES:
         mine = [row for row in rows if row["name"] == name]
-        worst, sums = max(row["error"] for row in mine), sorted({row["all_reduces"] for row in mine})
+        worst, sums = (
+            max((row["error"] for row in mine), default=0.0),
+            sorted({row["all_reduces"] for row in mine}),
+        )
         lines.append(f"{name}: {len(mine)} layouts, largest difference {worst:.1e}, all-reduces {sums}")
     return "\n".join(lines)
 

@@ -72,7 +72,6 @@ def exchange_gradients(model: nn.Module, is_last: bool) -> AbstractContextManage
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)
     elif isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()

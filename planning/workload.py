@@ -15,7 +15,6 @@ from training.due import Rollouts
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 COPIES_AHEAD = 2  # batches that are on their way to a GPU: training/batches.py, which takes seconds to import
-STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.125}  # two moments; int8 with a scale for 64 codes
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
 
 def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
     """Of a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
-    momentum, both = 4.0, STATE_BYTES[optimizer.state_dtype]
+    momentum, both = 4.0, 8.0
     if optimizer.name == "Muon":
         return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
     return momentum if optimizer.name in ("SGD", "LARS") else both

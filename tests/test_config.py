@@ -184,11 +184,17 @@ COMMAND_LINES = [
         "--training.variable_weights [0,0,0]",
         "variable_weights = [0.0, 0.0, 0.0]: one of them must be above 0",
     ),
-    ("--training.loss huber --training.huber_threshold 0", "huber_threshold = 0.0: must be above 0"),
     (
-        "--training.weight_by_pressure --training.loss relative_l2",
-        'weight_by_pressure = True: training.loss = "relative_l2" has no weights',
+        "--training.variable_weights [1e-46,1e-46,1e-46]",
+        "variable_weights = [1e-46, 1e-46, 1e-46]: too small for float32; raise all by one factor, to 1e-30",
     ),
+    (
+        "--training.variable_weights [1,0,1e-31]",
+        "variable_weights = [1.0, 0.0, 1e-31]: too small for float32",
+    ),
+    ("--training.variable_weights [1,1,inf]", "variable_weights[2] = inf: a finite number expected"),
+    ("--training.loss huber", "training.loss = 'huber': valid: mse, mae, crps, relative_l2"),
+    ("--optimizer.state_dtype int8", "optimizer.state_dtype: the key was removed; shard the moments"),
     (
         "--training.weight_by_change --training.loss relative_l2",
         'weight_by_change = True: training.loss = "relative_l2" has no weights',
@@ -196,10 +202,6 @@ COMMAND_LINES = [
     (
         "--training.variable_weights [1,2,1] --training.loss relative_l2",
         'variable_weights = [1.0, 2.0, 1.0]: training.loss = "relative_l2" has no weights',
-    ),
-    (
-        "--training.weight_by_pressure --data.variables '[\"2m_temperature\"]'",
-        "weight_by_pressure = True: no variable has a level",
     ),
     (
         "--training.spectral_fraction 0.5 --training.loss mae",

@@ -71,7 +71,7 @@ def test_sums_and_gradients():
         for function in (sum_of_costs, fused_sum_of_costs):
             ours = output.to(dtype, copy=True).requires_grad_()
             found = function(
-                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps", 1.0)
+                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps")
             )
             (found * scale).sum().backward()
             assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == dtype

@@ -76,10 +76,7 @@ def test_a_pipeline_shows_its_first_stage(monkeypatch):
 
 
 def test_the_dry_run_has_what_the_run_has(monkeypatch):
-    """Moments in 8 bits, optimiser states of ZeRO-1, float8 matrices: all were left out once."""
-    plain = run(monkeypatch)
-    compact = run(monkeypatch, "--optimizer.state_dtype=int8", "--optimizer.beta2=0.99")
-    assert compact.optimizer < 0.4 * plain.optimizer
+    """Optimiser states of ZeRO-1, float8 matrices: all were left out once."""
     replicas = ["--parallelism.data_parallel_replicate_degree=8"]
     ddp = run(monkeypatch, *replicas)
     zero1 = run(monkeypatch, *replicas, "--parallelism.data_parallel=zero1")

@@ -83,8 +83,8 @@ def draw(seed: int) -> list[str]:
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
     drawn += ["--data.history", str(1 + seed % 2)]
     drawn += ["--training.loss=crps", "--training.members=2", "--model.noise_dim=2"] * (seed % 3 == 0)
-    if seed in OTHERS:  # which have float32 moments, and need all gradients
-        return [*drawn, "--optimizer.state_dtype=float32", f"--optimizer.name={OTHERS[seed]}"]
+    if seed in OTHERS:
+        return [*drawn, f"--optimizer.name={OTHERS[seed]}"]
     drawn += ["--training.global_batch_size", rng.choice(["2", "4"])]
     rollouts = ["--training.rollout_steps", "[1, 2]", "--model.stochastic_depth", "0.3"]  # from step 31 on
     return drawn + rng.choice([[], rollouts])

@@ -132,7 +132,6 @@ def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) ->
 SETTINGS = {
     "Muon": {"name": "Muon"},
     "LAMB": {"name": "LAMB"},
-    "moments in int8": {"state_dtype": "int8"},
     "averages": {"ema_decay": 0.9},
 }
 

@@ -17,7 +17,7 @@ from tests.resharding import load, save
 from training.bad_steps import step_unless
 from training.config_checks import load_checked
 from training.optimizers.build import build_optimizer, set_lr
-from training.optimizers.shared_sums import SharedSums
+from training.optimizers.trust_ratios import SharedSums
 
 NAMES = ("LAMB", "LARS", "SGD", "Muon")
 STEPS = 3
@@ -150,7 +150,6 @@ def test_states_of_another_optimiser_are_refused_by_name(one_rank, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--optimizer.name LAMB --optimizer.state_dtype int8", "state_dtype = 'int8': is for AdamW; with"),
         (
             "--optimizer.name Muon --parallelism.cpu_offload true",
             "optimizer.name = 'Muon': .*set parallelism.cpu_offload to false",

@@ -6,12 +6,15 @@ Each refusal is one line: key, value, reason, fix. What a technique alone needs 
 from command_line import load_config
 from config import Config, Training, Validation, wall_time_seconds
 from datasets.options import check_data, parse_period, predicted_variables
-from datasets.variables import named_by, nearest_name, split_name
+from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
 from parallelisms.degrees import check_layout
 from training.due import Rollouts
 from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
+
+# Of variables, if above 0. Float32 rounds 1e-46 to 0, a loss without gradient; cells divide weights further.
+SMALLEST_WEIGHT = 1e-30
 
 
 def load_checked(argv: list[str]) -> Config:
@@ -55,14 +58,17 @@ def _check_training(config: Config) -> None:
         refuse("training.variable_weights", list(weights), reason)
     if weights and not any(weights):
         refuse("training.variable_weights", list(weights), "one of them must be above 0")
-    _check_loss(config.training, variables)
+    if any(0 < weight < SMALLEST_WEIGHT for weight in weights):
+        reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
+        refuse("training.variable_weights", list(weights), reason)
+    _check_loss(config.training)
     _check_conserved(config, variables)
     _check_ensemble(config)
     wall_time_seconds(config.training.max_wall_time)
 
 
-def _check_loss(training: Training, variables: list[str]) -> None:
-    """What does not go with the loss that is chosen."""
+def _check_loss(training: Training) -> None:
+    """Refuse settings that the loss does not use."""
     fraction = training.spectral_fraction
     if fraction and training.loss != "mse":
         reason = f'takes the place of squared errors, and training.loss = "{training.loss}"'
@@ -70,14 +76,11 @@ def _check_loss(training: Training, variables: list[str]) -> None:
     weights = {
         "variable_weights": list(training.variable_weights),
         "weight_by_change": training.weight_by_change,
-        "weight_by_pressure": training.weight_by_pressure,
     }
     for key, value in weights.items():
         if value and training.loss == "relative_l2":
             reason = 'training.loss = "relative_l2" has no weights; leave this out'
             refuse(f"training.{key}", value, reason)
-    if training.weight_by_pressure and not any(split_name(name)[1] for name in variables):
-        refuse("training.weight_by_pressure", True, "no variable has a level; set this to false")
 
 
 def _check_conserved(config: Config, variables: list[str]) -> None:
@@ -164,26 +167,10 @@ def _check_replay(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    """Moments in few bits, and matrices that are made whole."""
-    optimizer, dtype, model = config.optimizer, config.optimizer.state_dtype, config.model
-    if optimizer.name == "Muon" and config.parallelism.cpu_offload:
+    """Refuse Muon on the host."""
+    if config.optimizer.name == "Muon" and config.parallelism.cpu_offload:
         reason = "would multiply whole matrices on the host; set parallelism.cpu_offload to false"
         refuse("optimizer.name", "Muon", reason)
-    if dtype != "float32" and optimizer.name != "AdamW":
-        reason = f'is for AdamW; with optimizer.name = "{optimizer.name}" set it to "float32"'
-        refuse("optimizer.state_dtype", dtype, reason)
-    if dtype == "bfloat16" and optimizer.beta2 > 0.99:
-        reason = (
-            'so slow a mean stands still in 8 bits; set optimizer.beta2 to 0.99 or less, or this to "int8"'
-        )
-        refuse("optimizer.state_dtype", dtype, reason)
-    tp, block = config.parallelism.tensor_parallel_degree, 64  # BLOCK of training/optimizers/compact_adamw.py
-    for key, width in {"dim": model.dim, "mlp_dim": model.mlp_dim or 4 * model.dim}.items():
-        if dtype == "int8" and width % block == 0 and width // tp % block:
-            reason = (
-                f"tensor_parallel_degree = {tp} cuts model.{key} = {width} inside a block of {block} numbers"
-            )
-            refuse("optimizer.state_dtype", dtype, f'{reason}; use "bfloat16" or fewer ranks a matrix')
 
 
 def _check_validation(validation: Validation, step_hours: int) -> None:

@@ -22,7 +22,6 @@ from datasets.loader import data_wait_advice
 from training.batches import Batches
 from training.journal import Journal
 from training.loggers.opening import open_loggers
-from training.optimizers.noise_scale import shown
 from training.step import Run, StepResult
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,6 @@ class Metrics:
         tflops = self.passes / self.num_steps / seconds * self.tflop_per_pass
         state, noise = self.run.state, self.run.noise_scale
         critical = noise.critical_batch() if noise else None
-        if noise and self.is_first:
-            noise.advise(critical)
         record = {
             "step": step,
             "loss": loss,
@@ -169,7 +166,7 @@ def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
     critical = record["critical_batch_size"]
-    batch = "" if critical is None else f"  critical batch {shown(critical)}"
+    batch = "" if critical is None else f"  critical batch {critical:.1f}"
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
         f"  {timedelta(seconds=round(seconds_left))} left"

@@ -25,8 +25,8 @@ from training.bad_steps import BadSteps, TrainingDiverged
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
-from training.optimizers.compact_adamw import empty_moment
-from training.optimizers.shared_sums import SharedSums
+from training.optimizers.shards import empty_moment
+from training.optimizers.trust_ratios import SharedSums
 from training.replay import Replay
 
 logger = logging.getLogger(__name__)

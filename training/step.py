@@ -61,7 +61,6 @@ class Run:
         """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
         training, model = config.training, assembly.model
         micro_batches = global_batch // (training.local_batch_size * model.mesh.degrees.dp)
-        reduce_dtype = getattr(torch, training.mixed_precision_reduce)
         schedule = (config.optimizer, config.lr_scheduler, training.steps, global_batch)
         return cls(
             assembly,
@@ -69,7 +68,7 @@ class Run:
             state,
             partial(learning_rate, *schedule),
             training.max_norm,
-            build_noise_scale(model, training.local_batch_size, micro_batches, reduce_dtype),
+            build_noise_scale(model, training.local_batch_size, micro_batches),
             Fingerprints(model, training.fingerprint_steps),
             checkpointer,
         )
@@ -100,7 +99,7 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
             part = forward_backward(run.objective, run.state.replay, step, batch, scale, is_last)
             loss += part / number
             if index == 0 and run.noise_scale:
-                run.noise_scale.first_micro_batch(number)
+                run.noise_scale.first_micro_batch()
     return loss
 
 

@@ -1,7 +1,7 @@
-"""Losses of normalised fields, in float32, as weighted sums over cells that can be taken shard by shard.
+"""Losses of normalised fields, in float32: weighted sums over cells, computed shard by shard.
 
-Shapes: B batch. A shard is what a rank has of a prediction: some of its tokens or a tile of its grid; what
-each of its cells weighs: training/losses/weights.py.
+Shapes: B batch. A shard is a rank's part of a prediction: some of its tokens or a tile of its grid. Weights
+of cells: training/losses/weights.py.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from training.losses.weights import TINY
 
 
 def sum_of_costs(output: Tensor, target: Tensor, weights: Tensor, penalty: Penalty = SQUARE) -> Tensor:
-    """(B,): the weighted sum of what the errors of a shard cost, all of the same shape (B, ...).
+    """Return the weighted sum of the penalties of a shard's errors, (B,). All arguments are (B, ...).
 
-    In float32, a sample at a time: errors of a whole batch of fields would be five copies of it.
+    Computed in float32, one sample at a time: errors of a whole batch of fields would be five copies of it.
     """
     return SumOfCosts.apply(output, target, weights, penalty)  # type: ignore[return-value]
 
 
 def fused_sum_of_costs(output: Tensor, target: Tensor, weights: Tensor, penalty: Penalty) -> Tensor:
-    """`sum_of_costs` for a compiler, which keeps no error: it computes them again in the backward pass."""
+    """`sum_of_costs` for a compiler, which recomputes the errors in the backward pass by itself."""
     return (weights * penalty.cost(output.float() - target)).flatten(1).sum(1)
 
 
 class SumOfCosts(torch.autograd.Function):
-    """Keeps its arguments, and computes errors again for their gradient, in the output's precision."""
+    """Saves its arguments and recomputes the errors in backward. The gradient has the output's dtype."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, target: Tensor, weights: Tensor, penalty: Penalty) -> Tensor:
@@ -47,7 +47,7 @@ class SumOfCosts(torch.autograd.Function):
 
 
 def relative_l2_loss(squares: Tensor, batch_size: int, sum_over_shards: Callable[[Tensor], Tensor]) -> Tensor:
-    """This shard's part of mean sqrt(S), where S sums over the shards of a sample; parts add up to the loss.
+    """Return this shard's part of mean sqrt(S), S a sample's sum over its shards. Parts add up to the loss.
 
     d sqrt(S) = dS / (2 sqrt(S)), while S_shard / sqrt(S) has the right value and twice that gradient.
     """

@@ -1,34 +1,29 @@
-"""LAMB (You et al. 2020, arXiv:1904.00962): Adam's direction, scaled for each matrix by the size of its
-weights.
+"""LAMB (You et al. 2020, arXiv:1904.00962): Adam's direction, scaled for each matrix by its weights' norm.
 
-The step of a matrix w is lr min(|w| / |u|, cap) u, where u = m / (sqrt(v) + eps) + weight_decay w of bias-
-corrected moments, and norms are those of the whole matrix, whatever part of it a rank has. Norms, biases and
-positions, which do not decay, are not scaled either: they have AdamW's step.
+The step of a matrix w is lr min(|w| / |u|, LARGEST) u, where u = m / (sqrt(v) + eps) + weight_decay w of
+bias-corrected moments, with norms of the whole matrix on any layout. Norms, biases and positions, which do
+not decay, have AdamW's step.
 """
 
 # pyright: reportPrivateImportUsage=false
-# torch's foreach and fused kernels are private in name, and what its own optimisers are made of.
+# torch's foreach and fused kernels have private names; its own optimizers consist of them.
 
 import torch
 from torch import Tensor, nn
 
-from training.optimizers.fused_adamw import adamw_step
-from training.optimizers.shards import MOMENTS, allocate, gradient, local, with_gradient
-from training.optimizers.shared_sums import SharedSums
-from training.optimizers.trust_ratios import squared_norms, trust_ratios
+from training.optimizers.shards import MOMENTS, adamw_step, allocate, gradient, local, with_gradient
+from training.optimizers.trust_ratios import SharedSums, squared_norms, trust_ratios
 
 
 class LAMB(torch.optim.AdamW):
-    """`cap`: of the trust ratio. A bad step (`found_inf`) changes nothing, to the bit."""
+    """LAMB on any layout with one all-reduce a step. A bad step (`found_inf`) changes nothing, bit-exact."""
 
-    def __init__(
-        self, groups: list[dict], betas: tuple[float, float], eps: float, cap: float, sums: SharedSums
-    ) -> None:
+    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float, sums: SharedSums) -> None:
         super().__init__(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        self.cap, self.sums = cap, sums
+        self.sums = sums
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here has a closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
             if group["matrices"]:
@@ -37,33 +32,26 @@ class LAMB(torch.optim.AdamW):
                 adamw_step(self, with_gradient(group), group, bad)
 
     def _step_matrices(self, parameters: list[nn.Parameter], group: dict, bad: Tensor | None) -> None:
-        """Directions of all, which take the place of gradients; one collective; then the weights."""
-        weights = [local(p) for p in parameters]
-        directions = [gradient(p) for p in parameters]
-        self._turn(parameters, weights, directions, group, bad)
+        """Compute directions in the memory of gradients, all norms in one collective, then the weights."""
+        weights, directions = [local(p) for p in parameters], [gradient(p) for p in parameters]
+        if parameters:
+            self._to_directions(directions, parameters, group, bad)
+            torch._foreach_add_(directions, weights, alpha=group["weight_decay"])
         norms = self.sums(parameters, squared_norms(weights, directions)).sqrt()
-        ratios = trust_ratios(norms[:, 0], norms[:, 1], 1.0, self.cap)
-        rates = (group["lr"] * ratios).float()
+        rates = (group["lr"] * trust_ratios(norms[:, 0], norms[:, 1])).float()
         for weight, direction, rate in zip(weights, directions, rates, strict=True):
-            move(weight, direction, rate, bad)
+            subtract(weight, direction, rate, bad)
 
-    def _turn(
-        self,
-        parameters: list[nn.Parameter],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        group: dict,
-        bad: Tensor | None,
+    def _to_directions(
+        self, gradients: list[Tensor], parameters: list[nn.Parameter], group: dict, bad: Tensor | None
     ) -> None:
-        """Makes u of gradients, where they lie, and updates the moments.
+        """Replace gradients by Adam's directions and update the moments.
 
-        AdamW's kernel is told that gradients are the weights: with a learning rate and a weight decay of -1
-        it takes each away and puts Adam's direction in its place.
+        AdamW's kernel gets the gradients as weights: a learning rate and a weight decay of -1 cancel each
+        gradient and leave Adam's direction in its place.
         """
-        if not parameters:
-            return
         for parameter in parameters:
-            allocate(self, parameter, ("step", *MOMENTS))
+            allocate(self, parameter)
         steps = [self.state[p]["step"] for p in parameters]
         first, second = ([local(self.state[p][name]) for p in parameters] for name in MOMENTS)
         torch._foreach_add_(steps, 1)
@@ -85,11 +73,10 @@ class LAMB(torch.optim.AdamW):
         )
         if bad is not None:
             torch._foreach_sub_(steps, [bad] * len(steps))
-        torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
 
 
-def move(weight: Tensor, direction: Tensor, rate: Tensor, bad: Tensor | None) -> None:
-    """weight -= rate x direction by SGD's kernel, which takes a rate from the device and looks at `bad`."""
+def subtract(weight: Tensor, direction: Tensor, rate: Tensor, bad: Tensor | None) -> None:
+    """weight -= rate x direction by SGD's kernel, which reads the rate on the device and respects `bad`."""
     torch._fused_sgd_(
         [weight],
         [direction],

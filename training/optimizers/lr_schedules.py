@@ -1,42 +1,51 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step: no state to save or restore."""
 
 import math
 
 from config import LrScheduler, Optimizer
+from errors import nearest, refuse
+
+# Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and the NERSC tutorial.
+SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+# Factor of the learning rate in the decay, as a function of its progress from 0 to 1.
+DECAYS = {
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
 
 
 def peak_lr(lr: float, scaling: str, reference_batch: int, global_batch: int, ceiling: float) -> float:
-    """`lr`, grown linearly or with the square root from the reference batch to this run's, at most `ceiling`.
+    """Return `lr` scaled from the reference batch size to the run's, at most `ceiling`. 0: not scaled.
 
-    Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and the NERSC tutorial.
+    Raises ConfigError for an unknown scaling.
     """
+    if scaling not in SCALINGS:
+        refuse("optimizer.lr_scaling", scaling, f"no such scaling; {nearest(scaling, SCALINGS)}")
     if reference_batch:
-        ratio = global_batch / reference_batch
-        lr *= ratio if scaling == "linear" else math.sqrt(ratio)
+        lr *= SCALINGS[scaling](global_batch / reference_batch)
     return min(lr, ceiling)
 
 
 def lr_factor(
     step: int, steps: int, warmup_steps: int, decay_type: str, min_factor: float, decay_ratio: float = 1.0
 ) -> float:
-    """Fraction of the peak learning rate for the update that ends step `step` (1 is the first, `steps` the
-    last).
+    """Return the fraction of the peak learning rate for the update that ends step `step` of 1 to `steps`.
 
     Linear warm-up that reaches 1 at step `warmup_steps`, then down to `min_factor` at the last step, over
-    the last `decay_ratio` of the steps (Hu et al. 2024, arXiv:2404.06395: warm-up, stable, decay).
+    the last `decay_ratio` of the steps (Hu et al. 2024, arXiv:2404.06395: warm-up, stable, decay). Raises
+    ConfigError for an unknown decay.
     """
+    if decay_type not in DECAYS:
+        refuse("lr_scheduler.decay_type", decay_type, f"no such decay; {nearest(decay_type, DECAYS)}")
     if step < warmup_steps:
         return step / warmup_steps
     begin = max(warmup_steps, steps - round(decay_ratio * steps))
     if decay_type == "constant" or step <= begin:
         return 1.0
     progress = min((step - begin) / max(steps - begin, 1), 1.0)
-    falls = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-    }
-    return min_factor + (1 - min_factor) * falls[decay_type]
+    return min_factor + (1 - min_factor) * DECAYS[decay_type](progress)
 
 
 def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
@@ -49,7 +58,7 @@ def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
 def learning_rate(
     optimizer: Optimizer, schedule: LrScheduler, steps: int, global_batch: int, step: int
 ) -> float:
-    """Of the update that ends step `step` of `steps`, which had `global_batch` samples."""
+    """Return the learning rate of the update that ends step `step` of `steps`, of `global_batch` samples."""
     reference, ceiling = optimizer.lr_reference_batch_size, optimizer.lr_max
     peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch, ceiling)
     return peak * scheduled_factor(schedule, steps, step)

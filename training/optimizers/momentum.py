@@ -1,25 +1,26 @@
 """SGD with momentum, and LARS (You, Gitman and Ginsburg 2017, arXiv:1708.03888), its layer-wise relative.
 
-The gradient that goes into the momentum is g + weight_decay w; LARS multiplies it for each matrix by
-min(coefficient |w| / (|g| + weight_decay |w|), cap), norms being those of the whole matrix. The learning rate
-stands outside the momentum, as in torch.optim.SGD.
+The momentum averages g + weight_decay w, which LARS multiplies for each matrix by
+min(COEFFICIENT |w| / (|g| + weight_decay |w|), LARGEST), with norms of the whole matrix. The learning rate is
+outside the momentum, as in torch.optim.SGD.
 """
 
 # pyright: reportPrivateImportUsage=false
-# torch's foreach and fused kernels are private in name, and what its own optimisers are made of.
+# torch's foreach and fused kernels have private names; its own optimizers consist of them.
 
 import torch
 from torch import Tensor, nn
 
 from training.optimizers.shards import allocate, gradient, local, with_gradient
-from training.optimizers.shared_sums import SharedSums
-from training.optimizers.trust_ratios import squared_norms, trust_ratios
+from training.optimizers.trust_ratios import SharedSums, squared_norms, trust_ratios
+
+COEFFICIENT = 1e-3  # of the trust ratio, as in the paper's experiments; optimizer.lr scales it
 
 
 class SGD(torch.optim.Optimizer):
-    """Over shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, to the bit.
+    """SGD on shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, bit-exact.
 
-    Not torch.optim.SGD itself: when its first step is bad, it goes on from a momentum that nobody wrote.
+    torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
     """
 
     buffer = "momentum_buffer"
@@ -27,25 +28,25 @@ class SGD(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], momentum: float) -> None:
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
 
-    def moments_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+    def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
         return (self.buffer,)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody here has a closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         for group in self.param_groups:
             parameters = with_gradient(group)
             for parameter in parameters:
-                allocate(self, parameter, self.moments_of(parameter))
+                allocate(self, parameter)
             gradients = self._gradients(parameters, group)
             if parameters:
                 self._update(parameters, gradients, group)
 
     def _gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
-        """With what they are multiplied by, and the weight decay."""
-        found = [gradient(p) for p in parameters]
+        """Return the gradients with weight decay, as the momentum averages them."""
+        gradients = [gradient(p) for p in parameters]
         if parameters and group["weight_decay"]:
-            torch._foreach_add_(found, [local(p) for p in parameters], alpha=group["weight_decay"])
-        return found
+            torch._foreach_add_(gradients, [local(p) for p in parameters], alpha=group["weight_decay"])
+        return gradients
 
     def _update(self, parameters: list[nn.Parameter], gradients: list[Tensor], group: dict) -> None:
         torch._fused_sgd_(
@@ -58,33 +59,28 @@ class SGD(torch.optim.Optimizer):
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=False,  # which would leave momenta as they are: zeros give the same
+            is_first_step=False,  # True would not read the momentum: zeros give the same
             found_inf=getattr(self, "found_inf", None),
         )
 
 
 class LARS(SGD):
-    """`coefficient` and `cap`: of the trust ratio."""
+    """LARS on any layout with one all-reduce a step."""
 
-    buffer = "scaled_momentum_buffer"  # no other optimiser's: its gradients are scaled
+    buffer = "scaled_momentum_buffer"  # differs from SGD's, which averages unscaled gradients
 
-    def __init__(
-        self, groups: list[dict], momentum: float, coefficient: float, cap: float, sums: SharedSums
-    ) -> None:
+    def __init__(self, groups: list[dict], momentum: float, sums: SharedSums) -> None:
         super().__init__(groups, momentum)
-        self.coefficient, self.cap, self.sums = coefficient, cap, sums
+        self.sums = sums
 
     def _gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
         if not group["matrices"]:
             return super()._gradients(parameters, group)
-        ratios = self._ratios(parameters, group["weight_decay"])
-        found = super()._gradients(parameters, group)
-        if parameters:
-            torch._foreach_mul_(found, list(ratios.float()))
-        return found
-
-    def _ratios(self, parameters: list[nn.Parameter], weight_decay: float) -> Tensor:
         squares = squared_norms([local(p) for p in parameters], [gradient(p) for p in parameters])
-        of_weights, of_gradients = self.sums(parameters, squares).sqrt().unbind(1)
-        steps = of_gradients + weight_decay * of_weights
-        return trust_ratios(of_weights, steps, self.coefficient, self.cap)
+        weight_norms, gradient_norms = self.sums(parameters, squares).sqrt().unbind(1)
+        steps = gradient_norms + group["weight_decay"] * weight_norms
+        ratios = trust_ratios(weight_norms, steps, COEFFICIENT)
+        gradients = super()._gradients(parameters, group)
+        if parameters:
+            torch._foreach_mul_(gradients, list(ratios.float()))
+        return gradients
