@@ -182,6 +182,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "training.rollout_from_step": ([], "list lengths in training.rollout_steps: stages are equally long"),
     "training.replay_capacity": (0, "raise training.global_batch_size: one forecast is stored a sample"),
     "training.tf32": (True, "leave it out: float32 matmuls on CUDA use TF32"),
+    "job.print_config": (False, "read config.toml in the folder of the run"),
+    "lr_scheduler.warmup_fraction": (0.0, "set lr_scheduler.warmup_steps to that fraction of the steps"),
+    "metrics.peak_tflops": (0.0, "divide tflops in metrics.jsonl by the peak of your device"),
+    "forecast.local_batch_size": (8, "set validation.local_batch_size"),
+    "forecast.seed": (0, "set training.seed"),
     "comm.backend": ("auto", 'hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU'),
     "model.window_size": ([4, 8], NO_WINDOWS),
     "model.position_degree": (16, POSITIONS),
@@ -449,7 +454,7 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
 
 
 def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | None) -> Config:
-    """Answer --help and --job.print_config, or return the configuration. Raises ConfigError.
+    """Answer --help, or return the configuration. Raises ConfigError.
 
     check: raises ConfigError for a configuration that cannot work; None: it depends on what is known later.
     """
@@ -462,9 +467,6 @@ def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | No
     config = load_config(argv)
     if check:
         check(config)
-    if config.job.print_config:
-        print(to_toml(config), end="")
-        sys.exit(0)
     return config
 
 

@@ -79,7 +79,6 @@ def option(default: Any, help: str) -> Any:
 class Job:
     config_file: str = option(DEFAULT_CONFIG, "TOML file to run.")
     dump_folder: str = option("", "Folder of the run. Default: outputs/<name of config_file> in the project.")
-    print_config: bool = option(False, "Print the resolved configuration as TOML and exit.")
 
 
 @dataclass(frozen=True)
@@ -216,9 +215,6 @@ class Optimizer:
 @dataclass(frozen=True)
 class LrScheduler:
     warmup_steps: Count = option(100, "Steps of linear warm-up from 0.")
-    warmup_fraction: Fraction = option(
-        0.0, "Warm-up as a fraction of the steps, instead of warmup_steps. 0: use warmup_steps."
-    )
     decay_type: Literal["cosine", "linear", "sqrt", "constant"] = option(
         "cosine", 'Shape of the decay to the last step; "sqrt" is 1 - sqrt of the part that has passed.'
     )
@@ -467,9 +463,6 @@ class Metrics:
     prometheus_address: str = option(
         "127.0.0.1", 'Address on which prometheus_port listens; "0.0.0.0": all interfaces.'
     )
-    peak_tflops: NonNegative = option(
-        0.0, "Dense bf16 peak of a device in TFLOP/s, for MFU. 0: by name of known GPUs, else no MFU."
-    )
 
 
 @dataclass(frozen=True)
@@ -506,15 +499,11 @@ class Forecast:
     num_steps: Steps = option(
         40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
     )
-    local_batch_size: Batch = option(8, "States (dates x members) of one forward pass of a rank.")
     num_members: Layers = option(1, "Ensemble members; the first one starts from the analysis itself.")
     perturbation: Annotated[float, Range(-1.0, LARGEST)] = option(
         -1.0,
         "Perturbation of the initial state of the other members, in standard deviations of the change of a "
         "variable over a step. -1: 0.2, or 0 if the model has noise.",
-    )
-    seed: Annotated[int, Range(0, 10**12)] = option(
-        0, "Seed of perturbations and noise, which depend on seed, date and member only."
     )
 
 

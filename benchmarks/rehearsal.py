@@ -212,7 +212,7 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
         n: ["--parallelism.context_parallel_degree", str(n)] if unet else [] for n in (RANKS, RESUMED_ON)
     }
     train = ["./run_train.sh", *keys]
-    forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--forecast.local_batch_size", "1"]
+    forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--validation.local_batch_size", "1"]
     # Closed forms are the ViT's; of a U-Net there is the dry run.
     dry = ["--dry_run", "--world_size", str(RANKS), *tiles[RANKS]]
     plan = dry if unet else ["--cluster", f"cpu{RANKS}", "--json"]

@@ -199,7 +199,7 @@ def test_values_are_those_of_a_plain_loop(run, tmp_path):
 
 @pytest.mark.slow
 def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
-    options = ["--forecast.num_steps", "60", "--forecast.local_batch_size", "1"]
+    options = ["--forecast.num_steps", "60", "--validation.local_batch_size", "1"]
     store(run, tmp_path / "whole.zarr", *options)
     path = tmp_path / "killed.zarr"
     process = start(run, path, *options)
@@ -220,7 +220,7 @@ def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
 
 def test_two_ranks_forecast_what_one_does(run, tmp_path):
     """Sharded over dates to the bit; over heads and tokens to rounding."""
-    options = ["--forecast.local_batch_size", "2"]
+    options = ["--validation.local_batch_size", "2"]
     layouts = {"dates": [], "grid": ["--parallelism.tensor_parallel_degree", "2"]}
     jobs = {name: start(run, tmp_path / name, *options, *layout, ranks=2) for name, layout in layouts.items()}
     one = store(run, tmp_path / "one", *options)
@@ -391,7 +391,7 @@ def test_a_forecast_takes_the_kernel_of_its_run_on_the_same_kind_of_device(run, 
     kept = json.loads((folder / "attention.json").read_text())
     backend = "math" if device == "cpu" else "cudnn"
     (folder / "attention.json").write_text(json.dumps(kept | {"backend": backend, "device": device}))
-    config = load_checked([*files, *options, "--forecast.local_batch_size", "3"])
+    config = load_checked([*files, *options, "--validation.local_batch_size", "3"])
     model = forecast.load_forecaster(config, forecast.open_data(config)).model.parts[0]
     torch.distributed.destroy_process_group()
     backends = {module.backend for module in model.modules() if isinstance(module, Kernel)}

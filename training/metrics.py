@@ -60,7 +60,7 @@ class Metrics:
         # Passes count members of an ensemble; a rank has its share of the FLOPs.
         flops = config.training.members * run.assembly.meta_model.flops()
         self.tflop_per_pass = flops / dist.get_world_size() / 1e12
-        self.peak_tflops = config.metrics.peak_tflops or peak_tflops(self.device)
+        self.peak_tflops = peak_tflops(self.device)
         self.journal = Journal(folder / "metrics.jsonl")
         written = self.journal.forget_after(self.resume_step) if self.is_first else 0
         self.loggers = open_loggers(config, self.resume_step, written)

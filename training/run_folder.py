@@ -92,7 +92,7 @@ def start_warnings(config: Config) -> list[str]:
             "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "
             "first step"
         )
-    if schedule.warmup_steps > steps and not schedule.warmup_fraction:
+    if schedule.warmup_steps > steps:
         warnings.append(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is above training.steps = {steps}: the "
             "learning rate does not reach optimizer.lr"
