@@ -187,9 +187,9 @@ def _check_in_backward(config: Config, is_ddp: bool) -> None:
     # key, value, condition, what follows "optimizer.in_backward updates before"
     for key, value, is_wrong, reason in (
         ("training.max_norm", training.max_norm, training.max_norm, "the norm is known; set it to 0"),
-        ("training.mixed_precision_param", dtype, dtype == "float16", 'overflows are; use "bfloat16"'),
+        ("training.mixed_precision_param", dtype, dtype == "float16", 'overflows are known; use "bfloat16"'),
         ("training.rollout_steps", steps, max(steps) > 1, f"all steps have added their gradients; {fix}"),
-        ("parallelism.pipeline_parallel_degree", pp, pp > 1, f"all micro-batches have; {fix}"),
+        ("parallelism.pipeline_parallel_degree", pp, pp > 1, f"all micro-batches have added theirs; {fix}"),
         ("parallelism.cpu_offload", True, parallelism.cpu_offload, f"gradients are on the host; {fix}"),
         (
             "parallelism.data_parallel_replicate_degree",

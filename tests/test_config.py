@@ -145,7 +145,7 @@ COMMAND_LINES = [
     ),
     ("--model.dim 36 --model.num_heads 6 --model.position rotary", "model.num_heads = 6: model.position"),
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
-    ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs heads whose size"),
+    ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs a head size, dim"),
     ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),
     ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: must be at least 1"),
     (
@@ -211,7 +211,7 @@ COMMAND_LINES = [
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
     (
         "--training.rollout_steps [2] --optimizer.in_backward --training.max_norm 0",
-        "training.rollout_steps = [2]: adds up gradients of its steps",
+        "training.rollout_steps = [2]: optimizer.in_backward updates before all steps",
     ),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     (
@@ -354,10 +354,6 @@ COMMAND_LINES = [
     (
         "--model.attention_backend flash_attn",
         'model.attention_backend = "flash_attn": needs',
-    ),
-    (
-        "--float8.enable",
-        "float8.enable = true: needs a CUDA device and the run is on cpu",
     ),
     (
         "--model.attention_backend cudnn",
