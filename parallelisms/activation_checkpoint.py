@@ -85,17 +85,10 @@ def _forward_selective(block: nn.Module, *inputs: Tensor) -> Tensor:
     """(B, T, D) -> (B, T, D); saves inputs and the outputs of matmuls and attention."""
     # A float8 matmul saves its input only after it has run, so it runs again unless its output is saved.
     is_float8 = type(block.get_submodule("mlp.down")) not in (nn.Linear, AdaptedLinear)
-    contexts = _save_all_matmuls if is_float8 else _save_expanding_matmuls
+    policy = _save if is_float8 else _save_unless_reducing
+    contexts = partial(create_selective_checkpoint_contexts, policy)
     forward = partial(type(block).forward, block)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts)  # type: ignore[reportReturnType]
-
-
-def _save_expanding_matmuls() -> Any:
-    return create_selective_checkpoint_contexts(_save_unless_reducing)
-
-
-def _save_all_matmuls() -> Any:
-    return create_selective_checkpoint_contexts(_save)
 
 
 def _save(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

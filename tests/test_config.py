@@ -145,7 +145,7 @@ COMMAND_LINES = [
     ),
     ("--model.dim 36 --model.num_heads 6 --model.position rotary", "model.num_heads = 6: model.position"),
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
-    ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs heads whose size"),
+    ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs a head size, dim"),
     ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),
     ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: must be at least 1"),
     (
@@ -313,10 +313,6 @@ COMMAND_LINES = [
     (
         "--model.attention_backend flash_attn",
         'model.attention_backend = "flash_attn": needs',
-    ),
-    (
-        "--float8.enable",
-        "float8.enable = true: needs a CUDA device and the run is on cpu",
     ),
     (
         "--model.attention_backend cudnn",

@@ -67,6 +67,20 @@ def test_collectives_are_those_of_the_formula(monkeypatch):
         assert result.calls[call] == number
 
 
+def test_accumulated_gradients_stay_sharded(monkeypatch):
+    """Micro-batches add one shard of the gradients to the peak, and not all gradients whole."""
+    options = ["--training.local_batch_size=2", "--training.global_batch_size"]
+    once, four = (run(monkeypatch, *options, str(batch)) for batch in (16, 64))
+    assert four.peak["Total"] - once.peak["Total"] < 1.5 * once.gradients < 0.25 * total_bytes()
+    hsdp = run(monkeypatch, *options, "64", "--parallelism.data_parallel_replicate_degree=2")
+    sums = {
+        axis: sum(n for call, n in hsdp.calls.items() if call.axis == axis and "reduce" in call.kind)
+        for axis in ("fsdp", "dp_replicate")
+    }
+    units = 4 + 1  # blocks, and the rest
+    assert sums == {"fsdp": 4 * units, "dp_replicate": units}
+
+
 def test_a_pipeline_shows_its_first_stage(monkeypatch):
     options = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"]
     result = run(monkeypatch, *options, world=2)
