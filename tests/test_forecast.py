@@ -63,10 +63,10 @@ interval = 2
 async_mode = "disabled"
 [validation]
 enable = false
+local_batch_size = 4
 [forecast]
 period = ["2020-01-07", "2020-01-08T06"]
 num_steps = 5
-local_batch_size = 4
 """)
     train(load_checked(arguments(folder / "run")))
     return folder / "run"
