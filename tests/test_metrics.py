@@ -13,8 +13,8 @@ import torch
 from config import Config, Job, Training
 from config import Metrics as Settings
 from datasets.loader import data_wait_advice
+from jobs.journal import Journal, read_records
 from training.due import Rollouts
-from training.journal import Journal, read_records
 from training.metrics import Metrics, dense_line
 from training.step import StepResult
 

@@ -21,8 +21,8 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
 from config import Config
 from jobs.durable_files import write_durably
+from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
-from training.journal import read_records
 
 logger = logging.getLogger(__name__)
 

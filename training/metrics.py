@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from config import Config
 from datasets.loader import data_wait_advice
+from jobs.journal import Journal
 from training.batches import Batches
-from training.journal import Journal
 from training.loggers.opening import open_loggers
 from training.step import Run, StepResult
 

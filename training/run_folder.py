@@ -20,8 +20,8 @@ from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from errors import ConfigError
 from jobs.durable_files import append_whole, write_durably
+from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
-from training.journal import read_records
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds that the run before may still need to end
