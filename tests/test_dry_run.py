@@ -71,7 +71,7 @@ def test_accumulated_gradients_stay_sharded(monkeypatch):
     """Micro-batches add one shard of the gradients to the peak, and not all gradients whole."""
     options = ["--training.local_batch_size=2", "--training.global_batch_size"]
     once, four = (run(monkeypatch, *options, str(batch)) for batch in (16, 64))
-    assert four.peak["Total"] - once.peak["Total"] < 1.5 * once.gradients < 0.25 * total_bytes()
+    assert four.peak["Total"] - once.peak["Total"] < 2 * once.gradients < 0.3 * total_bytes()
     hsdp = run(monkeypatch, *options, "64", "--parallelism.data_parallel_replicate_degree=2")
     sums = {
         axis: sum(n for call, n in hsdp.calls.items() if call.axis == axis and "reduce" in call.kind)

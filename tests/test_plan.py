@@ -144,8 +144,3 @@ def test_a_dry_run_knows_replicas(options):
     """DDP, compiled DDP as it is written, and HSDP."""
     text = plan("--dry_run", "--world_size", "4", *options, config="demo")
     assert "dp_replicate  all-reduce" in text and ("not compiled" in text) == ("--compile.enable" in options)
-
-
-def test_a_dry_run_refuses_what_only_the_compiler_can():
-    budget = ("--compile.enable", "--activation_checkpoint.mode", "memory_budget")
-    assert "a dry run does not compile" in plan("--dry_run", *budget, config="demo", code=2)
