@@ -170,9 +170,9 @@ def decisions() -> list[Decision]:
         Decision("fits on one GPU", "45 M, 4 GPUs", "DDP", "DDP", ddp, "a100x4"),
         Decision("fits on one GPU", "1.4 B, 64 GPUs", "DDP", "DDP", wide(1536, 24), "a100x64"),
         Decision("nearly fits", "5.5 B, 64 GPUs", "FSDP", "FSDP", wide(3072, 24), "a100x64"),
-        Decision("too large", "30 B, 64 GPUs", "-", "tensor", wide(7168, 56), "a100-8hdrx64"),
+        Decision("too large", "30 B, 64 GPUs", "-", "FSDP", wide(7168, 56), "a100-8hdrx64"),
         Decision("field too large", "131,072 tokens, batch 16", "-", "context", fine, "a100x64"),
-        Decision("far too large", "Llama-3-70B, 64 GPUs", "3D", "3D", llama(), "a100-8hdrx64"),
+        Decision("far too large", "Llama-3-70B, 64 GPUs", "3D", "context", llama(), "a100-8hdrx64"),
     ]
 
 
