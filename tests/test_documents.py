@@ -16,7 +16,7 @@ from torch.distributed.run import parse_args
 import evaluate
 import forecast
 import plan
-from command_line import load_config, split_options
+from command_line import load_config, own_options, split_options
 from config import SECTIONS
 from datasets.selection import open_selection
 from errors import DataError
@@ -35,6 +35,7 @@ PAGES = [
 PYTHON = ".venv/bin/python"
 STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "srun", "python ")
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
+OPTIONS["scripts/sweep.py"] = own_options(trials=20, folder="outputs/sweep")
 DEMO = "train_configs/demo.toml"
 BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
 NOT_OURS = ("ruff", "pyright")  # whose options are theirs
@@ -130,7 +131,7 @@ def check_verb(script: str, arguments: list[str]) -> None:
         own, rest = OPTIONS.get(script), words
         if own:
             _, rest = split_options(words, own)
-        load_config(rest)
+        load_config(named_first(rest) if script == "scripts/sweep.py" else rest)
 
 
 def check_named(script: str, words: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Quantities whose global mean can be kept: sums of variables, each times a number.
+"""Quantities with a global mean that can be conserved: sums of variables, each times a number.
 
-A quantity is known by the name of a variable, whose own mean is meant, or by a name in `QUANTITIES`. Of
+A quantity has the name of a variable, for its own mean, or a name in `QUANTITIES`. Of
 columns of air the vertical integral is the trapezoidal rule over the pressure levels that are predicted, from
 the lowest to the highest: hydrostatic, dp / g is the mass of a layer (Trenberth 1991, J. Climate 4, 707-722).
 What lies below the lowest level or above the highest counts nothing, and levels below the ground count as if

@@ -60,9 +60,7 @@ def local_gradients(model: ParallelModel) -> Iterator[Tensor]:
     for module in (module for part in model.parts for module in part.modules()):
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group else ():
-            accumulated = (
-                parameter.unsharded_accumulated_grad
-            )  # in the dtype of the reduction, if that differs
+            accumulated = parameter.unsharded_accumulated_grad  # if the reduction has another dtype
             grad = parameter.unsharded_param.grad if accumulated is None else accumulated
             yield from () if grad is None else (grad,)
     yield from (p.grad for p in model.parameters.values() if p.grad is not None)
