@@ -148,6 +148,15 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
 
 
 NO_REPLICAS = "let the launcher restart the ranks from the last checkpoint (MAX_RESTARTS)"
+NO_WINDOWS = 'train a model of name "vit" or "unet"'
+POSITIONS = 'use "learned", "sincos" or "rotary"'
+# Values of earlier versions: what to do instead.
+REMOVED_VALUES = {
+    ("model.name", "swin"): NO_WINDOWS,
+    ("model.position", "spherical"): POSITIONS,
+    ("activation_checkpoint.mode", "memory_budget"): 'use "selective"',
+    ("float8.recipe", "auto"): 'use "tensorwise" or "rowwise"',
+}
 # Keys of earlier versions: former default, and what to do instead. A run's config.toml contains every key.
 REMOVED: dict[str, tuple[Any, str]] = {
     "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
@@ -165,7 +174,36 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "profiling.with_memory": (False, "set profiling.enable_memory_snapshot on a GPU"),
     "forecast.averaged_weights": (True, "train with training.ema_decay = 0.0 for forecasts of plain weights"),
     "forecast.include_initial_state": (False, "take the states at 0 h from the data"),
+    "optimizer.in_backward": (False, "use FSDP, or parallelism.cpu_offload, to save memory"),
+    "training.batch_ramp": ([], "start a second run with checkpoint.initial_load_path for each later batch"),
+    "training.batch_ramp_from_step": ([], "start a second run with a larger training.global_batch_size"),
+    "training.conserve": ([], "set model.conserve, which conserves exactly"),
+    "training.conserve_weight": (1.0, "set model.conserve, which conserves exactly"),
+    "training.rollout_from_step": ([], "list lengths in training.rollout_steps: stages are equally long"),
+    "training.replay_capacity": (0, "raise training.global_batch_size: one forecast is stored a sample"),
+    "training.tf32": (True, "leave it out: float32 matmuls on CUDA use TF32"),
+    "job.print_config": (False, "read config.toml in the folder of the run"),
+    "lr_scheduler.warmup_fraction": (0.0, "set lr_scheduler.warmup_steps to that fraction of the steps"),
+    "metrics.peak_tflops": (0.0, "divide tflops in metrics.jsonl by the peak of your device"),
+    "forecast.local_batch_size": (8, "set validation.local_batch_size"),
+    "forecast.seed": (0, "set training.seed"),
     "comm.backend": ("auto", 'hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU'),
+    "model.window_size": ([4, 8], NO_WINDOWS),
+    "model.position_degree": (16, POSITIONS),
+    "parallelism.domain_parallel_tiles": (
+        [1, 1],
+        "set parallelism.context_parallel_degree to the number of tiles; their shape is chosen automatically",
+    ),
+    "parallelism.pipeline_parallel_splits": ([], "stages of equal FLOPs are chosen automatically"),
+    "parallelism.axis_order": (
+        ["pp", "dp_replicate", "dp_shard", "cp", "tp"],
+        "number the ranks in this order, in which neighbours in a node are tp, then cp",
+    ),
+    "activation_checkpoint.memory_budget": (0.5, 'use activation_checkpoint.mode = "selective"'),
+    "compile.cuda_graphs": (False, "raise training.local_batch_size where the host limits the step"),
+    "float8.filter_min_features": (0, "convert all matrices of the blocks, or none"),
+    "float8.emulate": (False, "float8 is emulated on devices other than CUDA"),
+    "lora.base_dtype": ("float32", "adapt matrices in float32, which FSDP shards"),
     "fault_tolerance.enable": (False, NO_REPLICAS),
     "fault_tolerance.replica_id": (0, NO_REPLICAS),
     "fault_tolerance.group_size": (1, NO_REPLICAS),
@@ -238,6 +276,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is tuple:
         return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
+        if (name, value) in REMOVED_VALUES:
+            fix = REMOVED_VALUES[name, value]
+            raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
         if value not in get_args(base):
             raise ConfigError(f"{name} = {format_value(value)}: {nearest(str(value), get_args(base))}")
         return value
@@ -413,7 +454,7 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
 
 
 def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | None) -> Config:
-    """Answer --help and --job.print_config, or return the configuration. Raises ConfigError.
+    """Answer --help, or return the configuration. Raises ConfigError.
 
     check: raises ConfigError for a configuration that cannot work; None: it depends on what is known later.
     """
@@ -426,9 +467,6 @@ def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | No
     config = load_config(argv)
     if check:
         check(config)
-    if config.job.print_config:
-        print(to_toml(config), end="")
-        sys.exit(0)
     return config
 
 

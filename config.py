@@ -79,7 +79,6 @@ def option(default: Any, help: str) -> Any:
 class Job:
     config_file: str = option(DEFAULT_CONFIG, "TOML file to run.")
     dump_folder: str = option("", "Folder of the run. Default: outputs/<name of config_file> in the project.")
-    print_config: bool = option(False, "Print the resolved configuration as TOML and exit.")
 
 
 @dataclass(frozen=True)
@@ -149,25 +148,15 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal["vit", "unet", "swin"] = option(
-        "vit", "Architecture; docs/models.md. Keys of a ViT apply to a Swin transformer as well."
-    )
+    name: Literal["vit", "unet"] = option("vit", "Architecture; docs/models.md.")
     patch_size: tuple[Width, Width] = option((4, 4), "ViT: latitudes and longitudes of the grid per token.")
     dim: Width = option(192, "ViT: width of the residual stream.")
     num_layers: Layers = option(4, "ViT: number of transformer blocks.")
     num_heads: Layers = option(4, "ViT: number of attention heads; must divide dim.")
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(0, "ViT: hidden width of the MLP. 0: 4 x dim.")
-    window_size: tuple[Width, Width] = option(
-        (4, 8),
-        "Swin: rows and columns of tokens in an attention window; every second block shifts it by half.",
-    )
-    position: Literal["learned", "sincos", "spherical", "rotary"] = option(
+    position: Literal["learned", "sincos", "rotary"] = option(
         "learned",
-        "ViT: a learned vector per token, sines, a learned sum of spherical harmonics, or rotation of "
-        "queries and keys by row and column.",
-    )
-    position_degree: Annotated[int, Range(1, 64)] = option(
-        16, 'ViT: largest degree of the spherical harmonics of position = "spherical".'
+        "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
     )
     qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
     qk_norm: bool = option(
@@ -214,9 +203,6 @@ class Optimizer:
     weight_decay: NonNegative = option(
         0.05, "Weight decay of matrices; decoupled, but part of the gradient with SGD and LARS."
     )
-    in_backward: bool = option(
-        False, "Update each parameter as soon as its gradient is complete; no clipping, no accumulation."
-    )
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "Growth of lr from the reference batch size to the global batch size."
     )
@@ -229,9 +215,6 @@ class Optimizer:
 @dataclass(frozen=True)
 class LrScheduler:
     warmup_steps: Count = option(100, "Steps of linear warm-up from 0.")
-    warmup_fraction: Fraction = option(
-        0.0, "Warm-up as a fraction of the steps, instead of warmup_steps. 0: use warmup_steps."
-    )
     decay_type: Literal["cosine", "linear", "sqrt", "constant"] = option(
         "cosine", 'Shape of the decay to the last step; "sqrt" is 1 - sqrt of the part that has passed.'
     )
@@ -253,14 +236,6 @@ class Training:
         -1,
         "Samples of an optimizer step over all ranks; gradients of several passes are accumulated where it "
         "exceeds local_batch_size x ranks. -1: no accumulation.",
-    )
-    batch_ramp: tuple[Batch, ...] = option(
-        (),
-        "Global batch size of each stage of the run, ascending to global_batch_size: [16, 32, 64]. "
-        "Default: one stage.",
-    )
-    batch_ramp_from_step: tuple[Positive, ...] = option(
-        (), "First step of each later stage of batch_ramp. Default: stages of equal length."
     )
     ema_decay: Decay = option(
         0.0,
@@ -295,18 +270,10 @@ class Training:
         "Fraction of the mse that is replaced by AMSE, which is computed by zonal wavenumber and preserves "
         "the amplitude of small scales.",
     )
-    conserve: tuple[str, ...] = option(
-        (),
-        'Quantities, as model.conserve or "energy", with a squared global change that the loss includes.',
-    )
-    conserve_weight: AboveZero = option(1.0, "Factor of the term that conserve adds to the loss.")
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
         "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
         "in later stages of the run.",
-    )
-    rollout_from_step: tuple[Positive, ...] = option(
-        (), "First training step of each later stage of rollout_steps. Default: stages of equal length."
     )
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
         0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
@@ -319,10 +286,6 @@ class Training:
         "Train each sample for this many consecutive steps from its date, one per training step, from the "
         "last forecast of the model, which is kept in host memory. 0: every step starts from an analysis.",
     )
-    replay_capacity: Count = option(
-        0, "States that all ranks keep for replay. 0: one for each sample of the global batch."
-    )
-    tf32: bool = option(True, "Allow TF32 in matmuls of float32 on CUDA.")
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(
         "", 'Save and exit with code 75 before this time has passed: "hours:minutes:seconds". Default: never.'
@@ -365,13 +328,12 @@ class Parallelism:
     enable_async_tensor_parallel: bool = option(
         False, "Overlap tensor-parallel communication with matmuls; needs compile and CUDA symmetric memory."
     )
-    context_parallel_degree: Ranks = option(1, "Ranks over which the tokens of a sample are sharded.")
-    domain_parallel_tiles: tuple[Ranks, Ranks] = option(
-        (1, 1), "U-Net: rows and columns of tiles of the grid, one per rank."
+    context_parallel_degree: Ranks = option(
+        1, "Ranks over which a sample is sharded: the tokens of a ViT, the grid of a U-Net in tiles."
     )
     context_parallel_method: Literal["ulysses", "all_gather", "ring"] = option(
         "ulysses",
-        "How attention sees all tokens: exchange heads, gather keys and values, or circulate them.",
+        "ViT: how attention sees all tokens: exchange heads, gather keys and values, or circulate them.",
     )
     pipeline_parallel_degree: Ranks = option(1, "Ranks over which the blocks are distributed.")
     pipeline_parallel_schedule: Literal[
@@ -381,9 +343,6 @@ class Parallelism:
         "Order of forward and backward passes; the last three have two stages per rank.",
     )
     pipeline_parallel_microbatch_size: Batch = option(1, "Samples of a micro-batch of the pipeline.")
-    pipeline_parallel_splits: tuple[Positive, ...] = option(
-        (), "First block of each later stage of the pipeline. Default: stages of equal FLOPs."
-    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = option(
         "default",
         'Free the parameters of a block after its forward pass: "always" (ZeRO-3), "never" (ZeRO-2), '
@@ -392,47 +351,32 @@ class Parallelism:
     cpu_offload: bool = option(
         False, "Keep parameters, gradients and optimizer states in host memory (FSDP2)."
     )
-    axis_order: tuple[str, ...] = option(
-        ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-        "Axes of the mesh; ranks that are neighbours on the last axis are neighbours in a node.",
-    )
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    mode: Literal["none", "full", "selective", "every_n_blocks", "memory_budget"] = option(
+    mode: Literal["none", "full", "selective", "every_n_blocks"] = option(
         "none",
         'Activations recomputed in the backward pass: "full": whole blocks; "selective": all but matmuls and '
-        'attention; "every_n_blocks": several blocks as one; "memory_budget": as the compiler chooses.',
+        'attention; "every_n_blocks": several blocks as one.',
     )
     every_n_blocks: Positive = option(7, "Blocks that every_n_blocks recomputes as one.")
-    memory_budget: Annotated[float, Range(0.0, 1.0)] = option(
-        0.5, "Fraction of the activations that memory_budget keeps."
-    )
 
 
 @dataclass(frozen=True)
 class Compile:
     enable: bool = option(False, "Compile each block (torch.compile); blocks of one shape share the result.")
-    cuda_graphs: bool = option(
-        False,
-        "Record each block as a CUDA graph, for steps limited by the host; without sharding.",
-    )
 
 
 @dataclass(frozen=True)
 class Float8:
-    enable: bool = option(False, "ViT: multiply the matrices of the blocks in float8 (torchao).")
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"] = option(
+    enable: bool = option(
+        False,
+        "ViT: multiply the matrices of the blocks in float8 (torchao); emulated, slowly, without CUDA.",
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
         "tensorwise",
-        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision; "auto": the '
-        "fastest by measurement for each shape of matrix, float8 or not.",
-    )
-    filter_min_features: Count = option(
-        0, "Matrices with fewer input or output features than this are not converted."
-    )
-    emulate: bool = option(
-        False, "Round to float8 and multiply in high precision: the same numbers on any device, slowly."
+        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision.',
     )
     enable_fsdp_float8_all_gather: bool = option(
         False, 'Gather weights of FSDP in float8; needs recipe = "tensorwise".'
@@ -448,9 +392,6 @@ class Lora:
     )
     rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
     alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")
-    base_dtype: Literal["float32", "bfloat16", "int8"] = option(
-        "float32", "Type in which the adapted matrices are stored; int8 with one scale per row (torchao)."
-    )
     also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = option(
         (),
         'Parts that are trained in addition; new input variables need "patch_embedding", new predicted '
@@ -522,9 +463,6 @@ class Metrics:
     prometheus_address: str = option(
         "127.0.0.1", 'Address on which prometheus_port listens; "0.0.0.0": all interfaces.'
     )
-    peak_tflops: NonNegative = option(
-        0.0, "Dense bf16 peak of a device in TFLOP/s, for MFU. 0: by name of known GPUs, else no MFU."
-    )
 
 
 @dataclass(frozen=True)
@@ -561,15 +499,11 @@ class Forecast:
     num_steps: Steps = option(
         40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
     )
-    local_batch_size: Batch = option(8, "States (dates x members) of one forward pass of a rank.")
     num_members: Layers = option(1, "Ensemble members; the first one starts from the analysis itself.")
     perturbation: Annotated[float, Range(-1.0, LARGEST)] = option(
         -1.0,
         "Perturbation of the initial state of the other members, in standard deviations of the change of a "
         "variable over a step. -1: 0.2, or 0 if the model has noise.",
-    )
-    seed: Annotated[int, Range(0, 10**12)] = option(
-        0, "Seed of perturbations and noise, which depend on seed, date and member only."
     )
 
 

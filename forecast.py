@@ -104,9 +104,8 @@ def forecast(config: Config) -> int:
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
     pairs = [(date, member) for date in range(len(chosen)) for member in range(settings.num_members)]
-    batches = [
-        pairs[i : i + settings.local_batch_size] for i in range(0, len(pairs), settings.local_batch_size)
-    ]
+    size = config.validation.local_batch_size
+    batches = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     missing = [batch for batch in batches if any(pair not in finished for pair in batch)]
     logger.info(
         f"{store.path}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
@@ -120,7 +119,7 @@ def forecast(config: Config) -> int:
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
-        mine = number < len(missing) and model.speaks_for_sample
+        mine = number < len(missing) and model.is_sample_leader
         windows, times = start_from(batch)
         problems = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
         if mine:
@@ -154,7 +153,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
     device = start_ranks(config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
-    set_determinism(config.training.deterministic, config.training.tf32)
+    set_determinism(config.training.deterministic)
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = Path(source) if source else config.dump_folder
@@ -169,9 +168,9 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
 
 def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     """What decides every byte of a store, but for the layout, which decides the last digits."""
-    settings, dates = config.forecast, index.dates.astype("datetime64[s]")
+    dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
-    drawn = {"seed": settings.seed} if index.num_members > 1 or config.model.noise_dim else {}
+    drawn = {"seed": config.training.seed} if index.num_members > 1 or config.model.noise_dim else {}
     return {
         **trained.identity,
         "data.path": without_secrets(config.data.path),
@@ -181,7 +180,7 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
         "num_members": index.num_members,
         **ensemble,
         **drawn,
-        "local_batch_size": settings.local_batch_size,
+        "local_batch_size": config.validation.local_batch_size,
         "precision": config.training.mixed_precision_param,
     }
 
@@ -210,7 +209,7 @@ class InitialStates:
         """chosen (n, h): indices of windows in the archive."""
         self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
         size = perturbation_of(config)
-        self.seed, self.scale = config.forecast.seed, size * trained.statistics.change_std
+        self.seed, self.scale = config.training.seed, size * trained.statistics.change_std
         perturbed = size > 0 and config.forecast.num_members > 1
         self.random = RandomFields(selection.archive.grid) if perturbed else None
 
@@ -257,7 +256,7 @@ def forecast_batch(
     limit, broken = plausible_size(normalizer.normalize(state)[0]), []
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
     members = torch.tensor([member for _, member in batch], device=times.device)
-    keys = noise_keys(settings.seed, 0, times, members)
+    keys = noise_keys(config.training.seed, 0, times, members)
     windows = rollout(
         predict, normalizer, forecaster.conditions, step_seconds, start, times, settings.num_steps, keys
     )

@@ -7,8 +7,6 @@
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
 --clusters FILE       your own machines, in the same form; as often as you like
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
---sweep gpus=LIST     weak and strong scaling as PNG and CSV into plan/ in the run's folder
---scenario NAME|all   the figures of the mission beside computed ones: case_study, tutorial, textbook
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
@@ -27,8 +25,6 @@ OPTIONS = own_options(
     cluster="",
     clusters=[],
     layout="configured",
-    sweep="",
-    scenario="",
     calibrate=False,
     dry_run=False,
     json=False,
@@ -41,7 +37,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
-import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -51,13 +46,20 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import costs_of
-from planning.data_feed import feed_table
 from planning.hardware import Cluster
-from planning.report import as_json, describe, keys, layouts_table, memory_table, reason, time_table
-from planning.scenarios import scenario_tables
+from planning.report import (
+    as_json,
+    data_lines,
+    describe,
+    keys,
+    layouts_table,
+    memory_table,
+    reason,
+    time_table,
+)
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
 from planning.workload import COPIES_AHEAD, Workload, workload_of
-from training.config_checks import check, check_ramp
+from training.config_checks import check
 
 if TYPE_CHECKING:
     from datasets.grid import Grid
@@ -70,9 +72,6 @@ def main() -> None:
     with one_line_errors():
         options, rest = split_options(sys.argv[1:], OPTIONS)
         check_options(options)
-        if options.scenario:
-            print(scenario_tables(options.scenario))
-            return
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
@@ -82,7 +81,7 @@ def main() -> None:
         elif options.calibrate:
             calibrate_machine(config)
         elif not cluster:
-            raise ConfigError("plan.py: say where: --cluster a100x64 (or --scenario, --calibrate, --dry_run)")
+            raise ConfigError("plan.py: say where: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
 
@@ -111,11 +110,6 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     work = job(config, cluster.devices).replace(slowest=options.slowest)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
-    if options.sweep:
-        from planning.sweep import sweep  # here, because plots take a second
-
-        print(sweep(work, cluster, options.sweep, config.dump_folder / "plan"))
-        return 0
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
         reason = f"no layout of {cluster.devices} devices can share it"
@@ -126,7 +120,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
         return 0 if fitting else 1
-    feed = feed_table(made.work, config.data, made.time.samples_per_second, cluster)
+    feed = data_lines(made.work, made.time.samples_per_second, cluster)
     print("\n\n".join([*tables(plans, made, cluster), feed, cost.table(made.time.total)]))
     if not fitting:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
@@ -143,11 +137,9 @@ def choose_local_batch(config: Config, world: int) -> Config:
         check(config)  # which refuses it
     dp = resolve_degrees(world, config.parallelism).dp
     batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
-    shared = math.gcd(batch, *training.batch_ramp)
-    local = max(n for n in divisors(max(shared // dp, 1)) if n <= training.local_batch_size)
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1, batch_ramp=())
+    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
     check(dataclasses.replace(config, training=chosen))
-    check_ramp(training)
     chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=max(batch, 1))
     return dataclasses.replace(config, training=chosen)
 
@@ -188,14 +180,14 @@ def calibrate_machine(config: Config) -> None:
 
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
-    from training.host_memory import keep_freed_memory
+    from training.host_memory import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = config.training.local_batch_size * config.training.members
     block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
-    keep_freed_memory(device)  # as train.py does
+    retain_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
     measured = calibrate(
@@ -208,12 +200,7 @@ def calibrate_machine(config: Config) -> None:
 
 def dry_run_table(config: Config, world_size: int) -> None:
     from planning.dry_run import dry_run  # here: they take torch's seconds
-    from planning.start_checks import check_base
 
-    check_base(config)
-    if config.activation_checkpoint.mode == "memory_budget":
-        reason = 'the compiler keeps it, and a dry run does not compile; take "selective" or "full"'
-        refuse("activation_checkpoint.mode", "memory_budget", reason)
     if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
         schedule = config.parallelism.pipeline_parallel_schedule
         raise ConfigError(

@@ -40,9 +40,9 @@ fi
 
 asks=
 for word in "$@"; do
-    case "$word" in -h | --help | --job.print_config | --job.print_config=*) asks=$word ;; esac
+    case "$word" in -h | --help) asks=$word ;; esac
 done
-# One process needs no launcher, unless it is to be restarted; help and print_config start no rank.
+# One process needs no launcher, unless it is to be restarted; help starts no rank.
 if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
     -n "$asks" ]]; then
     NNODES=1 NGPU=1 exec "$PYTHON" "$project/train.py" "$@"

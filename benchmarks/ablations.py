@@ -1,6 +1,6 @@
 """What a choice of the recipe gains: skill on dates that were not seen, at equal FLOPs of training.
 
-    .venv/bin/python benchmarks/ablations.py [--task winds] [--choice Swin] [--seeds 3]
+    .venv/bin/python benchmarks/ablations.py [--task winds] [--choice Muon] [--seeds 3]
 
 Every choice of benchmarks/ablations.toml is a shipped configuration with options of train.py, among them
 those that take it back to what it was. Its first step is taken to count its FLOPs, and it is trained for as

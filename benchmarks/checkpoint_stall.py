@@ -77,7 +77,7 @@ def measure(training: Training, folder: Path, rounds: int, device: torch.device)
     seconds: dict[str, list[float]] = {mode: [] for mode in ("", *MODES)}
     for number in range(-1, rounds):  # the first round only warms up
         for mode in ("", *MODES):
-            step, state, nothing = training.run.progress.step, training.run.state_dict(), lambda: None
+            step, state, nothing = training.state.progress.step, training.state.state_dict(), lambda: None
             if mode == PLAIN:
                 pending = []
                 writer = FileSystemWriter(str(folder / f"plain-{step}"), sync_files=True)
@@ -108,7 +108,7 @@ def measure(training: Training, folder: Path, rounds: int, device: torch.device)
 
 def floor(training: Training) -> tuple[float, int]:
     """Seconds of one copy of the state into pages that are there, and its bytes."""
-    state = training.run.state_dict()
+    state = training.state.state_dict()
     tensors = list(state.values())
     pinned = tensors[0].is_cuda
     copies = [torch.zeros_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]

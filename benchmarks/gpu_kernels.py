@@ -21,7 +21,7 @@ from config import Model
 from models.attention import HOPPER, activate, check_backend
 from models.attention import attention as rossby_attention
 from models.vit import VisionTransformer
-from parallelisms.measured_choices import BACKENDS, is_of_hopper
+from parallelisms.attention_choice import BACKENDS, is_hopper_kernel
 from planning.calibration import attention_flops, matmul_flops
 from training.optimizers.build import build_adamw, parameter_groups, set_lr
 
@@ -100,7 +100,7 @@ def of_hopper(kernels: list[str]) -> bool:
     """Whether the first is a kernel of Hopper's own; true on other GPUs, which have none."""
     if torch.cuda.get_device_capability() != HOPPER:
         return True
-    return is_of_hopper(kernels[0])
+    return is_hopper_kernel(kernels[0])
 
 
 # -- matrix products

@@ -30,7 +30,6 @@ class Sizes:
     largest_batch: int = 8  # more tokens than 32,768 make no step faster, only longer
     steps: tuple[int, int] = (3, 5)  # warm-up, measured
     compiled: bool = True
-    cuda_graphs: bool = False
     products: tuple[tuple[int, int], ...] = ((1536, 4608), (1536, 1536), (1536, 6144), (6144, 1536))  # (K, N)
     rows: int = 32768  # of these products
     optimizer_blocks: int = 12  # whose parameters an optimiser updates

@@ -32,8 +32,8 @@ from config import (
     Parallelism,
     Training,
 )
+from parallelisms.attention_choice import measure_attention
 from parallelisms.degrees import Degrees
-from parallelisms.measured_choices import measure_attention
 from planning.architecture import vit_architecture
 from planning.calibrate import BlockShape, calibrate
 from planning.calibration import save_calibration
@@ -127,7 +127,7 @@ def training_of(
     case: Case, sizes: Sizes, device: torch.device, layout: Parallelism = ALONE, accumulation: int = 1
 ) -> RandomRun:
     """train.py's model, objective, optimiser and step for one case."""
-    float8 = Float8(bool(case.float8), case.float8 or "tensorwise", emulate=device.type == "cpu")  # type: ignore[arg-type]
+    float8 = Float8(bool(case.float8), case.float8 or "tensorwise")  # type: ignore[arg-type]
     config = Config(
         model=Model(
             patch_size=case.patch,
@@ -139,7 +139,7 @@ def training_of(
         optimizer=Optimizer(lr=1e-5),
         training=Training(local_batch_size=case.batch, mixed_precision_param="bfloat16"),
         activation_checkpoint=ActivationCheckpoint(mode=case.mode),  # type: ignore[arg-type]
-        compile=Compile(sizes.compiled, sizes.cuda_graphs),
+        compile=Compile(sizes.compiled),
         float8=float8,
         parallelism=layout,
     )

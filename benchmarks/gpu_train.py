@@ -21,7 +21,7 @@ from tests.started_jobs import ROOT, Job, losses, records
 STEPS, SAVED, KILLED_FROM = 30, 10, 20
 WINDS = "gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"
 OPTIONS = f"""
-    --training.steps {STEPS} --training.deterministic true --training.tf32 false --lr_scheduler.warmup_steps 5
+    --training.steps {STEPS} --training.deterministic true --lr_scheduler.warmup_steps 5
     --checkpoint.enable true --checkpoint.interval {SAVED} --validation.interval {KILLED_FROM}
     --metrics.log_freq 1 --metrics.enable_tensorboard false --profiling.enable_profiling false
     --model.name vit --model.dim 128 --model.attention_backend sdpa --optimizer.lr 1e-3

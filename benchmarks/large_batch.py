@@ -23,9 +23,7 @@ from benchmarks.results_file import record
 from benchmarks.time_to_skill import TASKS, train
 from command_line import text_table
 
-MODEL = (
-    "--model.patch_size=[8,8] --model.dim=64 --model.num_layers=2 --lr_scheduler.warmup_fraction=0.1".split()
-)
+MODEL = "--model.patch_size=[8,8] --model.dim=64 --model.num_layers=2".split()
 SMALL, LARGER = 8, (32, 128, 512)
 WITHIN = 1.03
 RATES = {"AdamW": (4e-3, 8e-3, 1.6e-2), "LAMB": (1.6e-2, 3.2e-2, 6.4e-2), "Muon": (4e-3, 8e-3, 1.6e-2)}
@@ -75,6 +73,7 @@ def run(name: str, rule: str, lr: float, batch: int, options: argparse.Namespace
         f"--training.global_batch_size={batch}",
     ]
     words += [f"--training.local_batch_size={batch // 2}", f"--training.steps={options.samples // batch}"]
+    words.append(f"--lr_scheduler.warmup_steps={options.samples // batch // 10}")
     if rule != "none":
         words += [f"--optimizer.lr_scaling={rule}", f"--optimizer.lr_reference_batch_size={SMALL}"]
     if name == "Muon":

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import record
 from config import Parallelism
-from models.condition_numbers import num_features
+from models.registry import num_features
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
@@ -94,7 +94,7 @@ def layout_workload(layout: Layout) -> Workload:
     return Workload(
         model=architecture(layout),
         degrees=degrees,
-        local_batch=(layout.ramp or (GLOBAL_BATCH,))[0] // (degrees.dp * layout.accumulation),
+        local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
         global_batch=GLOBAL_BATCH,
         dtype=layout.dtype,
         reduce_itemsize=ITEMSIZE[layout.reduce],

@@ -93,7 +93,7 @@ def timed(dim: int) -> list[dict[str, Any]]:
         for name, small in runs.items():
             torch.distributed.barrier()
             begun = time.perf_counter()
-            small.run.optimizer.step()
+            small.state.optimizer.step()
             torch.distributed.barrier()
             found[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}

@@ -43,7 +43,7 @@ from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
-from training.host_memory import keep_freed_memory
+from training.host_memory import retain_memory
 
 GRID = (64, 128)
 CHANNELS = 20
@@ -132,10 +132,10 @@ class Step(RandomRun):
 
     def forward_loss(self) -> Tensor:
         """The loss of the batch, whose backward has not run."""
-        inputs, *expected = self.objective.cut(*self.batches[0])
-        with self.model.autocast:
+        inputs, targets = self.objective.cut(*self.batches[0])
+        with self.model.recipe.autocast(self.model.device):
             output = self.model.parts[0](inputs)
-        return self.objective.loss_part(output, *expected)
+        return self.objective.loss_part(output, targets)
 
     def seconds(self) -> float:
         synchronize()
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
-    keep_freed_memory(DEVICE)  # as train.py does
+    retain_memory(DEVICE)  # as train.py does
     start_ranks(600)
     blocks = [BlockShape(c.batch, c.architecture.tokens, c.dim, c.heads, 4 * c.dim) for c in CALIBRATED]
     rates = calibrate(blocks, ("math", "sdpa"), DEVICE, torch.get_num_threads(), seconds=options.seconds)

@@ -28,9 +28,27 @@ from planning.architecture import Architecture
 from planning.clusters import load_cluster
 from planning.error_bands import BANDS, CALIBRATED, Band, classes_of
 from planning.hardware import Cluster
-from planning.scenarios import LLAMA_70B
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
+
+# Tokens, D, layers, heads, M; no patches, a head that chooses among the words, heads of keys and values.
+LLAMA_70B = Architecture(
+    8192,
+    8192,
+    80,
+    64,
+    28672,
+    0,
+    128_256,
+    8,
+    vocabulary=128_256,
+    biases=False,
+    qkv_bias=False,
+    learned_position=False,
+    gated=True,
+    causal=True,
+    rotary=True,
+)
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")

@@ -8,16 +8,10 @@ import torch.distributed as dist
 from config import Config
 from datasets.grid import area_weights, global_grid
 from parallelisms.mesh import mesh_of
-from training.assembly import (
-    Fields,
-    assemble,
-    build_objective,
-    build_run_state,
-    build_update,
-)
-from training.due import GlobalBatch
-from training.no_checkpoints import NoCheckpoints
-from training.step import Step, train_step
+from training.assembly import Fields, assemble
+from training.batches import Batch
+from training.state import build_state
+from training.step import Run, StepResult, train_step
 
 
 class RandomRun:
@@ -43,15 +37,14 @@ class RandomRun:
         self.model = self.assembly.model
         if drawn_here:
             self._draw_weights()
-        area = area_weights(fields.grid.latitude)
-        self.objective = build_objective(config, self.assembly, area)
-        self.run = build_run_state(config, self.model)
+        area, self.state = area_weights(fields.grid.latitude), build_state(config, self.assembly)
         shape = (config.training.local_batch_size, 2, num_variables, *grid_shape)
         self.fields = torch.randn(shape, device=device)
-        self.batches = [(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))] * accumulation
-        self.global_batch = GlobalBatch.of_micro_batches(accumulation, shape[0] * mesh.degrees.dp)
-        parts = (self.model, self.run, NoCheckpoints(), self.objective.loss_part, self.global_batch)
-        self.update = build_update(config, *parts)
+        batch = Batch(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))
+        self.batches = [batch] * accumulation
+        self.global_batch = accumulation * shape[0] * mesh.degrees.dp
+        self.run = Run.of(config, self.assembly, self.state, area, self.global_batch)
+        self.objective = self.run.objective
         self.model.train()
 
     def _draw_weights(self) -> None:
@@ -61,11 +54,11 @@ class RandomRun:
                 start = 0.0 if std is not None or name.endswith("bias") else 1.0
                 torch.nn.init.normal_(parameter, start, std or 0.0)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         self.number += 1
-        taken = train_step(self.number, self.batches, self.objective, self.model, self.update)
-        self.run.progress.advance(self.global_batch.at(self.number))
-        return taken
+        result = train_step(self.run, self.number, self.batches)
+        self.state.progress.advance(self.global_batch)
+        return result
 
     def loss(self) -> float:
         """Of a step, over all ranks."""

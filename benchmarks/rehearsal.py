@@ -43,7 +43,6 @@ TRAIN_DATES = 44  # persistence is fitted to pairs of them, too, as far apart as
 # On a CPU the fastest kernel at 8,192 tokens keeps them squared: 6 GB a rank, which no kernel of a GPU does.
 VIT = "--model.dim 64 --model.num_layers 2 --model.num_heads 1 --model.mlp_dim 128"
 # All ranks share a sample, as unet.toml says for its memory: four whole ones of 65 fields need 26 GB here.
-TILES = {RANKS: "[2,2]", RESUMED_ON: "[2,1]"}
 SMALL = {"vit": [*VIT.split(), "--model.attention_backend", "sdpa"], "unet": ["--model.width", "4"]}
 
 
@@ -209,9 +208,11 @@ def rehearse(name: str, folder: Path) -> list[Stage]:
         return bool(complete_steps(outputs / "checkpoints")) and last_step(outputs) >= KILLED_AFTER
 
     unet = config.model.name == "unet"
-    tiles = {n: ["--parallelism.domain_parallel_tiles", TILES[n]] if unet else [] for n in TILES}
+    tiles = {
+        n: ["--parallelism.context_parallel_degree", str(n)] if unet else [] for n in (RANKS, RESUMED_ON)
+    }
     train = ["./run_train.sh", *keys]
-    forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--forecast.local_batch_size", "1"]
+    forecast = ["--forecast.num_steps", str(FORECAST_STEPS), "--validation.local_batch_size", "1"]
     # Closed forms are the ViT's; of a U-Net there is the dry run.
     dry = ["--dry_run", "--world_size", str(RANKS), *tiles[RANKS]]
     plan = dry if unet else ["--cluster", f"cpu{RANKS}", "--json"]

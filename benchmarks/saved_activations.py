@@ -37,7 +37,6 @@ from tests.storages import Storages
 
 GRID, EVERY_N = (32, 32), 2
 MODES = ("none", "selective", "full", "every_n_blocks")
-BUDGETS = (0.25, 0.5, 0.75)  # of the compiler's own choice
 TOLERANCE = {"cpu": 0.01, "cuda": 0.05}
 
 
@@ -51,7 +50,6 @@ class Case:
     dtype: str = "bfloat16"  # under autocast; float32 without
     backend: str = "sdpa"
     compiled: bool = False
-    budget: float = 0.5
 
     @property
     def heads(self) -> int:
@@ -65,13 +63,11 @@ class Case:
     def workload(self) -> Workload:
         model = vit_architecture(GRID, (1, 1), 2, 2, self.dim, 2, self.heads)
         kind = {"dtype": self.dtype, "ac_mode": self.mode, "every_n": EVERY_N, "attention": self.backend}
-        return Workload(model, Degrees(), self.batch, self.batch, memory_budget=self.budget, **kind)
+        return Workload(model, Degrees(), self.batch, self.batch, **kind)
 
     @property
-    def stated(self) -> float | None:
-        """Of the docs; None where the compiler chooses."""
-        if self.mode == "memory_budget":
-            return None
+    def stated(self) -> float:
+        """Of the docs."""
         scores = self.tokens / 64 if self.backend == "math" else 0.0
         return stated_units(self.mode, every_n_blocks=EVERY_N, scores=scores)
 
@@ -88,7 +84,7 @@ class Blocks:
         self.model = VisionTransformer(2, 2, GRID, shape)
         init_weights(self.model, 0)
         self.model.to(device)
-        settings = ActivationCheckpoint(case.mode, EVERY_N, case.budget)  # type: ignore[arg-type]
+        settings = ActivationCheckpoint(case.mode, EVERY_N)  # type: ignore[arg-type]
         apply_activation_checkpoint(self.model, settings, compiled=case.compiled)
         if case.compiled:
             apply_compile(self.model)
@@ -167,8 +163,7 @@ def eager_cases(dim: int, batch: int) -> list[list[Case]]:
 
 def compiled_cases(dim: int, batch: int) -> list[Case]:
     """What the compiler makes of it: for a GPU, where all of a block can be counted."""
-    plain = [Case(dim, batch, mode, compiled=True) for mode in ("none", "selective", "full")]
-    return plain + [Case(dim, batch, "memory_budget", compiled=True, budget=budget) for budget in BUDGETS]
+    return [Case(dim, batch, mode, compiled=True) for mode in ("none", "selective", "full")]
 
 
 def rows_of(cases: list[Case], rounds: int, device: torch.device) -> list[dict[str, Any]]:
@@ -179,7 +174,6 @@ def rows_of(cases: list[Case], rounds: int, device: torch.device) -> list[dict[s
         found, stated = units(case, device), case.stated
         row = {"mode": case.mode, "dtype": case.dtype, "backend": case.backend, "compiled": case.compiled}
         row |= {"device": device.type, "dim": case.dim, "tokens": case.tokens, "batch": case.batch}
-        row |= {"budget": case.budget if case.mode == "memory_budget" else None}
         row |= {"units": found, "stated": stated, "planned": case.planned, "slower": overhead}
         rows.append(row)
     return rows
@@ -189,8 +183,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = f"{'units of T d':>13}{'stated':>9}{'planned':>9}{'slower':>9}"
     lines = [f"{'mode':<16}{'dtype':<10}{'attention':<11}{head}"]
     for row in rows:
-        stated = f"{row['stated']:>9.2f}" if row["stated"] is not None else f"{'':>9}"
-        mode = row["mode"] + (f" {row['budget']}" if row["budget"] else "")
+        stated, mode = f"{row['stated']:>9.2f}", row["mode"]
         kind = row["backend"] + (", c." if row["compiled"] else "")
         numbers = f"{row['units']:>13.2f}{stated}{row['planned']:>9.2f}{row['slower']:>+9.1%}"
         lines.append(f"{mode:<16}{row['dtype']:<10}{kind:<11}{numbers}")

@@ -36,7 +36,7 @@ from benchmarks.results_file import record
 from config import Compile, Config, Model, Optimizer, Parallelism, Training
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
-from training.host_memory import keep_freed_memory
+from training.host_memory import retain_memory
 
 GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
 LIMITS = {(1, "float32"): 0.90, (1, "bfloat16"): 0.50, (2, "float32"): 0.90, (2, "bfloat16"): 0.70}
@@ -187,7 +187,7 @@ def step_once() -> list[str]:
 def build_rossby(folder: str, dim: int, dtype: str, axis: str, threads: int) -> list[str]:
     """The same of Rossby, with each of the CPU's attention backends, compiled and not."""
     torch.set_num_threads(threads)
-    keep_freed_memory(torch.device("cpu"))
+    retain_memory(torch.device("cpu"))
     key = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}.get(axis)
     parallelism = Parallelism(**({key: dist.get_world_size()} if key else {}))  # type: ignore[arg-type]
     for backend in ("sdpa", "math"):

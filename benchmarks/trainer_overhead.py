@@ -30,7 +30,7 @@ from parallelisms.mesh import start_ranks
 from train import train
 from training.config_checks import load_checked
 from training.gradients import clip, total_norm
-from training.host_memory import keep_freed_memory
+from training.host_memory import retain_memory
 from training.optimizers.build import set_lr
 
 LOG_FREQ, LIMIT = 10, 1.01
@@ -87,16 +87,16 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     """
     selection = open_selection(config.data, config.model.patch_size, ())
     device = start_ranks(100, "gloo" if not torch.cuda.is_available() else "auto")
-    keep_freed_memory(device)
+    retain_memory(device)
     run = RandomRun(config, selection.archive.grid.shape, len(selection.variables), device)
     model, parameters = run.model, run.model.parameters.values()
-    inputs, *expected = run.objective.cut(*run.batches[0])
-    set_lr(run.run.optimizer, 1e-3)
+    inputs, targets = run.objective.cut(*run.batches[0])
+    set_lr(run.state.optimizer, 1e-3)
 
     def step() -> None:
-        model.forward_backward(inputs, expected, run.objective.loss_part, 1.0, True)
+        model.forward_backward(inputs, targets, run.objective.loss_part, 1.0, True)
         clip(parameters, 1.0, total_norm(parameters))
-        run.run.optimizer.step()
+        run.state.optimizer.step()
         model.zero_grad()
 
     found = [seconds_of(step, LOG_FREQ, device) for _ in range(1 + steps // LOG_FREQ)]

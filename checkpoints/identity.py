@@ -15,6 +15,7 @@ from typing import Any
 import tomli
 
 from checkpoints.files import MANIFEST, Damaged, complete_steps, read_errors, read_manifest, step_folder
+from command_line import REMOVED, REMOVED_VALUES
 from config import SECTIONS, Config
 from datasets.archive import Archive
 from datasets.grid import Grid
@@ -24,7 +25,7 @@ from datasets.variables import expand_levels
 from errors import ConfigError, without_secrets
 from models.registry import MODELS
 
-LORA = ("rank", "alpha", "base_dtype")
+LORA = ("rank", "alpha")
 DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
 UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
@@ -46,11 +47,12 @@ class Identity:
     """The identity of one checkpoint. `more` is empty in one of another program or an older version."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Damaged, or DataError if a file may not be read."""
+        """Raises Damaged, DataError if a file may not be read, ConfigError for a model that was removed."""
         self.folder = folder
         path = folder / "config.toml"
         with read_errors(path):
             stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+        refuse_removed(folder, stored)
         self.values = with_defaults(stored) if stored else {}
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
         self.more: dict[str, Any] = manifest.get("identity", {})
@@ -118,6 +120,18 @@ def with_defaults(stored: Values) -> Values:
     filled = {name: asdict(cls()) | stored.get(name, {}) for name, cls in SECTIONS.items()}
     known = {name: {f: keys[f] for f in SECTIONS[name].__dataclass_fields__} for name, keys in filled.items()}
     return json.loads(json.dumps(known))
+
+
+def refuse_removed(folder: Path, stored: Values) -> None:
+    """Raise ConfigError if a checkpoint has weights of a model that this version lacks."""
+    model, lora = stored.get("model", {}), stored.get("lora", {})
+    for key in ("name", "position"):
+        if (f"model.{key}", model.get(key)) in REMOVED_VALUES:
+            fix = REMOVED_VALUES[f"model.{key}", model[key]]
+            raise ConfigError(f"{folder}: its model.{key} = {model[key]!r} was removed; {fix}")
+    default, fix = REMOVED["lora.base_dtype"]
+    if lora.get("enable") and (dtype := lora.get("base_dtype", default)) != default:
+        raise ConfigError(f"{folder}: its lora.base_dtype = {dtype!r} was removed; {fix}")
 
 
 def meaning(values: Values) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from config import Config, Data
 from datasets.field_dataset import channel_names
 from datasets.variables import expand_levels
 from errors import ConfigError, refuse
-from models.lora import ADAPTERS, quantize
+from models.lora import ADAPTERS
 from models.noise import noise_names
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import copy_part, on_all_ranks
@@ -65,8 +65,9 @@ def find_checkpoint(path: Path) -> Path:
     refuse("checkpoint.initial_load_path", str(path), reason)
 
 
-def start_from(path: Path, parameters: Parameters, config: Config) -> None:
-    """Fill a new run's weights from another run. Raises ConfigError if its model does not fit."""
+def start_from(config: Config, parameters: Parameters) -> None:
+    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit."""
+    path = Path(config.checkpoint.initial_load_path)
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
     Identity(find_checkpoint(path)).check_model(config, way_out)
     load_initial_weights(path, parameters, Channels.of(asdict(config)))
@@ -84,15 +85,12 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
     part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
     shapes = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
     old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
-    missing = {name for name in parameters.keys() - shapes.keys() if not name.endswith("weight_scale")}
+    missing = parameters.keys() - shapes.keys()
     on_all_ranks(lambda: check_weights(folder, shapes, missing, parameters, old, channels))
     by_channel = {name: torch.empty(shapes[name]) for name in shapes if name in CHANNELS}
-    quantized = [name for name in shapes if parameters[name].dtype == torch.int8]
-    direct = shapes.keys() - by_channel.keys() - set(quantized)
+    direct = shapes.keys() - by_channel.keys()
     tensors = by_channel | {name: plain_weight(parameters[name].detach()) for name in direct}
     read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
-    for name in quantized:
-        _read_quantized(folder, f"{part}.{name}", parameters[name], parameters[f"{name}_scale"])
     for name, tensor in by_channel.items():
         _copy_channels(name, parameters[name], tensor, old, channels)
     _log(folder, part, {name for name in missing if not name.endswith(ADAPTERS)}, old, channels)
@@ -125,15 +123,6 @@ def check_weights(
             problem = f'knows no {fresh[0]}, which {name} has to learn; add "{module}" to lora.also_train'
     if problem:
         raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}")
-
-
-def _read_quantized(folder: Path, stored: str, weight: Tensor, scale: Tensor) -> None:
-    """Read a matrix to be stored in int8: whole on every rank, so that all layouts have the same numbers."""
-    whole = torch.empty(weight.shape)
-    read_tensors(folder, {stored: whole})
-    with torch.no_grad():
-        for parameter, value in zip((weight, scale), quantize(whole), strict=True):
-            copy_part(parameter, value)
 
 
 def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> None:

@@ -36,7 +36,7 @@ from torch.futures import Future
 from checkpoints.files import INCOMPLETE, Files, prune, write_manifest
 from jobs.durable_files import sync_folder, write_durably
 from parallelisms.mesh import from_first_rank
-from parallelisms.peer_messages import read_plainly
+from parallelisms.peer_messages import use_plain_messages
 
 PARENT_SECONDS = 0.2  # between two looks at whether the trainer is alive
 OPEN_FILES = 65536  # each tensor in shared memory has a file descriptor
@@ -149,7 +149,7 @@ class ProcessGroupInfo:
         threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)
-        read_plainly()
+        use_plain_messages()
 
 
 def end_with(parent: int) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from datasets.forcings import Instant, compute_forcings
 from datasets.grid import Grid, area_weights
-from models.condition_numbers import num_channels
 from models.noise import NoiseFields
+from models.registry import num_channels
 
 
 class Conditions(nn.Module):
@@ -33,7 +33,7 @@ class Conditions(nn.Module):
         single: Sequence[str] = (),
     ) -> None:
         """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`; single: in
-        `models.condition_numbers.CHANNELS`.
+        `models.registry.CHANNELS`.
         """
         super().__init__()
         self.single, self.has_lead = tuple(single), "lead_time" in single

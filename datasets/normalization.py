@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from datasets.statistics import Statistics
-from models.conservation import Conservation
+from models.conservation import ConservationProjection
 
 
 class Normalizer(nn.Module):
@@ -18,7 +18,11 @@ class Normalizer(nn.Module):
     change_scale: Tensor
 
     def __init__(
-        self, statistics: Statistics, predict: str, history: int = 1, conservation: Conservation | None = None
+        self,
+        statistics: Statistics,
+        predict: str,
+        history: int = 1,
+        conservation: ConservationProjection | None = None,
     ) -> None:
         """conservation: of outputs, if the model has some (model.conserve)."""
         super().__init__()

@@ -92,6 +92,12 @@ class Watchdog:
             if thread.is_alive():
                 thread.join(timeout=2 * STORE_SECONDS)
 
+    def begin(self, step: int) -> None:
+        """Start to write status.json: from now on the run's folder is this run's. step: the last one."""
+        activity.step, self.owns_folder = step, True
+        if dist.get_rank() == 0:
+            self.write_status(None)
+
     def write_status(self, exit_code: int | None, message: str = "") -> None:
         """Write status.json, once the run's folder is this run's. exit_code: None while the run goes on."""
         if not self.owns_folder:

@@ -1,4 +1,4 @@
-"""Attention behind one function with a named kernel. Weather is not causal: every token sees every other one.
+"""Attention as one function with a named kernel. Weather is not causal: every token attends to all others.
 
 Shapes: B batch, N heads, T tokens, E head size.
 """
@@ -16,15 +16,15 @@ from errors import ConfigError
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math")
 # FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
 IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
-HOPPER = (9, 0)  # the first compute capability on which cuDNN's attention is the faster one
+HOPPER = (9, 0)  # compute capability from which on cuDNN's attention is the faster one
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose, as `auto` does until `use_backend` has said; `cudnn` and `flash` pin one of
-    torch's kernels; `flash3` and `flash4` are the latter after `activate`; `flash_attn` is the package;
-    `math` is two matmuls and a softmax, faster on a CPU than its flash kernel at a few hundred tokens.
+    `sdpa` lets torch choose, and so does `auto` before `use_backend`; `cudnn` and `flash` pin one of torch's
+    kernels; `flash3` and `flash4` are the latter after `activate`; `flash_attn` is the package; `math` is two
+    matmuls and a softmax, faster on a CPU than its flash kernel at a few hundred tokens.
     """
     if backend in ("sdpa", "auto"):
         return F.scaled_dot_product_attention(q, k, v)
@@ -32,25 +32,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, N, T, S)
         return scores.softmax(dim=-1) @ v
     if backend == "flash_attn":
-        return _flash_attn_package(q, k, v)
-    pinned = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
-    with sdpa_kernel(pinned):
+        from flash_attn import flash_attn_func  # type: ignore[import-not-found]  # an extra: CUDA only
+
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)  # (B, T, N, E) inside
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v)
 
 
 def activate(backend: str) -> None:
-    """Makes torch's flash kernel FlashAttention-3 or -4, or its own again: for the whole process."""
-    wanted, _ = IMPLEMENTATIONS.get(backend, (None, ""))
-    if wanted == torch.nn.attention.current_flash_attention_impl():
+    """Make torch's flash kernel FlashAttention-3 or -4, or its own again, for the whole process."""
+    implementation, _ = IMPLEMENTATIONS.get(backend, (None, ""))
+    if implementation == torch.nn.attention.current_flash_attention_impl():
         return
-    if wanted:
-        torch.nn.attention.activate_flash_attention_impl(wanted)
+    if implementation:
+        torch.nn.attention.activate_flash_attention_impl(implementation)
     else:
         torch.nn.attention.restore_flash_attention_impl()
 
 
 def use_backend(model: nn.Module, backend: str) -> None:
-    """Sets the kernel of all blocks."""
+    """Set the kernel of all blocks."""
     activate(backend)
     for module in model.modules():
         if isinstance(module, Kernel):
@@ -58,33 +59,26 @@ def use_backend(model: nn.Module, backend: str) -> None:
 
 
 def preferred_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """What `auto` is where nothing is measured: torch's own choice is FlashAttention-2 on every GPU.
+    """Return the kernel for `auto` without a measurement: cuDNN's from Hopper on, else torch's choice.
 
-    On Hopper cuDNN's is the faster one (Shah et al. 2024, arXiv 2407.08608, figure 5), on Ampere it is not.
+    Torch chooses FlashAttention-2 on every GPU; Shah et al. 2024, arXiv 2407.08608, figure 5.
     """
-    half = dtype != torch.float32 and device.type == "cuda"
-    hopper = half and torch.cuda.get_device_capability(device) >= HOPPER
-    return "cudnn" if hopper and not _missing("cudnn", device.type, dtype) else "sdpa"
-
-
-def _flash_attn_package(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]  # an extra: CUDA only
-
-    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))  # its layout is (B, T, N, E)
-    return out.transpose(1, 2)
+    is_half = dtype != torch.float32 and device.type == "cuda"
+    is_hopper = is_half and torch.cuda.get_device_capability(device) >= HOPPER
+    return "cudnn" if is_hopper and not find_obstacle("cudnn", device.type, dtype) else "sdpa"
 
 
 def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError, with the fix, when this machine has no such kernel."""
-    reason = _missing(backend, device_type, dtype)
-    if reason:
+    """Raise ConfigError, with the fix, if this machine has no such kernel."""
+    if reason := find_obstacle(backend, device_type, dtype):
         raise ConfigError(f'model.attention_backend = "{backend}": {reason}; use "sdpa"')
 
 
-def _missing(backend: str, device_type: str, dtype: torch.dtype) -> str:
+def find_obstacle(backend: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return why a kernel cannot run here, "" if it can."""
     if backend in ("cudnn", "flash_attn", *IMPLEMENTATIONS) and device_type != "cuda":
         return f"needs a CUDA device and the run is on {device_type}"
-    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if backend == "flash_attn" and not _is_installed("flash_attn"):
         return "the package flash-attn is not installed (pip install flash-attn)"
     if backend in IMPLEMENTATIONS and not _is_installed(IMPLEMENTATIONS[backend][1]):
         return f"the package with {IMPLEMENTATIONS[backend][1]} is not installed"
@@ -98,7 +92,7 @@ def _missing(backend: str, device_type: str, dtype: torch.dtype) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package
         return False
 
 

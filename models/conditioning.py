@@ -1,9 +1,9 @@
-"""A ViT whose blocks are told the hour, the season and the lead: by shift and scale of what their norms give.
+"""A ViT with adaptive layer norm: time of day, season and lead time set the scale and shift of its norms.
 
-What tells them is a few numbers a sample, which come as the last channels of its input, the same in every
-cell: so they go wherever a part of a sample goes. A small MLP makes of them, for each block, the shifts and
-scales of its two norms (adaptive layer norm: Peebles and Xie 2023, "Scalable Diffusion Models with
-Transformers"). Its last layer starts at zero, and the model as the one without it; it has no gates.
+The conditions are a few numbers a sample. They are the last channels of its input, equal in every cell, so
+that every shard of a sample has them. A small MLP computes from them the scales and shifts of the two norms
+of each block (Peebles and Xie 2023, "Scalable Diffusion Models with Transformers"; without gates). Its last
+layer starts at zero, so that the model starts as the one without conditions.
 
 Shapes: as models/vit.py; S numbers of a sample, F features of them, L blocks.
 """
@@ -14,22 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from config import Model
-from models.condition_numbers import CHANNELS, HALF_LEADS, HIDDEN, num_channels, num_features
+from models.registry import CHANNELS, HALF_LEADS, HIDDEN, num_channels, num_features
 from models.vit import Block, VisionTransformer
+from models.weather_model import run_blocks
 
 
-def features_of(numbers: Tensor, conditions: Sequence[str]) -> Tensor:
-    """(B, S) -> (B, F) float32. Of a lead n they are n / (n + half): with no lead that was not trained on
-    does one lie far from all others.
-    """
+def compute_features(numbers: Tensor, conditions: Sequence[str]) -> Tensor:
+    """(B, S) -> (B, F) float32. Of a lead time n: n / (n + half), so that none is far from the others."""
     parts = list(numbers.float().split([CHANNELS[name] for name in conditions], dim=1))
     if "lead_time" in conditions:
-        which = list(conditions).index("lead_time")
-        parts[which] = parts[which] / (parts[which] + parts[which].new_tensor(HALF_LEADS))
+        index = list(conditions).index("lead_time")
+        parts[index] = parts[index] / (parts[index] + parts[index].new_tensor(HALF_LEADS))
     return torch.cat(parts, dim=1)
 
 
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """x (B, T, D), scale and shift (B, D) -> x (1 + scale) + shift, in the precision of x."""
     return x * (1 + scale).to(x.dtype)[:, None] + shift.to(x.dtype)[:, None]
 
@@ -39,10 +38,10 @@ class ConditionedBlock(Block):
 
     def forward(self, tokens: Tensor, modulation: Tensor) -> Tensor:  # type: ignore[override]
         first, second = modulation[:, :2].unbind(1), modulation[:, 2:].unbind(1)
-        seen = modulated(self.attention_norm(tokens), *first)
-        tokens = tokens + self.stochastic_depth(self.attention(seen))
-        seen = modulated(self.mlp_norm(tokens), *second)
-        return tokens + self.stochastic_depth(self.mlp(seen))
+        normed = modulate(self.attention_norm(tokens), *first)
+        tokens = tokens + self.stochastic_depth(self.attention(normed))
+        normed = modulate(self.mlp_norm(tokens), *second)
+        return tokens + self.stochastic_depth(self.mlp(normed))
 
 
 class Modulation(nn.Module):
@@ -59,31 +58,25 @@ class Modulation(nn.Module):
 
 
 class ConditionedTransformer(VisionTransformer):
-    """Patches whose last S channels are the numbers of the sample: (B, T, (C + S) P Q) -> (B, T, V P Q)."""
+    """Patches with the S numbers of the sample as last channels: (B, T, (C + S) P Q) -> (B, T, V P Q)."""
 
     block_type = ConditionedBlock
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        grid_shape: tuple[int, int],
-        model: Model,
-        periodic: bool = True,
+        self, in_channels: int, out_channels: int, grid_shape: tuple[int, int], model: Model, periodic: bool
     ) -> None:
-        """in_channels: C + S; the patch embedding sees C of them."""
-        self.conditions, self.numbers = model.conditions, num_channels(model.conditions)
-        super().__init__(in_channels - self.numbers, out_channels, grid_shape, model, periodic)
+        """in_channels: C + S; the patch embedding has C of them."""
+        self.conditions, self.num_numbers = model.conditions, num_channels(model.conditions)
+        super().__init__(in_channels - self.num_numbers, out_channels, grid_shape, model, periodic)
         self.modulation = Modulation(num_features(model.conditions), 4 * model.num_layers * model.dim)
 
     def forward(self, patches: Tensor) -> Tensor:
-        split = [self.in_channels, self.numbers]
+        split = [self.in_channels, self.num_numbers]
         patches, numbers = patches.unflatten(-1, (sum(split), -1)).split(split, dim=-2)
-        features = features_of(numbers[:, 0, :, 0].detach(), self.conditions)  # of any token that is here
+        features = compute_features(numbers[:, 0, :, 0].detach(), self.conditions)  # equal in all tokens
         modulations = self.modulation(features).unflatten(-1, (-1, 4, self.dim)).unbind(1)  # each (B, 4, D)
         tokens = self.position(self.patch_embedding(patches.flatten(-2)))  # (B, T, D)
-        for block, modulation in zip(self.blocks.values(), modulations, strict=True):
-            tokens = block(tokens, modulation)
+        tokens = run_blocks(list(self.blocks.values()), tokens, self.checkpoint_every, modulations)
         return self.head(self.norm(tokens))  # (B, T, V P Q)
 
     def initial_std(self, name: str) -> float | None:
@@ -92,3 +85,10 @@ class ConditionedTransformer(VisionTransformer):
         if name == "modulation.hidden.weight":
             return self.modulation.hidden.in_features**-0.5
         return super().initial_std(name)
+
+
+def build_vit(
+    in_channels: int, out_channels: int, grid_shape: tuple[int, int], model: Model, periodic: bool
+) -> VisionTransformer:
+    kind = ConditionedTransformer if model.conditions else VisionTransformer
+    return kind(in_channels, out_channels, grid_shape, model, periodic)

@@ -1,9 +1,9 @@
-"""Conservation: what a model gives, shifted so that a step does not change the global mean of a quantity.
+"""Conservation: a shift of the output after which a step does not change the global means of quantities.
 
-The output of a model is the change over a step. Its shift is the same number everywhere, of the variable that
-each quantity names first: of all fields that conserve, it is the nearest that differs in these alone.
+The output of a model is the change over a step. The shift is equal in all cells, and is one of the variable
+that each quantity names first: the smallest correction that changes only these variables.
 
-Shapes: B batch, Q quantities, V variables, n of these that quantities are made of, H latitudes, W longitudes.
+Shapes: B batch, Q quantities, V variables, n variables that the quantities consist of, H latitudes.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 
 
 def correction(coefficients: np.ndarray, corrected: Sequence[int]) -> np.ndarray:
-    """(n, n) float64: times global means (n,) what has to be taken off so that `coefficients` (Q, n) times
-    what is left is 0. corrected: the column of each quantity's first variable, all of them different.
+    """Return the matrix (n, n), float64, that maps global means (n,) to the shift to be subtracted.
+
+    `coefficients` (Q, n) times the shifted means is 0. corrected: the column of each quantity's first
+    variable, all of them different.
     """
     result = np.zeros((coefficients.shape[1], coefficients.shape[1]))
     result[corrected] = np.linalg.solve(coefficients[:, corrected], coefficients)
     return result
 
 
-class Conservation(nn.Module):
-    """Outputs (B, V, H, W) -> the same, float32, of which the means of all quantities are 0."""
+class ConservationProjection(nn.Module):
+    """Outputs (B, V, H, W) -> the same shape, float32, with global means of all quantities equal to 0."""
 
     area: Tensor
     correction: Tensor
@@ -37,9 +39,9 @@ class Conservation(nn.Module):
         self.register_buffer("correction", torch.from_numpy(correction), persistent=False)
 
     def forward(self, output: Tensor) -> Tensor:
-        """In float64 where it adds up: what a mean is off by, each step of a forecast would add."""
-        parts = [output[:, i].mean(dim=-1, dtype=torch.float64) @ self.area for i in self.used]
-        shift = (torch.stack(parts, dim=1) @ self.correction.T).float()  # (B, n)
+        """Means are float64: each step of a forecast would add the error of a mean."""
+        means = [output[:, i].mean(dim=-1, dtype=torch.float64) @ self.area for i in self.used]
+        shift = (torch.stack(means, dim=1) @ self.correction.T).float()  # (B, n)
         result = output.float().clone()
         for number, variable in enumerate(self.used):
             result[:, variable] -= shift[:, number, None, None]

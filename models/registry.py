@@ -1,79 +1,111 @@
-"""Which models there are, and what is known of each before one is built. No torch here: a configuration is
-checked before anything starts.
+"""The models there are, what each of them can do, and the checks of their settings.
 
-A new model is a file in models/ and a line below: CONTRIBUTING.md, "Adding a model".
+No torch is imported here: a configuration is checked before anything starts. A new model is a file in models/
+and an entry of MODELS: docs/models.md, "Adding a model".
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from config import Config, Model, Parallelism
 from errors import refuse
 
+if TYPE_CHECKING:
+    from models.weather_model import WeatherModel
+
 CONTEXT = ("ulysses", "all_gather", "ring")  # parallelism.context_parallel_method
+# Keys of [model] that change speed or training, but not the meaning of trained weights.
+HARMLESS = ("attention_backend", "stochastic_depth")
+# model.conditions: channels of each, sine and cosine of an angle or a number of steps.
+CHANNELS = {"time_of_day": 2, "day_of_year": 2, "lead_time": 1}
+HIDDEN = 64  # width of the MLP that computes modulations from them (models/conditioning.py)
+HALF_LEADS = (1.0, 4.0, 16.0, 64.0)  # steps at which a feature of the lead time is 1/2; it never exceeds 1
 
 
 @dataclass(frozen=True)
 class Registered:
-    """`settings` are the keys of [model] that its weights do not work without; others change speed or
-    training. `splits` are ways to cut a sample or the model: "tp", "pp", "tiles", or methods of context
-    parallelism; data parallelism, checkpointing of whole blocks and compile are everyone's.
+    """An architecture. `builder` is "module.function" in models/, with the arguments of `build_model`'s call.
+
+    splits: ways to shard a sample or the model: "tp", "pp", "tiles", or methods of context parallelism. All
+    models have data parallelism, checkpointing of whole blocks and compile.
+    unused: keys of [model] that the architecture does not read; all others are part of a checkpoint's
+    identity, HARMLESS ones excepted.
     """
 
-    label: str  # what messages call it
-    built_by: str  # "module.function" in models/: (in_channels, out_channels, grid_shape, Model, periodic)
+    label: str  # its name in messages
+    builder: str
     splits: tuple[str, ...]
-    settings: tuple[str, ...]
-    tokens: bool = True  # what goes in: patches as tokens (TokenModel), or the grid itself (GridModel)
-    conditioned: str = ""  # as built_by, with model.conditions; empty: it cannot be told any
-    planned: bool = False  # whether planning/ has its closed forms; --dry_run measures any
+    unused: tuple[str, ...] = ()
+    has_tokens: bool = True  # its input is patches as tokens (TokenModel), or the grid itself (GridModel)
+    planned: bool = False  # planning/ has closed forms for it; --dry_run measures any model
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Keys of [model] without which the weights have no meaning."""
+        excluded = ("name", *HARMLESS, *self.unused)
+        return tuple(field.name for field in fields(Model) if field.name not in excluded)
 
 
-ALL = ("predict", "noise_dim", "conserve")
-TOKENS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "position_degree")
-TOKENS += ("qkv_bias", "qk_norm", *ALL)
-
+VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "qkv_bias", "qk_norm")
 MODELS = {
     "vit": Registered(
-        "a ViT",
-        "vit.VisionTransformer",
-        ("tp", "pp", *CONTEXT),
-        (*TOKENS, "conditions"),
-        conditioned="conditioning.ConditionedTransformer",
-        planned=True,
+        "a ViT", "conditioning.build_vit", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
     ),
-    "unet": Registered("a U-Net", "unet.build_unet", ("tiles",), ("width", "levels", *ALL), tokens=False),
-    "swin": Registered("a Swin", "swin.SwinTransformer", ("tp", "pp", "ulysses"), (*TOKENS, "window_size")),
+    "unet": Registered("a U-Net", "unet.build_unet", ("tiles",), (*VIT_KEYS, "conditions"), has_tokens=False),
 }
 
 
+def build_model(
+    model: Model, num_variables: int, num_more: int, grid_shape: tuple[int, int], periodic: bool
+) -> "WeatherModel":
+    """Return a model on the meta device: a rank allocates only its own part of it.
+
+    Its input is the state of `num_variables` channels and `num_more` others (older states, conditions), on
+    `grid_shape` latitudes and longitudes. Raises ConfigError if the grid does not suit the model.
+    """
+    import torch
+
+    module, _, name = MODELS[model.name].builder.rpartition(".")
+    builder = getattr(import_module(f"models.{module}"), name)
+    with torch.device("meta"):
+        return builder(num_variables + num_more, num_variables, grid_shape, model, periodic)
+
+
+def num_channels(conditions: Sequence[str]) -> int:
+    return sum(CHANNELS[name] for name in conditions)
+
+
+def num_features(conditions: Sequence[str]) -> int:
+    return sum(len(HALF_LEADS) if name == "lead_time" else CHANNELS[name] for name in conditions)
+
+
 def check_model(config: Config) -> None:
-    """Raise ConfigError for settings of the model that cannot work, or that it has no way to be split for."""
+    """Raise ConfigError for settings of the model that cannot work, or parallelism that it cannot have."""
     registered = MODELS[config.model.name]
     _check_splits(config.parallelism, registered)
-    if registered.tokens:
+    if registered.has_tokens:
         _check_transformer(config.model)
     else:
         _check_grid_model(config, registered)
-    _check_conditions(config, registered)
+    if config.model.conditions:
+        _check_conditions(config, registered)
     if config.lora.enable:
         _check_lora(config)
 
 
 def _check_splits(parallelism: Parallelism, registered: Registered) -> None:
-    """Axes of the mesh that the model has no plan for."""
-    method = parallelism.context_parallel_method
+    method = "tiles" if "tiles" in registered.splits else parallelism.context_parallel_method
     for axis, split in {"context": method, "tensor": "tp", "pipeline": "pp"}.items():
         key = f"{axis}_parallel_degree"
         if (degree := getattr(parallelism, key)) == 1 or split in registered.splits:
             continue
-        if "tiles" in registered.splits:
-            fix = "set this to 1 and parallelism.domain_parallel_tiles instead"
-            refuse(f"parallelism.{key}", degree, f"{registered.label} is split by its grid; {fix}")
-        methods = [split for split in registered.splits if split in CONTEXT]
-        if axis == "context" and methods:
+        if axis == "context" and (methods := [split for split in registered.splits if split in CONTEXT]):
             reason = f"{registered.label} cannot be split so; valid: {', '.join(methods)}"
             refuse("parallelism.context_parallel_method", method, reason)
-        refuse(f"parallelism.{key}", degree, f"{registered.label} cannot be split so; set this to 1")
+        fix = "1, and parallelism.context_parallel_degree instead" if method == "tiles" else "1"
+        refuse(f"parallelism.{key}", degree, f"{registered.label} cannot be split so; set this to {fix}")
 
 
 def _check_transformer(model: Model) -> None:
@@ -84,34 +116,33 @@ def _check_transformer(model: Model) -> None:
         refuse("model.num_heads", model.num_heads, reason)
     if model.position == "sincos" and model.dim % 4:
         refuse("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
-    if model.position == "rotary" and (model.dim // model.num_heads) % 4:
-        reason = 'model.position = "rotary" needs heads whose size, dim / num_heads, is a multiple of 4'
-        refuse("model.num_heads", model.num_heads, reason)
-    needs_eights = model.attention_backend not in ("auto", "sdpa", "math")
-    if needs_eights and (model.dim // model.num_heads) % 8:
-        reason = f"{model.attention_backend} needs heads whose size, dim / num_heads, is a multiple of 8"
-        refuse("model.num_heads", model.num_heads, reason)
+    pinned = model.attention_backend if model.attention_backend not in ("auto", "sdpa", "math") else ""
+    multiples = {
+        'model.position = "rotary"': 4 if model.position == "rotary" else 1,
+        pinned: 8 if pinned else 1,
+    }
+    for feature, multiple in multiples.items():
+        if (model.dim // model.num_heads) % multiple:
+            reason = f"{feature} needs a head size, dim / num_heads, that is a multiple of {multiple}"
+            refuse("model.num_heads", model.num_heads, reason)
 
 
 def _check_grid_model(config: Config, registered: Registered) -> None:
     mode = config.activation_checkpoint.mode
     if mode in ("selective", "every_n_blocks"):
-        reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full, '
-        refuse("activation_checkpoint.mode", mode, f"{reason}memory_budget")
+        reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full'
+        refuse("activation_checkpoint.mode", mode, reason)
     if config.float8.enable:
         reason = f"multiplies the matrices of a ViT, {registered.label} has none; set it to false"
         refuse("float8.enable", True, reason)
 
 
 def _check_conditions(config: Config, registered: Registered) -> None:
-    """What the norms of blocks are told."""
     conditions, key = list(config.model.conditions), "model.conditions"
-    if not conditions:
-        return
     for name in conditions:
         if conditions.count(name) > 1:
             refuse(key, conditions, f"{name!r} is listed twice; name it once")
-    if not registered.conditioned:
+    if "conditions" in registered.unused:
         reason = f"are for the norms of a ViT; {registered.label} takes data.forcings: set this to []"
         refuse(key, conditions, reason)
     if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
@@ -120,13 +151,9 @@ def _check_conditions(config: Config, registered: Registered) -> None:
     if config.parallelism.pipeline_parallel_degree > 1:
         reason = "do not travel from one stage of a pipeline to the next; set this to []"
         refuse(key, conditions, f"{reason}, or parallelism.pipeline_parallel_degree to 1")
-    if config.activation_checkpoint.mode == "every_n_blocks":
-        reason = 'differ from block to block, and "every_n_blocks" runs several as one; use "full"'
-        refuse("activation_checkpoint.mode", "every_n_blocks", f"model.conditions = {conditions} {reason}")
 
 
 def _check_lora(config: Config) -> None:
-    """Adapters need matrices of a trained ViT to stand beside."""
     lora, model = config.lora, config.model
     if model.name != "vit":
         reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to false'
@@ -137,9 +164,8 @@ def _check_lora(config: Config) -> None:
     if config.float8.enable:
         refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
     if lora.rank >= model.dim:
-        refuse("lora.rank", lora.rank, f"is thin beside model.dim = {model.dim}; take less")
-    parts = {"modulation": model.conditions, "position": model.position in ("learned", "spherical")}
-    for name, there in parts.items():
-        if name in lora.also_train and not there:
-            reason = f"this model has no {name} that could train; take it out"
+        refuse("lora.rank", lora.rank, f"must be smaller than model.dim = {model.dim}")
+    for part, exists in {"modulation": model.conditions, "position": model.position == "learned"}.items():
+        if part in lora.also_train and not exists:
+            reason = f"this model has no {part} that could train; take it out"
             refuse("lora.also_train", list(lora.also_train), reason)

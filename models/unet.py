@@ -1,5 +1,4 @@
-"""The U-Net of single-GPU weather models: fields in, fields out, plain PyTorch, no idea on how many ranks it
-runs.
+"""The U-Net of single-GPU weather models: fields in, fields out, plain PyTorch without knowledge of ranks.
 
 Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitudes of the user's grid,
 H' x W' the grid padded to whole cells of the coarsest level, h x w that grid or any tile of it, D channels.
@@ -19,10 +18,10 @@ from models.weather_model import GridModel
 
 
 class GridPadding(nn.Module):
-    """x (B, D, h, w) -> (B, D, h + before + after, w + before + after): x and what lies around it.
+    """x (B, D, h, w) -> (B, D, h + before + after, w + before + after): x and its surroundings.
 
-    Around a globe the longitudes go on at the other end; beyond a pole, and around a regional grid (not
-    `periodic`), the edge is repeated. Domain parallelism puts the neighbours' rows and columns there.
+    Longitudes of a global grid wrap around; beyond a pole, and around a regional grid (not `periodic`), the
+    edge is repeated. Domain parallelism fetches the neighbours' rows and columns instead.
     """
 
     def __init__(self, before: int, after: int, periodic: bool) -> None:
@@ -32,20 +31,20 @@ class GridPadding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.before == self.after == 0:
             return x
-        # Columns first: rows are then taken at their full width and bring the corners with them.
+        # Columns first: rows are then padded at their full width, corners included.
         west, east = self.beyond_longitudes(x)
         x = torch.cat([west, x, east], dim=3)  # (B, D, h, w + before + after)
         north, south = self.beyond_latitudes(x)
         return torch.cat([north, x, south], dim=2)  # (B, D, h + before + after, w + before + after)
 
     def beyond_longitudes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands before the first column, `before` wide, and after the last, `after` wide."""
+        """Return the columns before the first one, `before` wide, and after the last, `after` wide."""
         if self.periodic:
             return x.narrow(3, x.shape[3] - self.before, self.before), x.narrow(3, 0, self.after)
         return self._repeated_edges(x, dim=3)
 
     def beyond_latitudes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands before the first row, `before` high, and after the last, `after` high."""
+        """Return the rows before the first one, `before` high, and after the last, `after` high."""
         return self._repeated_edges(x, dim=2)
 
     def _repeated_edges(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ class GridPadding(nn.Module):
 
 
 class GridConv2d(nn.Conv2d):
-    """x (B, D, h, w) -> (B, D', h/stride, w/stride): every convolution of a grid model is one of these.
+    """x (B, D, h, w) -> (B, D', h/stride, w/stride), the convolution of all grid models.
 
     Output (i, j) reads inputs from stride i - before to stride i + kernel - 1 - before; an odd row of
     padding goes before. `padding` of nn.Conv2d stays 0: `around` provides it.
@@ -71,7 +70,7 @@ class GridConv2d(nn.Conv2d):
 
     @property
     def fan_in(self) -> int:
-        """Values that one output is a sum of."""
+        """Number of values in the sum of one output."""
         return self.in_channels * self.kernel_size[0] * self.kernel_size[1]
 
 
@@ -79,9 +78,8 @@ class ChannelNorm(LayerNorm):
     """x (B, D, h, w) -> the same shape, normalised over the channels of each cell.
 
     Not GroupNorm: its mean over the grid would need two all-reduced sums at every norm on a split grid, would
-    count padded rows and, on a longitude-latitude grid, poles far beyond their area. A cell's own channels
-    need nobody; ConvNeXt (Liu et al. 2022, table 2) measured no loss. That the amplitude of a cell goes is
-    why norms stand on the branches only (`ConvBlock`).
+    count padded rows and, on a longitude-latitude grid, poles far beyond their area. ConvNeXt (Liu et al.
+    2022, table 2) measured no loss. It removes the amplitude of a cell: norms are on branches only.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,10 +87,10 @@ class ChannelNorm(LayerNorm):
 
 
 class ConvBlock(nn.Module):
-    """x (B, D, h, w) -> (B, D', h, w): two 3 x 3 convolutions, norm and GELU before each, beside a shortcut.
+    """x (B, D, h, w) -> (B, D', h, w): two 3 x 3 convolutions, norm and GELU before each, plus a shortcut.
 
-    The shortcut carries amplitudes that a norm per cell removes: without it no layer could tell a storm from
-    the same pattern at half its strength.
+    The shortcut passes on amplitudes, which a norm per cell removes: without it no layer could distinguish a
+    storm from the same pattern at half its strength.
     """
 
     def __init__(self, inputs: int, outputs: int, periodic: bool) -> None:
@@ -111,9 +109,9 @@ class ConvBlock(nn.Module):
 class UNet(GridModel):
     """Padded fields (B, C, H', W'), or a tile of them, -> (B, V, H', W') or the same tile.
 
-    `levels` times the grid is halved and the channels doubled, from `width` at full resolution; on the way up
-    each level reads the one below and, over the skip connection, what it had on the way down. A tile's
-    height and width are multiples of `multiple` = 2^levels. ConfigError for grids too small to be padded.
+    The grid is halved and the channels doubled `levels` times, from `width` at full resolution; on the way up
+    each level reads the one below and the skip connection. A tile's height and width are multiples of
+    `multiple` = 2^levels. Raises ConfigError for grids too small to be padded.
     """
 
     def __init__(
@@ -134,36 +132,35 @@ class UNet(GridModel):
         _check_padding(grid_shape, self.padded_shape, levels, periodic)
         widths = [width * 2**level for level in range(levels + 1)]
         self.stem = GridConv2d(in_channels, width, 3, 1, periodic)
-        # One dict in the order of execution, as in models/vit.py: what is done per block finds them here.
+        # One dict in order of execution, as in models/vit.py.
         blocks = {f"encoder{level}": ConvBlock(d, d, periodic) for level, d in enumerate(widths[:-1])}
         blocks["middle"] = ConvBlock(widths[-1], widths[-1], periodic)
         for level in reversed(range(levels)):  # 2 D channels from below, D over the skip connection
             blocks[f"decoder{level}"] = ConvBlock(3 * widths[level], widths[level], periodic)
         self.blocks = nn.ModuleDict(blocks)
-        self.kinds_of_blocks = len(blocks)  # each level has its shapes
-        # 2 x 2 with stride 2: a coarse cell is its own four, alike from north and south, and no neighbour's.
+        self.kinds_of_blocks = len(blocks)  # each level has other shapes
+        # 2 x 2 with stride 2: a coarse cell reads its own four, symmetric in latitude, and no neighbour's.
         self.down = nn.ModuleDict(
             {str(level): GridConv2d(d, 2 * d, 2, 2, periodic) for level, d in enumerate(widths[:-1])}
         )
         self.head = GridConv2d(width, out_channels, 1, 1, periodic)
-        # By name and from the start: wrapped and sharded modules no longer show their shapes.
+        # By name and from the start: shapes of wrapped and sharded modules differ.
         self._fan_in = {f"{name}.weight": conv.fan_in for name, conv in named_convolutions(self)}
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
-        """fields (B, C, H, W) -> (B, C, H', W'), padded as `pad_grid` says; tiles are cut out of that."""
+        """fields (B, C, H, W) -> (B, C, H', W'), with padding; tiles are cut out of that."""
         return pad_grid(fields, self.padded_shape, self.periodic, with_zeros)
 
     def to_fields(self, output: Tensor) -> Tensor:
-        """What `forward` gives, put together again (B, V, H', W'), -> fields (B, V, H, W)."""
+        """Output of `forward`, whole (B, V, H', W'), -> fields (B, V, H, W)."""
         return crop_grid(output, self.grid_shape)
 
     def describe(self) -> str:
-        """What a sample is to this model, in a word or two."""
         return f"grid {self.padded_shape[0]} x {self.padded_shape[1]}"
 
     def forward(self, x: Tensor) -> Tensor:
         assert not (x.shape[2] % self.multiple or x.shape[3] % self.multiple), "pad with from_fields first"
-        # Channels last: norms over channels then read memory in order, and tensor-core kernels want it so.
+        # Channels last: norms over channels then read memory in order, and tensor-core kernels need it.
         x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, D, h, w)
         skips = []
         for level in range(self.levels):
@@ -180,7 +177,7 @@ class UNet(GridModel):
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0.
 
-        Convolutions keep the size of what they read. The head starts small, as in models/vit.py: the first
+        Convolutions preserve the size of their input. The head starts small, as in models/vit.py: the first
         forecast is near persistence, or near the mean.
         """
         if name.endswith("bias") or "norm" in name:
@@ -196,7 +193,7 @@ class UNet(GridModel):
         )
 
     def convolutions(self) -> Iterator[tuple[GridConv2d, int]]:
-        """Every convolution, with how many cells of the grid, each way, make one cell that it reads."""
+        """Yield every convolution, with the side of its input cells in cells of the grid."""
         yield self.stem, 1
         for level in range(self.levels):
             yield self.down[str(level)], 2**level  # type: ignore[reportReturnType]

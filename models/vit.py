@@ -1,4 +1,4 @@
-"""The weather Vision Transformer: fields in, fields out, plain PyTorch, no idea on how many ranks it runs.
+"""The weather Vision Transformer: fields in, fields out, plain PyTorch without knowledge of ranks.
 
 Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitudes, T tokens, D width,
 N heads, E = D/N head size, M hidden width of the MLP.
@@ -17,10 +17,10 @@ from models.embeddings import (
     pad_grid,
     padded_shape,
     patchify,
-    tokens_of,
+    token_grid,
     unpatchify,
 )
-from models.weather_model import TokenModel
+from models.weather_model import TokenModel, run_blocks
 
 NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two models
 
@@ -28,8 +28,8 @@ NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two m
 class LayerNorm(nn.LayerNorm):
     """x (..., D) -> the same shape and precision, normalised over D.
 
-    Autocast would make and keep a float32 copy of its input, and give float32, which is cast again for the
-    next product and sent at twice its size. The kernel sums in float32 whatever comes in.
+    Autocast would save a float32 copy of its input, and return float32, which is cast again for the next
+    matmul and sent at twice its size. The kernel sums in float32 in any case.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         qkv = self.qkv(tokens)  # (B, T, 3 N E)
         b, t, _ = qkv.shape
-        qkv = qkv.view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: the heads that this slice holds
+        qkv = qkv.view(b, t, -1, 3, self.head_dim)  # (B, T, N, 3, E); N: heads of this shard
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (B, N, T, E)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, k) if self.rotary is not None else (q, k)
@@ -110,10 +110,9 @@ class Block(nn.Module):
 
 
 class VisionTransformer(TokenModel):
-    """Patches of fields in, patches of fields out: (B, T, C P Q) -> (B, T, V P Q).
+    """Patches of fields to patches of fields: (B, T, C P Q) -> (B, T, V P Q); T may be a part of all tokens.
 
-    `from_fields` makes patches of fields, for any grid: what patches do not divide is padded; `to_fields` is
-    its inverse. The model itself only sees tokens, and these may be a part of all.
+    `from_fields` cuts fields of any grid into patches, with padding; `to_fields` is its inverse.
     """
 
     block_type = Block
@@ -132,13 +131,14 @@ class VisionTransformer(TokenModel):
         self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
         self.mlp_dim = model.mlp_dim or 4 * dim
         self.padded_shape = padded_shape(grid_shape, patch_size)
-        self.token_shape = tokens_of(grid_shape, patch_size)
+        self.token_shape = token_grid(grid_shape, patch_size)
+        self.num_tokens = self.token_shape[0] * self.token_shape[1]
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
-        self.position = build_position(model, grid_shape, periodic)
+        self.position = build_position(model.position, self.token_shape, dim, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
         blocks = [self.block_type(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
-        # A dict, not a list: a pipeline stage that holds blocks 6 to 11 keeps their names.
+        # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         if model.position == "rotary":
             for block in blocks:
@@ -146,18 +146,13 @@ class VisionTransformer(TokenModel):
         self.norm = LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 
-    @property
-    def num_tokens(self) -> int:
-        return self.token_shape[0] * self.token_shape[1]
-
     def forward(self, patches: Tensor) -> Tensor:
         tokens = self.position(self.patch_embedding(patches))  # (B, T, D)
-        for block in self.blocks.values():
-            tokens = block(tokens)
+        tokens = run_blocks(list(self.blocks.values()), tokens, self.checkpoint_every)
         return self.head(self.norm(tokens))  # (B, T, V P Q)
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
-        """fields (B, C, H, W) -> patches (B, T, C P Q), padded as `pad_grid` says."""
+        """fields (B, C, H, W) -> patches (B, T, C P Q), with padding."""
         return patchify(pad_grid(fields, self.padded_shape, self.periodic, with_zeros), self.patch_size)
 
     def to_fields(self, patches: Tensor) -> Tensor:
@@ -165,7 +160,6 @@ class VisionTransformer(TokenModel):
         return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
 
     def describe(self) -> str:
-        """What a sample is to this model, in a word or two."""
         return f"{self.num_tokens} tokens"
 
     def initial_std(self, name: str) -> float | None:
@@ -181,7 +175,6 @@ class VisionTransformer(TokenModel):
         return len(self.blocks) * self._block_flops() + sum(self._end_flops())
 
     def ends_in_blocks(self) -> tuple[float, float]:
-        """What patch embedding and head cost, in blocks."""
         embedding, head = self._end_flops()
         return embedding / self._block_flops(), head / self._block_flops()
 

@@ -1,25 +1,28 @@
-"""What training, layouts, plans and forecasts ask of a model, whatever it is made of.
+"""The interface of all models to training, parallelism, planning and forecasts.
 
-Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitudes, T tokens.
+Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitudes, T tokens, D width.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class WeatherModel(nn.Module):
-    """Maps what `from_fields` makes of fields to what `to_fields` makes fields of."""
+    """A model between `from_fields`, which prepares its input, and `to_fields`, which restores fields."""
 
     grid_shape: tuple[int, int]  # (H, W)
     in_channels: int
-    blocks: nn.ModuleDict  # in the order of execution: what is compiled, recomputed and sharded as one
-    kinds_of_blocks = 1  # that are a compilation each
+    blocks: nn.ModuleDict  # in order of execution: the units of compile, recomputation and sharding
+    kinds_of_blocks = 1  # that need a compilation each
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
-        """fields (B, C, H, W) -> what `forward` takes; with_zeros: what is padded counts for nothing."""
+        """fields (B, C, H, W) -> the input of `forward`; with_zeros: pad with zeros, which weigh nothing."""
         raise NotImplementedError
 
     def to_fields(self, output: Tensor) -> Tensor:
-        """What `forward` gives -> fields (B, V, H, W)."""
+        """The output of `forward` -> fields (B, V, H, W)."""
         raise NotImplementedError
 
     def initial_std(self, name: str) -> float | None:
@@ -31,44 +34,55 @@ class WeatherModel(nn.Module):
         raise NotImplementedError
 
     def describe(self) -> str:
-        """What a sample is to this model, in a word or two."""
+        """Size of a sample, in a word or two."""
         raise NotImplementedError
 
     def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), for whoever has the whole model and the whole grid."""
+        """fields (B, C, H, W) -> (B, V, H, W), on one rank."""
         return self.to_fields(self(self.from_fields(fields)))
 
 
 class TokenModel(WeatherModel):
-    """Of tokens (B, T, ..): `patch_embedding` and `position` before a row of `blocks`, `norm` and `head`
-    after it. Parts of blocks are named as in models/vit.py: by these names layouts cut them.
+    """A model of tokens (B, T, ..): `patch_embedding`, `position`, `blocks`, `norm` and `head`.
+
+    Parallelism shards the parts of a block by their names in models/vit.py.
     """
 
     dim: int
+    num_tokens: int
     patch_embedding: nn.Linear
     position: nn.Module
     norm: nn.Module
     head: nn.Linear
-
-    @property
-    def num_tokens(self) -> int:
-        """T"""
-        raise NotImplementedError
-
-    @property
-    def attention_shape(self) -> tuple[int, int]:
-        """What one call of the attention kernel sees of a sample: sequences, and tokens of each."""
-        return 1, self.num_tokens
+    checkpoint_every = 0  # see run_blocks
 
     def ends_in_blocks(self) -> tuple[float, float]:
-        """What patch embedding and head cost, in blocks."""
+        """FLOPs of patch embedding and head, in units of a block."""
         raise NotImplementedError
 
 
 class GridModel(WeatherModel):
-    """Of the grid itself (B, C, H', W'), or a tile of it, whose height and width are multiples of `multiple`;
-    its convolutions are those of models/unet.py, which know what lies around a tile.
+    """A model of the grid itself (B, C, H', W') or of a tile of it, a multiple of `multiple` along each side.
+
+    Its convolutions are those of models/unet.py, which fetch what surrounds a tile.
     """
 
     padded_shape: tuple[int, int]  # (H', W')
     multiple: int
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module], tokens: Tensor, every_n: int = 0, modulations: Sequence[Tensor] = ()
+) -> Tensor:
+    """Run blocks in order on tokens (B, T, D), with one modulation each where there are some.
+
+    every_n: recompute so many blocks as one in the backward pass; 0: none.
+    """
+    if not every_n:
+        for number, block in enumerate(blocks):
+            tokens = block(tokens, *modulations[number : number + 1])
+        return tokens
+    for start in range(0, len(blocks), every_n):
+        part = slice(start, start + every_n)
+        tokens = checkpoint(run_blocks, blocks[part], tokens, 0, modulations[part], use_reentrant=False)  # type: ignore[reportAssignmentType]
+    return tokens

@@ -1,7 +1,7 @@
-"""Every collective that a step makes: which kind, along which axis of the mesh, how many bytes.
+"""Recorder of the collectives of a step: kind, axis of the mesh, bytes.
 
-Counts what passes through torch's dispatcher: c10d's own calls, DTensor's and FSDP's, the halo exchange, and
-what the ring's operators say that they send.
+Counts calls of torch's dispatcher: c10d's own, DTensor's and FSDP's, the halo exchange, and the sends of the
+ring's operators.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelisms.mesh import Mesh
 from parallelisms.ring_attention import sends, sends_backward
 
-# Operator -> what it is called here, and which argument holds the larger buffer: the one whose bytes count.
+# Operator -> its kind, and the index of the argument with the larger buffer, the bytes of which are counted.
 KINDS = {
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::allgather_": ("all-gather", 0),
@@ -40,12 +40,12 @@ SENDS = {
     "rossby::ring_attention_backward": lambda args: sends_backward(args[2], args[3], args[-2], args[-1]),
 }
 
-FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # nobody else calls these
+FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # only FSDP calls these
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind along one axis. `size` is that of the larger buffer of a call, in bytes."""
+    """A kind of collective along an axis. `size`: bytes of the larger buffer of a call."""
 
     kind: str
     axis: str
@@ -54,7 +54,7 @@ class Collective:
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Inside `with Recorder(mesh) as record:` counts collectives; `record.calls[Collective] -> number`."""
+    """Counts collectives inside `with Recorder(mesh) as record:`; `record.calls[Collective] -> number`."""
 
     mesh: Mesh
     calls: Counter = field(default_factory=Counter)
@@ -75,28 +75,27 @@ class Recorder(TorchDispatchMode):
         return result
 
     def table(self) -> str:
-        """One line a kind and axis: calls, and bytes of all of them."""
-        sums: dict[tuple[str, str], list[int]] = {}
+        """Return one line a kind and axis: calls, and bytes of all of them."""
+        calls, sizes = Counter(), Counter()
         for call, number in self.calls.items():
-            entry = sums.setdefault((call.axis, call.kind), [0, 0])
-            entry[0] += number
-            entry[1] += number * call.size
+            calls[call.axis, call.kind] += number
+            sizes[call.axis, call.kind] += number * call.size
         rows = [
-            f"{axis:<14}{kind:<16}{n:>8}{size / 2**20:>16.3f} MiB"
-            for (axis, kind), (n, size) in sorted(sums.items())
+            f"{key[0]:<14}{key[1]:<16}{number:>8}{sizes[key] / 2**20:>16.3f} MiB"
+            for key, number in sorted(calls.items())
         ]
         return "\n".join([f"{'axis':<14}{'collective':<16}{'calls':>8}{'bytes a rank':>20}", *rows])
 
 
 def total_bytes(value: Any) -> int:
-    """Of a tensor, or of all tensors in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(total_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
 def group_ranks(args: Any) -> tuple[int, ...]:
-    """The ranks that a collective's arguments name: by a group's name, or by a boxed group."""
+    """Return the ranks of a collective's group, given by its name or as a boxed group."""
     for arg in reversed(args):
         if isinstance(arg, str) and arg.lower() not in ("sum", "avg", "max", "min"):
             return tuple(dist.get_process_group_ranks(_resolve_process_group(arg)))  # type: ignore[arg-type]
@@ -106,7 +105,7 @@ def group_ranks(args: Any) -> tuple[int, ...]:
 
 
 def group_axes(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """Ranks of each group of the mesh that this rank is in -> the axis it runs along.
+    """Map the ranks of each group of this rank to the axis of the mesh.
 
     By ranks, not by name: DTensor keeps using the groups of an equal mesh that was built before.
     """

@@ -1,11 +1,11 @@
-"""Context parallelism: the tokens of one sample dealt out over ranks, with attention over all of them.
+"""Context parallelism: the tokens of one sample sharded over ranks, with attention over all of them.
 
 Not causal, and for any attention kernel; torch's own has neither a kernel on CPU nor a way to name one. A
-rank holds t = T'/cp tokens (parallelisms/token_shards.py). What each method moves and holds, a block forward:
+rank has t = T'/cp tokens (parallelisms/token_shards.py). Communication and memory of a block's forward:
 
     ulysses     sends 3 t d, receives as much, computes N/cp heads over T tokens: 4 t d
-    all_gather  receives 2 (cp - 1) t d, holds the keys and values of all: 2 T d
-    ring        passes on 2 t d in each of cp - 1 rounds, holds 4 t d: its own and the next rank's
+    all_gather  receives 2 (cp - 1) t d, has the keys and values of all: 2 T d
+    ring        sends 2 t d in each of cp - 1 rounds, has 4 t d: its own and the next rank's
 
 Shapes: B batch, N heads on this rank, t tokens on this rank, T valid tokens of all, E head size.
 """
@@ -22,23 +22,33 @@ from parallelisms.ring_attention import ring_attention
 from parallelisms.token_shards import TokenShards
 
 
-class UlyssesKernel(nn.Module):
+class TrimmedKernel(nn.Module):
+    """Attention without padded keys: for tokens that tensor parallelism alone does not divide."""
+
+    def __init__(self, inner: Kernel, num_tokens: int) -> None:
+        super().__init__()
+        self.inner, self.num_tokens = inner, num_tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
+
+
+class UlyssesKernel(TrimmedKernel):
     """Exchanges tokens for heads, attends over the whole sequence, exchanges back (Jacobs et al. 2023)."""
 
-    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
-        super().__init__()
-        self.inner, self.group, self.num_tokens = inner, group, num_tokens
+    def __init__(self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup) -> None:
+        super().__init__(inner, num_tokens)
+        self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = self._to_heads(torch.stack([q, k, v])).unbind(0)  # each (B, N/cp, T', E)
-        out = self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
-        return self._to_tokens(out)
+        return self._to_tokens(super().forward(q, k, v))
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """(3, B, N, t, E) -> (3, B, N/cp, T', E), in one collective."""
         cp = dist.get_world_size(self.group)
-        parts = x.unflatten(2, (cp, -1)).movedim(2, 0)  # (cp, 3, B, N/cp, t, E): what goes to each rank
-        parts = _exchange(parts, self.group)  # what came from each rank: its tokens
+        parts = x.unflatten(2, (cp, -1)).movedim(2, 0)  # (cp, 3, B, N/cp, t, E): for each rank
+        parts = _exchange(parts, self.group)  # from each rank: its tokens
         return parts.movedim(0, 3).flatten(3, 4)
 
     def _to_tokens(self, x: Tensor) -> Tensor:
@@ -55,71 +65,55 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return all_to_all_single_autograd(flat, splits, splits, group).view(parts.shape)
 
 
-class AllGatherKernel(nn.Module):
+class AllGatherKernel(TrimmedKernel):
     """Gathers keys and values; queries stay."""
 
-    def __init__(self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int) -> None:
-        super().__init__()
-        self.inner, self.group, self.num_tokens = inner, group, num_tokens
+    def __init__(self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup) -> None:
+        super().__init__(inner, num_tokens)
+        self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cp = dist.get_world_size(self.group)
         gathered = all_gather_tensor_autograd(torch.stack([k, v]), 0, self.group)  # (2 cp, B, N, t, E)
-        both = gathered.unflatten(0, (cp, 2)).movedim(0, 3).flatten(3, 4)  # (2, B, N, T', E)
-        k, v = both[:, :, :, : self.num_tokens].unbind(0)
-        return self.inner(q, k, v)
+        k, v = gathered.unflatten(0, (cp, 2)).movedim(0, 3).flatten(3, 4).unbind(0)  # each (B, N, T', E)
+        return super().forward(q, k, v)
 
 
 class RingKernel(nn.Module):
-    """Passes keys and values on from rank to rank; see parallelisms/ring_attention.py."""
+    """Passes keys and values from rank to rank; see parallelisms/ring_attention.py."""
 
     def __init__(
-        self, inner: Kernel, group: dist.ProcessGroup, num_tokens: int, reduce_dtype: torch.dtype
+        self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup, reduce_dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.inner, self.num_tokens = inner, num_tokens
-        self.sent, self.group_name = reduce_dtype, group.group_name
+        self.reduce_dtype, self.group_name = reduce_dtype, group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, self.num_tokens, self.inner.backend, self.sent, self.group_name)[0]
-
-
-class TrimmedKernel(nn.Module):
-    """Attention that leaves out padded keys: for tokens that tensor parallelism alone does not divide."""
-
-    def __init__(self, inner: Kernel, num_tokens: int) -> None:
-        super().__init__()
-        self.inner, self.num_tokens = inner, num_tokens
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(q, k[:, :, : self.num_tokens], v[:, :, : self.num_tokens])
-
-
-METHODS = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}
+        ring = (self.num_tokens, self.inner.backend, self.reduce_dtype, self.group_name)
+        return ring_attention(q, k, v, *ring)[0]
 
 
 def apply_context_parallel(
     model: nn.Module, group: dist.ProcessGroup, method: str, shards: TokenShards, reduce_dtype: torch.dtype
 ) -> None:
-    """Replaces the attention kernel of every block by one over the tokens of all ranks in `group`, and says
-    which of them are this rank's to what knows where tokens lie.
+    """Replace the attention kernel of every block by one over the tokens of all ranks in `group`.
 
-    reduce_dtype: what the ring's gradients travel in.
+    Positions get the offset of this rank's tokens. reduce_dtype: type of the ring's gradients in messages.
     """
-    num_tokens = shards.num_tokens
     for module in model.modules():
         if isinstance(module, Position | Rotary):
             module.first_token = shards.first_token
     for block in blocks_of(model):
-        kernel = block.attention.kernel
+        arguments = (block.attention.kernel, shards.num_tokens, group)
         if method == "ring":
-            replacement = RingKernel(kernel, group, num_tokens, reduce_dtype)
+            kernel = RingKernel(*arguments, reduce_dtype)
         else:
-            replacement = METHODS[method](kernel, group, num_tokens)
-        block.attention.kernel = replacement  # type: ignore[assignment]
+            kernel = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}[method](*arguments)
+        block.attention.kernel = kernel  # type: ignore[assignment]
 
 
 def trim_padding(model: nn.Module, num_tokens: int) -> None:
-    """Cuts padded tokens off the keys of every block."""
+    """Cut padded tokens off the keys of every block."""
     for block in blocks_of(model):
         block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """Data parallelism: every rank takes its part of the batch, and gradients are averaged.
 
-DDP holds everything everywhere; FSDP2 shards parameters, gradients and optimiser states; HSDP shards them
-inside groups and replicates the groups.
+DDP replicates everything; FSDP2 shards parameters, gradients and optimizer states; HSDP shards them inside
+groups and replicates the groups.
 """
 
 import logging
@@ -20,9 +20,7 @@ MOST_SHARDS = 256  # above, rank 0 plans the first save for more than 20 s: docs
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Replicates the model over the mesh; gradients are reduced in buckets while backward goes on."""
-    if mesh.size() == 1:
-        return model
+    """Replicate the model over the mesh; gradients are reduced in buckets during the backward pass."""
     device_ids = [torch.cuda.current_device()] if mesh.device_type == "cuda" else None
     # Not synchronised at start: every rank has made the same weights from (seed, name).
     shared = {"process_group": mesh.get_group(), "gradient_as_bucket_view": True, "init_sync": False}
@@ -36,12 +34,12 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     parallelism: Parallelism,
 ) -> None:
-    """Shards each block, then what is left, over the last axis of `mesh`; a first axis replicates (HSDP).
+    """Shard each block, then the rest, over the last axis of `mesh`; a first axis replicates (HSDP).
 
     parallelism.fsdp_reshard_after_forward: "always" frees a block's gathered parameters after its forward
     (ZeRO-3), "never" keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which
-    backward needs at once. Master parameters stay float32; matrices see `param_dtype`; gradients are summed
-    in `reduce_dtype`.
+    backward needs at once. Master parameters stay float32; matrices are gathered in `param_dtype`; gradients
+    are summed in `reduce_dtype`.
     """
     shards = mesh.size(mesh.ndim - 1)
     if shards > MOST_SHARDS:
@@ -53,28 +51,27 @@ def apply_fsdp(
     }
     if parallelism.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    mode = parallelism.fsdp_reshard_after_forward
     blocks = list(model.get_submodule("blocks").children())
-    asked = parallelism.fsdp_reshard_after_forward
-    for index, block in enumerate(blocks):
-        last = index == len(blocks) - 1
-        reshard = {"always": True, "never": False, "default": not last}[asked]
+    for block in blocks:
+        reshard = {"always": True, "never": False, "default": block is not blocks[-1]}[mode]
         fully_shard(block, reshard_after_forward=reshard, **policy)
-    fully_shard(model, reshard_after_forward=asked == "always", **policy)
-    _prefetch([b for b in blocks if isinstance(b, FSDPModule)])
-
-
-def _prefetch(blocks: list[FSDPModule]) -> None:
-    """Gather the next block's parameters while this one computes, in either direction."""
+    fully_shard(model, reshard_after_forward=mode == "always", **policy)
+    # Gather the next block's parameters while this one computes, in either direction.
     for block, following in zip(blocks, blocks[1:], strict=False):
+        assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
 
-def exchange_gradients(model: nn.Module, enabled: bool) -> AbstractContextManager:
-    """While accumulating, only the last micro-batch of a step exchanges gradients."""
+def exchange_gradients(model: nn.Module, is_last: bool) -> AbstractContextManager:
+    """Exchange gradients as far as a micro-batch needs; `is_last` of a step.
+
+    FSDP reduces and scatters those of every micro-batch, so that no rank has unsharded gradients of more than
+    a block or two; HSDP's all-reduce over replicas, and DDP's, wait for the last.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
-        model.set_is_last_backward(enabled)
-    elif isinstance(model, DistributedDataParallel) and not enabled:
+        model.set_requires_all_reduce(is_last)
+    elif isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()

@@ -1,16 +1,24 @@
-"""How many ranks each axis of the mesh has. No torch here: a configuration is checked before anything
-starts.
+"""Ranks along each axis of the mesh, and the layouts that cannot work.
+
+No torch is imported here: a configuration is checked before anything starts.
 """
 
 import math
 import os
 from dataclasses import dataclass
 
-from config import Parallelism
+from config import Config, Parallelism
 from errors import refuse
+from models.registry import MODELS
 
+# From the slowest to the fastest varying rank number: neighbours in number, which share a node, are tp, then
+# cp, which communicate most; a pipeline sends least.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-SMALLEST_PROCESS = 2**29  # bytes that a rank takes before it has a model: Python and torch
+# In [parallelism], with _degree after them.
+NAMES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel")
+NAMES += ("tensor_parallel",)
+SHARD = "data_parallel_shard_degree"
+SMALLEST_PROCESS = 2**29  # bytes of a rank without a model: Python and torch
 
 
 @dataclass(frozen=True)
@@ -38,88 +46,60 @@ class Degrees:
 
     @property
     def splits_model(self) -> bool:
-        """Whether a sample takes more than one rank."""
+        """True if a sample needs more than one rank."""
         return self.pp * self.cp * self.tp > 1
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whenever something is sharded; pure replicas are DDP's."""
+        """True if anything is sharded; replicas without shards are DDP's."""
         return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and self.splits_model)
 
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
-    """The degrees of `world` ranks, `data_parallel_shard_degree = -1` filled in.
+    """Return the degrees for `world` ranks, `data_parallel_shard_degree = -1` filled in.
 
-    ConfigError, with a layout that works, where they do not give `world`.
+    Raises ConfigError, with a layout that works, if their product is not `world`.
     """
-    named = {
-        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
-        "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
-        # One of the two is 1: tokens are a ViT's, tiles a U-Net's.
-        "context_parallel_degree": parallelism.context_parallel_degree
-        * math.prod(parallelism.domain_parallel_tiles),
-        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
-    }
+    named = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in NAMES}
     pp, dp_replicate, dp_shard, cp, tp = named.values()
     rest = pp * dp_replicate * cp * tp
-    if dp_shard == -1 and world % rest == 0:
-        return Degrees(pp, dp_replicate, world // rest, cp, tp)
-    if dp_shard != -1 and rest * dp_shard == world:
-        return Degrees(pp, dp_replicate, dp_shard, cp, tp)
-    asked = {key: value for key, value in named.items() if value != 1} or {
-        "data_parallel_shard_degree": dp_shard
-    }
-    key, value = max(asked.items(), key=lambda item: item[1])
+    shards = dp_shard if dp_shard != -1 else max(world // rest, 1)
+    if rest * shards == world:
+        return Degrees(pp, dp_replicate, shards, cp, tp)
+    key, value = max(named.items(), key=lambda item: (item[1] != 1, item[1], item[0] == SHARD))
     product = " x ".join(str(value) for value in named.values() if value != -1)
     reason = f"the run has {world} rank(s), the degrees make {product}; {_proposal(world, named, key)}"
     refuse(f"parallelism.{key}", value, reason)
 
 
 def _proposal(world: int, named: dict[str, int], key: str) -> str:
-    others = math.prod(value for name, value in named.items() if name != key and value != -1)
-    if world % others:
-        return "try data_parallel_shard_degree = -1 and all others 1"
-    valid = [n for n in range(1, world // others + 1) if (world // others) % n == 0]
-    exact = "" if key == "data_parallel_shard_degree" else " with data_parallel_shard_degree = -1"
-    choices = [-1, world // others] if key == "data_parallel_shard_degree" else valid
-    return f"valid: {key} = {' or '.join(map(str, choices))}{exact}"
+    rest = math.prod(value for name, value in named.items() if name != key and value != -1)
+    if world % rest:
+        return f"try {SHARD} = -1 and all others 1"
+    if key == SHARD:
+        return f"valid: {key} = -1 or {world // rest}"
+    choices = " or ".join(map(str, divisors(world // rest)))
+    return f"valid: {key} = {choices} with {SHARD} = -1"
 
 
-def check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
-    """ConfigError, naming valid degrees, where heads cannot be dealt out evenly."""
-    if num_heads % tp:
-        valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        reason = f"does not divide model.num_heads = {num_heads}; valid: {valid}"
-        refuse("parallelism.tensor_parallel_degree", tp, reason)
-    if method == "ulysses" and (num_heads // tp) % cp:
-        heads = num_heads // tp
-        valid = [n for n in range(1, heads + 1) if heads % n == 0]
-        other = 'or context_parallel_method = "all_gather" or "ring"'
-        reason = f"ulysses deals out {heads} heads a rank; valid: {valid}, {other}"
-        refuse("parallelism.context_parallel_degree", cp, reason)
-
-
-def check_axis_order(order: tuple[str, ...]) -> None:
-    """ConfigError where `order` is not each axis once."""
-    if sorted(order) != sorted(AXES):
-        refuse("parallelism.axis_order", list(order), f"name each of {list(AXES)} once, slowest first")
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def num_stages(schedule: str, pp: int) -> int:
-    """Stages of a pipeline: schedules that interleave or fold have two on each rank."""
+    """Return the stages of a pipeline: schedules that interleave or fold have two on each rank."""
     return pp if schedule in ("GPipe", "1F1B") else 2 * pp
 
 
 def num_ranks() -> int:
-    """Ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    """Return the ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
     if "WORLD_SIZE" in os.environ:
         return number_in_environment("WORLD_SIZE")
     return number_in_environment("NGPU") * number_in_environment("NNODES")
 
 
 def number_in_environment(name: str) -> int:
-    """A number of processes, 1 where it is not set."""
+    """Return a number of processes, 1 if the variable is not set."""
     text = os.environ.get(name) or "1"
     if not text.isdecimal() or int(text) < 1:
         refuse(name, text, "an environment variable that must be a whole number, at least 1")
@@ -127,8 +107,64 @@ def number_in_environment(name: str) -> int:
 
 
 def check_processes(name: str, number: int) -> None:
-    """ConfigError: so many processes do not fit this machine, whatever they train."""
+    """Raise ConfigError if so many processes do not fit this machine, with any model."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if number * SMALLEST_PROCESS > memory:
         most = memory // SMALLEST_PROCESS
         refuse(name, number, f"processes on a machine of {memory / 2**30:.0f} GiB; at most {most} fit it")
+
+
+# -- layouts that cannot work
+
+
+def check_layout(config: Config) -> None:
+    """Raise ConfigError for degrees, batches and options that do not work together."""
+    degrees = resolve_degrees(num_ranks(), config.parallelism)
+    if MODELS[config.model.name].has_tokens:
+        method = config.parallelism.context_parallel_method
+        _check_heads(config.model.num_heads, degrees.tp, degrees.cp, method)
+    if degrees.pp > 1:
+        _check_pipeline(config)
+    if config.parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
+        reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
+        refuse("parallelism.data_parallel", "zero1", reason)
+    _check_batches(config, config.training.local_batch_size * degrees.dp)
+
+
+def _check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
+    if num_heads % tp:
+        reason = f"does not divide model.num_heads = {num_heads}; valid: {divisors(num_heads)}"
+        refuse("parallelism.tensor_parallel_degree", tp, reason)
+    heads = num_heads // tp
+    if method == "ulysses" and heads % cp:
+        alternative = 'or context_parallel_method = "all_gather" or "ring"'
+        reason = f"ulysses distributes {heads} heads a rank; valid: {divisors(heads)}, {alternative}"
+        refuse("parallelism.context_parallel_degree", cp, reason)
+
+
+def _check_batches(config: Config, smallest: int) -> None:
+    """smallest: samples of one micro-batch over all ranks."""
+    batch = config.training.global_batch_size
+    reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try"
+    if batch != -1 and (batch < 1 or batch % smallest):
+        near = max(round(batch / smallest), 1) * smallest
+        refuse("training.global_batch_size", batch, f"{reason} {near} or -1")
+
+
+def _check_pipeline(config: Config) -> None:
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    size, schedule = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_schedule
+    if local % size:
+        reason = f"does not divide training.local_batch_size = {local}; try 1"
+        refuse("parallelism.pipeline_parallel_microbatch_size", size, reason)
+    stages = num_stages(schedule, parallelism.pipeline_parallel_degree)
+    if local // size < stages and schedule != "GPipe":
+        reason = f"makes {local // size} micro-batches for {stages} stages; set at least one a stage"
+        refuse("training.local_batch_size", local, reason)
+    if stages > config.model.num_layers:
+        reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
+        refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+    rollout = list(config.training.rollout_steps)
+    if max(rollout) > 1 and config.model.stochastic_depth:
+        reason = "a pipeline draws stochastic depth a micro-batch at a time, and cannot again for the whole "
+        refuse("training.rollout_steps", rollout, f"{reason}batch; set model.stochastic_depth to 0")

@@ -1,4 +1,4 @@
-"""Ranks, devices, and the one mesh they form. Everything that asks "with whom" asks here."""
+"""Ranks, devices, and the one mesh of them: the only authority on process groups."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from config import Parallelism
 from errors import UserError
 from parallelisms.degrees import AXES, Degrees, resolve_degrees
-from parallelisms.peer_messages import read_plainly
+from parallelisms.peer_messages import use_plain_messages
 
 T = TypeVar("T")
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 def start_ranks(timeout_seconds: int, backend: str = "auto") -> torch.device:
     """Join the process group that the environment describes, and return the device of this rank.
 
-    backend: "auto" is NCCL with GPUs and gloo without. A single process is a group of one, so that no later
-    code has to ask whether there is a group.
+    backend: "auto" is NCCL with GPUs and gloo without. A single process is a group of one, so that later code
+    need not ask whether there is a group.
     """
-    read_plainly()
+    use_plain_messages()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group connects all its ranks at once
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     use_cuda = torch.cuda.is_available() and backend != "gloo"
@@ -63,16 +63,14 @@ def job_store(rank: int, timeout: timedelta) -> Store:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Five axes. Ranks that share their dp coordinates read the same samples; the others split one sample.
+    """Five axes. Ranks with equal dp coordinates read the same samples; the others shard one sample.
 
-    `grid` has the axes pp, dp_replicate, dp_shard, cp, tp. `parameters` has pp, dp_replicate, fsdp, tp,
-    where fsdp is dp_shard and cp together: parameters are replicated over cp, so that sharding them over it
-    costs nothing and sums their gradients. Axes of one rank are left out of both: nobody talks along them,
-    and every rank would make the groups of all others.
+    `grid` has the axes pp, dp_replicate, dp_shard, cp, tp. `parameters` has pp, dp_replicate, fsdp, tp, where
+    fsdp is dp_shard and cp together: parameters are equal over cp, so that sharding them over it is free and
+    sums their gradients. Axes of one rank are left out of both: they need no groups.
     """
 
     degrees: Degrees
-    ranks: Tensor  # global ranks by their coordinates on all five axes
     grid: DeviceMesh
     parameters: DeviceMesh
 
@@ -80,91 +78,71 @@ class Mesh:
         return self.grid.get_group(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self.grid.get_local_rank(axis) if getattr(self.degrees, axis) > 1 else 0
 
     @property
     def dp_rank(self) -> int:
-        """Which of `degrees.dp` parts of a batch this rank reads."""
+        """Index of this rank's part of a batch, of `degrees.dp` parts."""
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
 
     @property
     def fsdp_axes(self) -> DeviceMesh:
-        """What FSDP shards over, behind the axis it replicates over where there is one (HSDP)."""
+        """Axis that FSDP shards over, after the one it replicates over where there is one (HSDP)."""
         replicated = self.degrees.dp_replicate > 1
         return self.parameters["dp_replicate", "fsdp"] if replicated else self.parameters["fsdp"]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every group that this rank trains in."""
+        """All groups of this rank."""
         axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
         return [dist.distributed_c10d._get_default_group(), *axes]
 
     def picture(self) -> str:
-        """Which global rank holds which coordinate, one line a rank, axes of one rank left out."""
+        """Return the coordinates of every global rank, one line each, without axes of one rank."""
         lines = []
-        for position, rank in np.ndenumerate(self.ranks.numpy()):
+        for rank, position in enumerate(np.ndindex(self.degrees.sizes)):
             named = zip(AXES, position, self.degrees.sizes, strict=True)
             lines.append(f"rank {rank:>4}: " + ", ".join(f"{axis} {i}" for axis, i, n in named if n > 1))
         return "\n".join(lines)
 
 
-def build_mesh(device_type: str, degrees: Degrees, axis_order: tuple[str, ...] = AXES) -> Mesh:
-    """The mesh of all ranks. `axis_order` names the axes from the slowest to the fastest varying rank number.
-
-    By default neighbours in number, which share a node, are tp, then cp: these talk most.
-    """
-    order = [AXES.index(axis) for axis in axis_order]
-    ranks = torch.arange(degrees.world).view([degrees.sizes[i] for i in order])
-    ranks = ranks.permute([order.index(i) for i in range(len(AXES))]).contiguous()
+def build_mesh(device_type: str, degrees: Degrees) -> Mesh:
+    """Return the mesh of all ranks, numbered in the order of AXES."""
+    ranks = torch.arange(degrees.world).view(degrees.sizes)
     grid = device_mesh(device_type, ranks, AXES)
     flat = ranks.flatten(2, 3)  # (pp, dp_replicate, fsdp, tp)
-    sharded = ("fsdp",) if degrees.uses_fsdp else ()  # over one rank, where replicas split their model by tp
-    parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), sharded)
-    mesh = Mesh(degrees, ranks, grid, parameters)
-    take_timeout(mesh.groups, device_type)
+    required = ("fsdp",) if degrees.uses_fsdp else ()  # of one rank, if replicas split their model by tp
+    parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), required)
+    mesh = Mesh(degrees, grid, parameters)
+    if dist.get_backend() != "fake":
+        # The run's timeout (comm.timeout_seconds): torch gives new groups its default, up to half an hour.
+        options = mesh.groups[0]._get_backend(torch.device(device_type)).options
+        for group in mesh.groups:
+            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
 
 
 def device_mesh(
-    device_type: str, ranks: Tensor, axes: tuple[str, ...], always: tuple[str, ...] = ()
+    device_type: str, ranks: Tensor, axes: tuple[str, ...], required: tuple[str, ...] = ()
 ) -> DeviceMesh:
-    """Of the axes with more than one rank, and those that are `always` there; of one rank: of the last."""
-    kept = [axis for axis, size in zip(axes, ranks.shape, strict=True) if size > 1 or axis in always]
-    kept = kept or [axes[-1]]
-    sizes = [ranks.shape[axes.index(axis)] for axis in kept]
-    return DeviceMesh(device_type, ranks.reshape(sizes), mesh_dim_names=tuple(kept))
-
-
-def take_timeout(groups: list[dist.ProcessGroup], device_type: str) -> None:
-    """That of the run (comm.timeout_seconds) for all groups: torch gives new ones its default, up to half an
-    hour.
-    """
-    if dist.get_backend() == "fake":
-        return
-    options = groups[0]._get_backend(torch.device(device_type)).options
-    for group in groups:
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    """Return the mesh of the axes with more than one rank and of `required` ones; of one rank: the last."""
+    names = [axis for axis, size in zip(axes, ranks.shape, strict=True) if size > 1 or axis in required]
+    names = names or [axes[-1]]
+    sizes = [ranks.shape[axes.index(axis)] for axis in names]
+    return DeviceMesh(device_type, ranks.reshape(sizes), mesh_dim_names=tuple(names))
 
 
 def mesh_of(parallelism: Parallelism, device: torch.device) -> Mesh:
-    """The mesh that a configuration asks for. ConfigError: its degrees do not give this number of ranks."""
-    degrees = resolve_degrees(dist.get_world_size(), parallelism)
-    return build_mesh(device.type, degrees, parallelism.axis_order)
+    """Return the mesh of a configuration. ConfigError: its degrees do not make this number of ranks."""
+    return build_mesh(device.type, resolve_degrees(dist.get_world_size(), parallelism))
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank: for what is read or fitted once.
-
-    A user's mistake that rank 0 finds is raised on every rank.
-    """
+    """Return the result of `compute` on rank 0 on every rank; its UserError is raised on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        try:
-            answer[0] = compute()
-        except UserError as error:
-            # Not the error itself: where dask's tblib is installed, exceptions are pickled as code.
-            answer[1] = type(error), str(error)
+        answer = list(_result_or_error(compute))
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         kind, text = answer[1]
@@ -174,11 +152,7 @@ def from_first_rank(compute: Callable[[], T]) -> T:
 
 def on_all_ranks(compute: Callable[[], T]) -> T:
     """Return what `compute` returns on this rank; a UserError of any rank is raised on every rank."""
-    result, problem = None, None
-    try:
-        result = compute()
-    except UserError as error:
-        problem = type(error), str(error)
+    result, problem = _result_or_error(compute)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for kind, text in filter(None, problems):
@@ -186,13 +160,21 @@ def on_all_ranks(compute: Callable[[], T]) -> T:
     return cast(T, result)
 
 
+def _result_or_error(compute: Callable[[], T]) -> tuple[T | None, tuple[type[UserError], str] | None]:
+    try:
+        return compute(), None
+    except UserError as error:
+        # Not the error itself: where dask's tblib is installed, exceptions are pickled as code.
+        return None, (type(error), str(error))
+
+
 def copy_part(target: Tensor, value: Tensor) -> None:
-    """Copies this rank's part of a full `value` into a parameter, without talking to anyone."""
+    """Copy this rank's part of a full `value` into a parameter, without communication."""
     if not isinstance(target, DTensor):
         target.copy_(value)
         return
     mesh = target.device_mesh
-    # Innermost last: FSDP has sharded what tensor parallelism had left.
+    # Innermost last: FSDP has sharded the shards of tensor parallelism.
     for axis in reversed(range(mesh.ndim)):
         placement = target.placements[axis]
         if isinstance(placement, Shard) or hasattr(placement, "split_factor"):

@@ -1,6 +1,6 @@
 """From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
+from jobs.heartbeat import span
 from models.initialization import fill_with_nan, init_weights
 from models.lora import trained
 from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
-from parallelisms.compile import apply_compile, keep_gradients
+from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel, trim_padding
 from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
-from parallelisms.degrees import num_stages
-from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles
+from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles, choose_tiles
 from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh, copy_part
 from parallelisms.parameter_names import canonical
@@ -26,31 +26,43 @@ from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, cut_stages
 from parallelisms.tensor_parallel import apply_tensor_parallel
 from parallelisms.token_shards import TokenShards
 from parallelisms.zero1 import Zero1
-from traces.profiler import span
 
-# output, target, weights (and more of that shape) -> this rank's part of the loss
-LossPart = Callable[..., Tensor]
+# output, and tensors of its shape by name (training/objective.py) -> this rank's part of the loss
+LossPart = Callable[[Tensor, dict[str, Tensor]], Tensor]
 Shards = TokenShards | GridTiles
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of `parallelize`: sections of a configuration, and the types of matmuls and gradients."""
+
+    parallelism: Parallelism
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
+    float8: Float8
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, self.param_dtype, enabled=self.param_dtype != torch.float32)
 
 
 @dataclass
 class ParallelModel:
-    """What this rank trains, and how it takes part of a sample and gives part of a prediction."""
+    """The part of a model on this rank. It takes shards of samples and returns shards of predictions."""
 
-    geometry: WeatherModel  # knows grids and patches; its parameters are those of `parts`
-    parts: list[nn.Module]  # what is called: the model, perhaps wrapped, or stages of a pipeline
+    meta_model: WeatherModel  # the whole model on the meta device: grid, patches, names
+    parts: list[nn.Module]  # the model, perhaps wrapped, or stages of a pipeline
     shards: Shards
     mesh: Mesh
     device: torch.device
-    autocast: torch.autocast
+    recipe: Recipe
     pipeline: Pipeline | None = None
-    gathers_float8: bool = False
     zero1: Zero1 | None = None
-    cuda_graphs: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank under their own names."""
+        """Parameters of this rank by their names in `meta_model`."""
         return {canonical(name): p for part in self.parts for name, p in part.named_parameters()}
 
     def train(self, mode: bool = True) -> None:
@@ -60,75 +72,70 @@ class ParallelModel:
     def forward_backward(
         self,
         inputs: Tensor,
-        expected: Sequence[Tensor],
+        targets: dict[str, Tensor],
         loss_part: LossPart,
         scale: float,
-        exchange: bool,
+        is_last: bool,
     ) -> Tensor:
-        """One micro-batch: this rank's part of its loss_part(output, *expected); gradients are those of
-        scale x loss.
+        """Return loss_part(output, targets) of a micro-batch; gradients are those of scale x loss.
 
-        `exchange` is False while gradients are being accumulated. FSDP averages gradients over cp too,
-        where they have to be summed: hence the factor.
+        is_last: gradients are reduced over all ranks. FSDP averages gradients over cp too, where they have
+        to be summed: hence the factor.
         """
         scale *= self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
-                return self.pipeline.step(inputs, torch.stack(list(expected), dim=1), loss_part, scale)
+                return self.pipeline.step(inputs, targets, loss_part, scale)
         (part,) = self.parts
-        self._begin_pass()
-        with exchange_gradients(part, exchange):  # around both: DDP prepares for backward in forward
+        with exchange_gradients(part, is_last):  # around both: DDP prepares for backward in forward
             with span("forward"):
-                with self.autocast:
+                with self.recipe.autocast(self.device):
                     output = part(inputs)
-                loss = loss_part(output, *expected)
+                loss = loss_part(output, targets)
             with span("backward"):
                 (loss * scale).backward()
         return loss.detach()
 
-    def _begin_pass(self) -> None:
-        if self.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # what the last pass returned is not needed any more
-
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimiser updates: all it has that trains, but for ZeRO-1."""
+        """Return the parameters of this rank's optimizer: all trained ones, with ZeRO-1 a part of them."""
         return self.zero1.mine() if self.zero1 else trained(self.parameters)
 
     def zero_grad(self) -> None:
-        """Of all parameters: the optimiser may have a part of them only."""
+        """Reset all gradients: the optimizer may have a part of the parameters only."""
         for part in self.parts:
-            part.zero_grad(set_to_none=not self.cuda_graphs)
+            part.zero_grad()
 
     def after_update(self) -> None:
-        """To be called when the optimiser has changed the weights."""
+        """Distribute the weights that the optimizer has changed."""
         if self.zero1:
             self.zero1.broadcast_updates()
-        for part in self.parts if self.gathers_float8 else ():
-            precompute_float8_scales(part)
+        if self.recipe.float8.enable and self.recipe.float8.enable_fsdp_float8_all_gather:
+            for part in self.parts:
+                precompute_float8_scales(part)
 
     @torch.no_grad()
     def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), whole on every rank that takes part in the sample."""
-        self._begin_pass()
-        inputs = self.shards.cut_input(self.geometry.from_fields(fields))
+        """fields (B, C, H, W) -> (B, V, H, W), whole on every rank of the sample."""
+        inputs = self.shards.cut_input(self.meta_model.from_fields(fields))
         if self.pipeline:
-            assert isinstance(self.shards, TokenShards) and isinstance(self.geometry, TokenModel)
-            tokens = (len(inputs), self.shards.output_tokens, self.geometry.dim)
-            output = self.pipeline.forward(inputs, tokens, (*tokens[:2], self.geometry.head.out_features))
+            assert isinstance(self.shards, TokenShards) and isinstance(self.meta_model, TokenModel)
+            tokens = (len(inputs), self.shards.output_tokens, self.meta_model.dim)
+            output_shape = (*tokens[:2], self.meta_model.head.out_features)
+            output = self.pipeline.forward(inputs, tokens, output_shape)
         else:
-            with self.autocast:
+            with self.recipe.autocast(self.device):
                 output = self.parts[0](inputs)
-        return self.geometry.to_fields(self.shards.gather_output(output))
+        return self.meta_model.to_fields(self.shards.gather_output(output))
 
     def sum_over_sample(self, value: Tensor) -> None:
-        """In place, over all ranks that take part in the sample."""
+        """Sum over all ranks of the sample, in place."""
         self.shards.sum_over_shards(value)
         if self.pipeline:
             dist.all_reduce(value, group=self.pipeline_group)
 
     @property
-    def speaks_for_sample(self) -> bool:
-        """True on one of the ranks that take part in a sample."""
+    def is_sample_leader(self) -> bool:
+        """True on the first rank of each sample."""
         return all(self.mesh.rank(axis) == 0 for axis in ("pp", "cp", "tp"))
 
     @property
@@ -141,88 +148,72 @@ def parallelize(
     mesh: Mesh,
     device: torch.device,
     seed: int | None,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    float8: Float8 | None = None,
+    recipe: Recipe,
     memory: AbstractContextManager | None = None,
 ) -> ParallelModel:
-    """Applies every technique to a model on the meta device, then gives it memory and weights.
+    """Apply every technique to a model on the meta device, then allocate it and initialize its weights.
 
-    Without a seed it gets no weights; `memory` is what it gets its memory in: a dry run's FakeTensorMode.
+    Without a seed it gets no weights; `memory` is the context of the allocation: a dry run's FakeTensorMode.
     """
-    degrees, shards = mesh.degrees, build_shards(model, mesh, parallelism.domain_parallel_tiles)
-    autocast = torch.autocast(device.type, param_dtype, enabled=param_dtype != torch.float32)
-    # Stages first: a rank has nothing to do with blocks that are not its own.
-    parts, indices = cut_stages(model, mesh, parallelism, autocast)
+    degrees, parallelism, shards = mesh.degrees, recipe.parallelism, build_shards(model, mesh)
+    schedule = parallelism.pipeline_parallel_schedule
+    # Stages first: a rank needs no blocks of other stages.
+    parts, indices = cut_stages(model, mesh, schedule, recipe.autocast(device))
     wrapped: list[nn.Module] = []
     for part in parts:
         # float8 swaps layers, and tensor parallelism then puts its hooks on the new ones.
-        if float8 and float8.enable:
-            apply_float8(part, float8, device.type, degrees.tp)
-        # Tensor parallelism cuts matrices by name, and everything after works with what is left of them.
+        if recipe.float8.enable:
+            apply_float8(part, recipe.float8, device.type, degrees.tp)
+        # Tensor parallelism shards matrices by name; all later steps work on the shards.
         if degrees.tp > 1:
-            asynchronous = parallelism.enable_async_tensor_parallel
-            apply_tensor_parallel(part, mesh.parameters["tp"], asynchronous=asynchronous)
-        # Context parallelism replaces attention, whose heads are by now those of this rank.
-        split_samples(part, model, shards, mesh, parallelism.context_parallel_method, reduce_dtype)
-        # Checkpointing decides what is recomputed, collectives included, before compile sees it.
-        apply_activation_checkpoint(part, activation_checkpoint, compiled=compile.enable)  # type: ignore[arg-type]
-        if compile.enable:
-            splits = degrees.pp > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
-            apply_compile(part, cuda_graphs=compile.cuda_graphs, backward_twice=splits)
-        # Sharding comes last, so that a block's parameters are gathered once for all that happens in it.
-        offload = parallelism.cpu_offload and degrees.uses_fsdp
+            is_async = parallelism.enable_async_tensor_parallel
+            apply_tensor_parallel(part, mesh.parameters["tp"], asynchronous=is_async)
+        # Context parallelism replaces attention, which has the heads of this rank by now.
+        split_samples(part, shards, mesh, parallelism.context_parallel_method, recipe.reduce_dtype)
+        # Checkpointing decides what is recomputed, collectives included, before compile traces it.
+        apply_activation_checkpoint(part, recipe.activation_checkpoint, compiled=recipe.compile.enable)
+        if recipe.compile.enable:
+            apply_compile(part, backward_twice=degrees.pp > 1 and schedule in SPLIT_BACKWARD)
+        # Sharding comes last, so that a block's parameters are gathered once for all of its work.
         if degrees.uses_fsdp:
-            apply_fsdp(part, mesh.fsdp_axes, param_dtype, reduce_dtype, parallelism)
+            apply_fsdp(part, mesh.fsdp_axes, recipe.param_dtype, recipe.reduce_dtype, parallelism)
         # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
         with memory or nullcontext():
-            materialize(part, torch.device("cpu") if offload else device, seed)
-            if compile.cuda_graphs:
-                keep_gradients(part)
+            is_offloaded = parallelism.cpu_offload and degrees.uses_fsdp
+            materialize(part, torch.device("cpu") if is_offloaded else device, seed)
             ddp = degrees.dp_replicate > 1 and not degrees.uses_fsdp
             wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
-    pipeline = None
-    if degrees.pp > 1:
-        stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
-        pipeline = Pipeline(wrapped, indices, stages, mesh, device)
-    gathers_float8 = float8 is not None and float8.enable and float8.enable_fsdp_float8_all_gather
-    result = ParallelModel(model, wrapped, shards, mesh, device, autocast, pipeline, gathers_float8)
-    result.cuda_graphs = compile.cuda_graphs
-    if parallelism.data_parallel == "zero1":
+    pipeline = Pipeline(wrapped, indices, schedule, mesh, device) if degrees.pp > 1 else None
+    result = ParallelModel(model, wrapped, shards, mesh, device, recipe, pipeline)
+    if parallelism.data_parallel == "zero1" and degrees.dp_replicate > 1:
         result.zero1 = Zero1(trained(result.parameters), mesh.group("dp_replicate"))
     return result
 
 
-def build_shards(model: WeatherModel, mesh: Mesh, tiles: tuple[int, int]) -> Shards:
-    """Who holds what of a sample. cp divides tokens or the grid itself."""
+def build_shards(model: WeatherModel, mesh: Mesh) -> Shards:
+    """Return the shards of a sample over cp, and of its output over tp: tokens, or tiles of the grid."""
     if isinstance(model, GridModel):
-        shared = mesh.grid["cp"] if mesh.degrees.cp > 1 else None
-        return build_tiles(shared, tiles, model.padded_shape, model.multiple)
+        axis, grid = mesh.grid["cp"] if mesh.degrees.cp > 1 else None, (model.padded_shape, model.multiple)
+        return build_tiles(axis, choose_tiles(mesh.degrees.cp, *grid), *grid)
     assert isinstance(model, TokenModel)
     return TokenShards(mesh, model.num_tokens)
 
 
 def split_samples(
-    part: nn.Module, model: WeatherModel, shards: Shards, mesh: Mesh, method: str, reduce_dtype: torch.dtype
+    part: nn.Module, shards: Shards, mesh: Mesh, method: str, reduce_dtype: torch.dtype
 ) -> None:
-    """From now on `part` computes this rank's shard of a sample, and asks the others for what it needs."""
-    if isinstance(model, GridModel):
-        assert isinstance(shards, GridTiles)
+    """Let `part` compute this rank's shard of a sample, with communication where it needs other shards."""
+    if isinstance(shards, GridTiles):
         if mesh.degrees.cp > 1:
             apply_domain_parallel(part, shards)
-        return
-    assert isinstance(shards, TokenShards)
-    if mesh.degrees.cp > 1:
+    elif mesh.degrees.cp > 1:
         apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
     elif shards.padded > shards.num_tokens:
         trim_padding(part, shards.num_tokens)
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:
-    """Memory, then NaN, so that nothing forgotten passes unseen, then weights from (seed, name)."""
+    """Allocate memory, fill it with NaN, by which a forgotten parameter is noticed, then set the weights."""
     model.to_empty(device=device)
     if seed is None:
         return  # a dry run: fake tensors have no values

@@ -1,4 +1,4 @@
-"""A parameter's own name, whatever wraps its module, and the blocks of a model or of a stage of it."""
+"""Names of parameters and blocks, without the wrappers of their modules."""
 
 from typing import cast
 
@@ -10,12 +10,12 @@ WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, comp
 
 
 def canonical(name: str) -> str:
-    """`blocks.0._checkpoint_wrapped_module.mlp.up.weight` -> `blocks.0.mlp.up.weight`."""
+    """`module.blocks.0._orig_mod.mlp.up.weight` -> `blocks.0.mlp.up.weight`."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The transformer blocks of a ViT or of a stage of one."""
+    """Return the transformer blocks of a ViT or of a stage of one."""
     return cast(list[Block], list(cast(nn.ModuleDict, model.blocks).values()))

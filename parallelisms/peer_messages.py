@@ -1,8 +1,8 @@
-"""What ranks tell each other beside tensors: plain data, and nothing that runs code when it is read.
+"""Messages between ranks other than tensors: plain data, and nothing that runs code when it is read.
 
-torch's object collectives pickle, and whoever reaches a rank's socket could send a pickle of his own. From
-`read_plainly` on they make numbers, text, containers and arrays, and the dataclasses, enumerations and errors
-of this project, of torch's checkpoints and of its pipelines; every other name is refused.
+torch's object collectives pickle, and anyone with access to a rank's socket could send a pickle. After
+`use_plain_messages` they carry numbers, text, containers and arrays, and the dataclasses, enumerations and
+errors of this project, of torch's checkpoints and of its pipelines; every other name is refused.
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ NAMES = {
     "torch": {"Size", "device", "strided", "contiguous_format"},
     "torch.serialization": {"_get_layout"},
     "traceback": {"StackSummary", "FrameSummary"},  # of an error that DCP sends to all ranks
-    "torch._utils": {"_rebuild_meta_tensor_no_storage"},  # a shape: what stages ask each other on torch 2.11
+    "torch._utils": {"_rebuild_meta_tensor_no_storage"},  # a shape, between stages on torch 2.11
 }
+DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex")
 FOLDERS = tuple(f"{path.parent.name}." for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests")
 HOMES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.", *FOLDERS)
 
@@ -39,39 +40,32 @@ class PeerPickler(pickle.Pickler):
     """Pickler of plain data. tblib (of dask) would pickle every exception as a call of its own function."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, BaseException):
-            return type(obj).__reduce__(obj)
-        return NotImplemented
+        return type(obj).__reduce__(obj) if isinstance(obj, BaseException) else NotImplemented
 
 
 class PeerUnpickler(pickle.Unpickler):
-    """Raises UnpicklingError, naming it, for what is no plain data."""
+    """Unpickler that raises UnpicklingError, with the name, for anything but plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in NAMES.get(module, ()) or (module == "torch" and is_dtype(name)):
+        if name in NAMES.get(module, ()) or (module == "torch" and name.startswith(DTYPES)):
             return super().find_class(module, name)
         if module.startswith(HOMES) or module in ("errors", "builtins"):
-            found = super().find_class(module, name)
-            if is_plain(found):
-                return found
+            kind = super().find_class(module, name)
+            if is_plain(kind):
+                return kind
         raise pickle.UnpicklingError(f"another rank sent {module}.{name}, which is no plain data: refused")
 
 
-def is_plain(found: Any) -> bool:
-    """Whether a class holds data alone."""
-    if not isinstance(found, type):
+def is_plain(kind: Any) -> bool:
+    """Return True for a class of data alone."""
+    if not isinstance(kind, type):
         return False
-    if issubclass(found, BaseException):
-        return found.__module__ == "builtins" or issubclass(
-            found, UserError | RunFailed | CheckpointException
-        )
-    return dataclasses.is_dataclass(found) or issubclass(found, Enum)
+    if issubclass(kind, BaseException):
+        is_ours = issubclass(kind, UserError | RunFailed | CheckpointException)
+        return kind.__module__ == "builtins" or is_ours
+    return dataclasses.is_dataclass(kind) or issubclass(kind, Enum)
 
 
-def is_dtype(name: str) -> bool:
-    return name.startswith(("float", "bfloat", "int", "uint", "bool", "complex"))
-
-
-def read_plainly() -> None:
-    """For all object collectives of this process."""
+def use_plain_messages() -> None:
+    """Replace the pickler of all object collectives of this process."""
     distributed_c10d._pickler, distributed_c10d._unpickler = PeerPickler, PeerUnpickler

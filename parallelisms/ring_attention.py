@@ -1,8 +1,8 @@
-"""Attention whose keys and values pass from rank to rank: nobody ever holds those of the whole sequence.
+"""Ring attention: keys and values pass from rank to rank, and no rank ever has those of the whole sequence.
 
-Each rank keeps its queries. In cp rounds the keys and values of every rank come by; partial results are
-merged by their log-sum-exp (Liu et al. 2023), and the next round's keys travel while this round's are used.
-Both directions are operators of their own, which compile keeps whole: in a graph it refuses sends.
+Each rank keeps its queries. In cp steps it receives the keys and values of every rank; partial results are
+merged by their log-sum-exp (Liu et al. 2023), and the next step's keys are sent while this step's are used.
+Both directions are custom operators, which compile does not trace: in a graph it refuses sends.
 Shapes: B batch, N heads, t tokens a rank, s valid keys of a chunk, E head size.
 """
 
@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # type: ignore[reportPrivateImportUsage]
 )
 
-BlockForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-BlockBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+BlockForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, log-sum-exp
+BlockBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]  # arguments of `math_backward`
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,19 +39,13 @@ def math_backward(
 
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """As `math_forward`, without the matrix of scores."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     return out, lse.float()
 
 
-def cpu_flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `math_backward`: the kernel recomputes the weights from `lse`, so that the merged one is what it
-    needs.
-    """
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, False)
+def cpu_flash_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `math_backward`: the kernel recomputes the weights from the merged `lse`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, False)
 
 
 def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,49 +53,43 @@ def cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return out, lse.float()
 
 
-def cuda_flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+def cuda_flash_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    backward, (_, q, k, *_) = torch.ops.aten._scaled_dot_product_flash_attention_backward, saved
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-    sizes = (None, None, q.shape[2], k.shape[2])
-    return backward(grad, q, k, v, out, lse, *sizes, 0.0, False, seed, offset)
+    return backward(*saved, None, None, q.shape[2], k.shape[2], 0.0, False, seed, offset)
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False)
-    return out, lse.squeeze(-1)  # (B, N, t, 1) where it comes from
+    return out, lse.squeeze(-1)  # from (B, N, t, 1)
 
 
-def cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    sizes = (None, None, None, q.shape[2], k.shape[2])  # no bias, no lengths of samples
-    return backward(grad, q, k, v, out, lse[..., None], seed, seed, *sizes, 0.0, False)
+def cudnn_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    backward, (*tensors, lse) = torch.ops.aten._scaled_dot_product_cudnn_attention_backward, saved
+    seed = torch.zeros((), dtype=torch.int64, device=lse.device)  # of dropout, which is off
+    sizes = (None, None, None, saved[1].shape[2], saved[2].shape[2])  # no bias, no lengths of samples
+    return backward(*tensors, lse[..., None], seed, seed, *sizes, 0.0, False)
 
 
 def block_kernels(backend: str, device_type: str) -> tuple[BlockForward, BlockBackward]:
-    """The pair for a backend: these give the log-sum-exp that merging needs.
+    """Return the pair for a backend, with the log-sum-exp that merging needs.
 
-    torch's flash kernel is FlashAttention-3 or -4 where that was activated (models/attention.py).
+    torch's flash kernel is FlashAttention-3 or -4 after `activate` (models/attention.py).
     """
-    if backend == "math":
-        return math_forward, math_backward
-    if backend == "cudnn":
-        return cudnn_forward, cudnn_backward
-    if device_type == "cuda":
-        return cuda_flash_forward, cuda_flash_backward
-    return cpu_flash_forward, cpu_flash_backward
+    flash = {
+        "cuda": (cuda_flash_forward, cuda_flash_backward),
+        "cpu": (cpu_flash_forward, cpu_flash_backward),
+    }
+    kernels = {"math": (math_forward, math_backward), "cudnn": (cudnn_forward, cudnn_backward)}
+    return kernels.get(backend, flash[device_type])
 
 
-KEYS, GRADIENTS = 0, 1  # tags: both are on their way at a time
+KEYS, GRADIENTS = 0, 1  # tags: both are in flight at a time
 
 
 class Ring:
-    """Neighbours of a rank in a group, and how much of each rank's chunk is not padding."""
+    """Neighbours of a rank in a group, and the number of valid keys of each rank's chunk."""
 
     def __init__(self, group_name: str, num_tokens: int) -> None:
         self.group = _resolve_process_group(group_name)  # type: ignore[reportArgumentType]
@@ -110,20 +98,20 @@ class Ring:
         self.following = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         self.preceding = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
-    def valid(self, turn: int, chunk: int) -> int:
-        """Keys in the chunk that is here after `turn` rounds: it came from rank - turn."""
-        return max(0, min(chunk, self.num_tokens - (self.rank - turn) % self.size * chunk))
+    def valid(self, step: int, chunk: int) -> int:
+        """Return the number of keys of the chunk of `step`, which is that of rank - step."""
+        return max(0, min(chunk, self.num_tokens - (self.rank - step) % self.size * chunk))
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Starts sending `tensor` to the next rank; what arrives from the last, and what to wait for."""
+        """Start to send `tensor` to the next rank; return the arriving tensor, and what to wait for."""
         arriving = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.following, self.group, tag)
         receive = dist.P2POp(dist.irecv, arriving, self.preceding, self.group, tag)
         return arriving, dist.batch_isend_irecv([send, receive])
 
-    def pass_keys(self, held: Tensor, turn: int) -> tuple[Tensor, list[dist.Work]]:
-        """As `pass_on`, but in the last round, when all have been everywhere."""
-        return self.pass_on(held, KEYS) if turn < self.size - 1 else (held, [])
+    def pass_keys(self, chunk: Tensor, step: int) -> tuple[Tensor, list[dist.Work]]:
+        """Start to send keys and values, but not in the last step, when every rank has seen all."""
+        return self.pass_on(chunk, KEYS) if step < self.size - 1 else (chunk, [])
 
 
 def wait_for(works: list[dist.Work]) -> None:
@@ -136,23 +124,23 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """q, k, v (B, N, t, E) of this rank -> out (B, N, t, E) over all keys, its log-sum-exp (B, N, t).
 
-    num_tokens: of all ranks, padding left out; backend: whose block kernels; sent: what gradients of keys and
-    values travel in, back to their rank, where they are added up in float32. All ranks of the group call this
-    together.
+    num_tokens: of all ranks, without padding; backend: of the block kernels; sent: type of gradients of keys
+    and values in messages, which are added in float32. All ranks of the group call this together.
     """
     ring, (forward, _) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
-    held, chunk = torch.stack([k, v]), k.shape[2]
+    keys_values, chunk = torch.stack([k, v]), k.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
-    for turn in range(ring.size):
-        arriving, works = ring.pass_keys(held, turn)
-        if valid := ring.valid(turn, chunk):
-            part, part_lse = forward(q, held[0][:, :, :valid], held[1][:, :, :valid])
+    for step in range(ring.size):
+        arriving, works = ring.pass_keys(keys_values, step)
+        if valid := ring.valid(step, chunk):
+            keys, values = keys_values[:, :, :, :valid].unbind(0)
+            part, part_lse = forward(q, keys, values)
             merged = torch.logaddexp(lse, part_lse)
             out = out * (lse - merged).exp()[..., None] + part * (part_lse - merged).exp()[..., None]
             lse = merged
         wait_for(works)
-        held = arriving
+        keys_values = arriving
     return out.to(q.dtype), lse
 
 
@@ -168,29 +156,28 @@ def attend_backward(
     sent: torch.dtype,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. Keys go round once more, and their gradients one round behind them.
+    """Return gradients of q, k, v. Keys pass all ranks once more, their gradients one step behind them.
 
-    What the ranks before have found for a chunk arrives while this rank computes its own part; after cp
-    rounds all are home.
+    The sum of the ranks before for a chunk arrives while this rank computes its own part; after cp steps all
+    gradients are on the rank of their keys.
     """
     ring, (_, backward) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
-    held, chunk = torch.stack([k, v]), k.shape[2]
+    keys_values, chunk = torch.stack([k, v]), k.shape[2]
     grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    grad_before, grad_works = torch.zeros(held.shape, dtype=sent, device=q.device), []
-    for turn in range(ring.size):
-        arriving, works = ring.pass_keys(held, turn)
-        grad_held = torch.zeros(held.shape, dtype=torch.float32, device=q.device)
-        if valid := ring.valid(turn, chunk):
-            keys, values = held[0][:, :, :valid], held[1][:, :, :valid]
-            part_q, part_k, part_v = backward(grad, q, keys, values, out, lse)
-            grad_q += part_q
-            grad_held[0, :, :, :valid] = part_k
-            grad_held[1, :, :, :valid] = part_v
+    grad_before, grad_works = torch.zeros(keys_values.shape, dtype=sent, device=q.device), []
+    for step in range(ring.size):
+        arriving, works = ring.pass_keys(keys_values, step)
+        grad_here = torch.zeros(keys_values.shape, dtype=torch.float32, device=q.device)
+        if valid := ring.valid(step, chunk):
+            keys, values = keys_values[:, :, :, :valid].unbind(0)
+            parts = backward(grad, q, keys, values, out, lse)
+            grad_q += parts[0]
+            grad_here[0, :, :, :valid], grad_here[1, :, :, :valid] = parts[1:]
         wait_for(grad_works)
-        grad_held += grad_before
-        grad_before, grad_works = ring.pass_on(grad_held.to(sent), GRADIENTS)
+        grad_here += grad_before
+        grad_before, grad_works = ring.pass_on(grad_here.to(sent), GRADIENTS)
         wait_for(works)
-        held = arriving
+        keys_values = arriving
     wait_for(grad_works)
     grad_k, grad_v = (grad.to(k.dtype, copy=True) for grad in grad_before)  # operators may not give views
     return grad_q.to(q.dtype), grad_k, grad_v
@@ -208,32 +195,30 @@ def _(q: Tensor, k: Tensor, v: Tensor, *ring: object) -> tuple[Tensor, Tensor]:
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ring: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx, inputs: tuple, output: tuple) -> None:
+def _save(ctx, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.ring = inputs[3:]
 
 
-def _go_back(ctx, grad: Tensor, grad_lse: Tensor) -> tuple:
-    """Nobody asks for gradients through the log-sum-exp."""
+def _backward(ctx, grad: Tensor, grad_lse: Tensor) -> tuple:
+    """Return gradients of the inputs; the log-sum-exp has none."""
     return *ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.ring), *[None] * len(ctx.ring)
 
 
-ring_attention.register_autograd(_go_back, setup_context=_keep)
+ring_attention.register_autograd(_backward, setup_context=_save)
 
 
 def sends(k: Tensor, v: Tensor, group_name: str) -> list[int]:
-    """Bytes of each tensor that `ring_attention` sends: what a recorder writes down, of fake ranks too."""
+    """Return the bytes of each tensor that `ring_attention` sends, for a recorder, of fake ranks too."""
     size = dist.get_world_size(_resolve_process_group(group_name))  # type: ignore[reportArgumentType]
     return [k.nbytes + v.nbytes] * (size - 1)
 
 
 def sends_backward(k: Tensor, v: Tensor, sent: torch.dtype, group_name: str) -> list[int]:
-    """The same of `ring_attention_backward`: keys and values, then their gradients."""
+    """Return the bytes of each tensor that `ring_attention_backward` sends: keys, then gradients."""
     keys = sends(k, v, group_name)
     return keys + [(k.numel() + v.numel()) * sent.itemsize] * (len(keys) + 1)

@@ -1,7 +1,7 @@
-"""ZeRO-1: parameters are replicated, optimiser states are dealt out, each parameter to one rank.
+"""ZeRO-1: parameters are replicated, optimizer states sharded, each parameter's on one rank.
 
-Rajbhandari et al. 2020. An update is made by the rank that owns the parameter and sent to the others: the
-same arithmetic as DDP's, so the same bits.
+Rajbhandari et al. 2020. The owner of a parameter updates it and sends it to the others: the arithmetic is
+DDP's, bit-exact.
 """
 
 import torch
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 
-def owners(parameters: dict[str, nn.Parameter], num_ranks: int) -> dict[str, int]:
-    """The rank that updates each parameter: the largest first, each to whom has least."""
+def assign_owners(parameters: dict[str, nn.Parameter], num_ranks: int) -> dict[str, int]:
+    """Return the rank that updates each parameter: the largest first, each to the rank with the least."""
     loads, result = [0] * num_ranks, {}
     for name, parameter in sorted(parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
         rank = loads.index(min(loads))
@@ -20,25 +20,27 @@ def owners(parameters: dict[str, nn.Parameter], num_ranks: int) -> dict[str, int
 
 
 class Zero1:
-    """Who owns what in a group of replicas."""
+    """The owners of parameters in a group of replicas."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self.group = parameters, group
-        self.owner = owners(parameters, dist.get_world_size(group))
+        self.owner = assign_owners(parameters, dist.get_world_size(group))
 
     def mine(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank's optimiser is made of."""
-        rank = dist.get_rank(self.group)
-        return {name: p for name, p in self.parameters.items() if self.owner[name] == rank}
+        """Return the parameters of this rank's optimizer."""
+        return self._owned_by(dist.get_rank(self.group))
 
     @torch.no_grad()
     def broadcast_updates(self) -> None:
-        """After the optimiser's step: every owner broadcasts what it has, in one message."""
+        """Send the parameters of every owner to all ranks, in one message each, after an update."""
         for rank in range(dist.get_world_size(self.group)):
-            owned = [p for name, p in self.parameters.items() if self.owner[name] == rank]
+            owned = list(self._owned_by(rank).values())
             if not owned:
                 continue
             flat = torch.cat([p.flatten() for p in owned])
             dist.broadcast(flat, group=self.group, group_src=rank)
             for parameter, part in zip(owned, flat.split([p.numel() for p in owned]), strict=True):
                 parameter.copy_(part.view_as(parameter))
+
+    def _owned_by(self, rank: int) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.parameters.items() if self.owner[name] == rank}

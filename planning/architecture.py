@@ -6,7 +6,7 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 import math
 from dataclasses import dataclass
 
-from models.condition_numbers import HIDDEN
+from models.registry import HIDDEN
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,7 +30,6 @@ class Architecture:
     qkv_bias: bool = True
     qk_norm: bool = False
     learned_position: bool = True
-    harmonics: int = 0  # that positions are sums of: models/embeddings.py
     gated: bool = False  # an MLP of three matrices (SwiGLU)
     causal: bool = False
     axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
@@ -68,8 +67,6 @@ class Architecture:
         shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
         if self.learned_position:
             shapes["position.embedding"] = (self.tokens, self.dim)
-        if self.harmonics:
-            shapes["position.weight"] = (self.harmonics, self.dim)
         if self.features:
             shapes |= self._linear("modulation.hidden", self.features, HIDDEN, True)
             shapes |= self._linear("modulation.out", HIDDEN, 4 * self.layers * self.dim, True)

@@ -214,7 +214,7 @@ def recomputed_times(work: Workload, rates: Rates) -> Times:
     if not work.compiled:  # recomputation stops before the last product of a segment
         segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
         again["matmul"] -= linear_time(work, rates, "mlp.down", backward=False) / segment
-    return again * (1 - work.memory_budget) if work.ac_mode == "memory_budget" else again
+    return again
 
 
 # -- the ends, the fields and the update
@@ -303,4 +303,4 @@ def recomputed_flops(work: Workload) -> float:
     segment = work.every_n if work.ac_mode == "every_n_blocks" else 1
     down = 2 * model.tokens * model.dim * model.mlp_dim
     again = model.block_flops() * model.layers - down * -(-model.layers // segment)
-    return again * (1 - work.memory_budget) if work.ac_mode == "memory_budget" else again
+    return again

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from command_line import text_table
@@ -19,7 +18,7 @@ from planning.memory import FLOAT32
 from planning.search import Plan
 from planning.step_time import step_time
 from planning.workload import Workload
-from training.due import GlobalBatch, Rollouts
+from training.due import Rollouts
 
 HOUR = 3600.0
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
@@ -240,15 +239,11 @@ def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: floa
 
 
 def run_seconds(config: Config, plan: Plan, cluster: Cluster) -> float:
-    """Of all steps; the plan is for the longest of a run's rollouts, and the last batch of its ramp."""
-    training, seconds = config.training, 0.0
-    rollouts, batch = Rollouts.of(training), GlobalBatch.of(training, plan.work.global_batch, 1)
-    begins = sorted({first for first, _ in (*rollouts.stages, *batch.stages)})
-    for first, end in pairwise([*begins, training.steps + 1]):
-        length = rollouts.at(first)
+    """Return the seconds of all steps; the plan is for the longest of a run's rollouts."""
+    rollouts, seconds = Rollouts.of(config.training), 0.0
+    for length, begin, end in rollouts.stages():
         work = plan.work.rolled_out(length, rollouts.with_gradients(length))
-        work = work.replace(global_batch=batch.at(first))
-        seconds += (end - first) * (plan.time if work == plan.work else step_time(work, cluster)).total
+        seconds += (end - begin) * (plan.time if work == plan.work else step_time(work, cluster)).total
     return seconds
 
 

@@ -8,7 +8,6 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,14 +29,11 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import LossPart, ParallelModel
 from planning.workload import Workload, workload_of
-from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
+from training.assembly import Fields, assemble
 from training.batches import Batch
-from training.due import GlobalBatch
 from training.gradients import LossScaler
-from training.no_checkpoints import NoCheckpoints
-from training.state import TrainState
-from training.step import train_step
-from training.update import Update, UpdateInBackward
+from training.state import TrainState, build_state
+from training.step import Run, accumulate_gradients, update_weights
 
 NO_HOOK = RemovableHandle(OrderedDict())
 
@@ -102,8 +98,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
     mesh = mesh_of(config.parallelism, device)
     assembly = assemble(config, fields, mesh, device, memory=fake)
     model = assembly.model
-    objective = build_objective(config, assembly, np.ones(fields.grid.shape[0]))
-    run = replace(build_run_state(config, model), scaler=LossScaler(False))  # which looks at values
+    state = replace(build_state(config, assembly), scaler=LossScaler(False))  # which looks at values
     tracker = StepTracker()
     for part in model.parts:
         if isinstance(part, DistributedDataParallel):
@@ -112,18 +107,23 @@ def _run(config: Config, fields: Fields) -> DryRun:
         work = workload_of(config, mesh.degrees.world, fields.grid.shape, len(fields.variables))
         model.pipeline = FirstStage(work, model, tracker)  # type: ignore[assignment]
     with fake:
-        make_states(model, run)
-        tracker.track_external(*model.parts, run.optimizer)
+        make_states(model, state)
+        tracker.track_external(*model.parts, state.optimizer)
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
         for name in ("predict", "forward_backward"):
             setattr(model, name, followed(tracker, getattr(model, name)))
-        a_step = GlobalBatch.of_micro_batches(len(batches))
-        update = build_update(config, model, run, NoCheckpoints(), objective.loss_part, a_step)
-        with ExitStack() as tracked, batches.record:
-            tracked.enter_context(tracker)
-            watched = UntrackedUpdate(update, model, tracked)
-            train_step(1, batches, objective, model, watched)  # type: ignore[arg-type]
-    states = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        smallest = config.training.local_batch_size * mesh.degrees.dp
+        run = Run.of(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
+        run.noise_scale = None  # which looks at values
+        with batches.record:
+            with tracker:
+                loss = accumulate_gradients(run, 1, batches)
+            gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
+            # Not tracked: as fake tensors, operators in place have temporaries.
+            update_weights(run, 1, loss)
+            model.zero_grad()
+    states = [v for moments in state.optimizer.state.values() for v in moments.values()]
+    states = [value for value in states if isinstance(value, Tensor)]
     parameters = model.parameters.values()
     peak = tracker.get_tracker_snapshot("peak")[device]
     batches.count_repeated()
@@ -132,7 +132,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
         4 * assembly.num_parameters,
         sum(map(beyond_even_part, parameters)),
         sum(map(local_bytes, parameters)),
-        watched.gradients,
+        gradients,
         sum(map(local_bytes, states)),
         {str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
         batches.record.table(),
@@ -179,28 +179,12 @@ class FakeBatches:
         for number in range(len(self)):
             if number:
                 self.first = self.record.calls.copy()
-            yield torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64)
+            yield Batch(torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64))
 
     def count_repeated(self) -> None:
         """Of every micro-batch that the first one stood for."""
         for call, number in self.first.items():
             self.record.calls[call] += number * (self.accumulation - 2)
-
-
-class UntrackedUpdate:
-    """The update, whose memory is not counted: as fake tensors, operators in place have temporaries."""
-
-    def __init__(self, update: Update | UpdateInBackward, model: ParallelModel, tracked: ExitStack) -> None:
-        self.update, self.model, self.tracked, self.gradients = update, model, tracked, 0
-        self.begin, self.loss_part, self.loss_scale = update.begin, update.loss_part, update.loss_scale
-        self.noise = None
-
-    def finish(self, step: int, loss: Tensor) -> Tensor:
-        self.gradients = sum(
-            local_bytes(p.grad) for p in self.model.parameters.values() if p.grad is not None
-        )
-        self.tracked.close()
-        return self.update.finish(step, loss)
 
 
 class FirstStage:
@@ -210,7 +194,7 @@ class FirstStage:
         self.part, self.tracker = model.parts[0], tracker
         self.size, self.in_flight = work.states_at_once, work.in_flight
 
-    def step(self, inputs: Tensor, packed: Tensor, loss: LossPart, scale: float) -> Tensor:
+    def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: LossPart, scale: float) -> Tensor:
         waiting: list[Tensor] = []
         for micro_batch in inputs.split(self.size):
             self.tracker.reset_mod_stats()
@@ -241,11 +225,11 @@ def reduced_bucket(
     return done
 
 
-def make_states(model: ParallelModel, run: TrainState) -> None:
+def make_states(model: ParallelModel, state: TrainState) -> None:
     """As after the first step: the peak of a run is that of its second."""
     for parameter in model.own_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
+    state.optimizer.step()
     model.zero_grad()
 
 

@@ -57,7 +57,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
-        "gradients being accumulated": accumulated_bytes(work, first, last),
+        "gradients of a pipeline": pipeline_gradient_bytes(work, first, last),
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
         "batches on their way": work.copies_ahead * batch_bytes(work),
@@ -92,7 +92,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "backward of the last block": backward(number - 1, 1, True, down + reducing),
         "update": {
             **always,
-            "gradients": states["gradients"] * (not work.in_backward),
+            "gradients": states["gradients"],
             "fields": fields,
             "batches on their way": step["batches on their way"],
             "matrix made orthogonal": orthogonal_bytes(work),
@@ -189,23 +189,23 @@ def reduction_bytes(work: Workload) -> tuple[float, float]:
 
 
 def fresh_gradients(work: Workload) -> bool:
-    """Whether gradients appear in the backward pass; where they accumulate without FSDP they are there."""
-    once = work.passes == 1
-    return work.uses_fsdp or once and not work.keeps_gradients
+    """Return True if gradients appear in the last backward pass, not in an earlier one."""
+    return (work.reductions if work.uses_fsdp else work.passes) == 1
 
 
 def gradients_alive(work: Workload, done: int) -> int:
     """Of how many blocks, when `done` have theirs."""
     if not fresh_gradients(work):
         return work.rank_layers
-    return max(min(done, 1) if work.in_backward else done, 0)
+    return max(done, 0)
 
 
-def accumulated_bytes(work: Workload, first: bool, last: bool) -> float:
-    """FSDP holds whole gradients of all blocks while micro-batches, or steps of a rollout, accumulate and
-    exchange nothing.
+def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
+    """Bytes of a stage's unsharded gradients: PipelineStage lets FSDP reduce after the last micro-batch.
+
+    Without a pipeline FSDP reduces and scatters the gradients of every pass.
     """
-    if not work.uses_fsdp or work.accumulation * work.gradient_steps == 1:
+    if not work.uses_fsdp or work.micro_batches == 1:
         return 0
     units = stage_shapes(work, first, last)
     itemsize = max(work.reduce_itemsize, work.itemsize)
@@ -236,9 +236,6 @@ def block_activations(work: Workload, mode: str) -> float:
         return s / work.every_n
     if mode == "selective":
         return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
-    if mode == "memory_budget":
-        least, most = block_activations(work, "full"), block_activations(work, "none")
-        return least + work.memory_budget * (most - least)
     sent = work.degrees.cp > 1 and work.method == "ulysses"  # what came back is kept, not what was turned
     normed = 3 if model.qk_norm or (model.axial and not sent) else 0
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines

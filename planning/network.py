@@ -8,11 +8,10 @@ what a recorder counts.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelisms.collectives import Collective
-from parallelisms.degrees import Degrees
+from parallelisms.degrees import AXES, Degrees
 from planning.hardware import Cluster, Link
 from planning.workload import Workload
 
@@ -93,18 +92,18 @@ class Route:
 
 def route(cluster: Cluster, work: Workload, axis: str) -> Route:
     """Where the ranks of a workload's mesh axis stand; "fsdp" is dp_shard and cp together."""
-    return route_of(cluster, work.degrees, work.axis_order, axis)
+    return route_of(cluster, work.degrees, axis)
 
 
-def route_of(cluster: Cluster, degrees: Degrees, order: Sequence[str], axis: str) -> Route:
-    """The same of any mesh, numbered in the order of `parallelism.axis_order`.
+def route_of(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
+    """Return the route of an axis of any mesh, numbered in the order of AXES.
 
     A node's network is divided among the groups that use it at once.
     """
     axes = ("dp_shard", "cp") if axis == "fsdp" else (axis,)
     ranks = math.prod(getattr(degrees, name) for name in axes)
-    fastest = max(order.index(name) for name in axes)
-    stride = math.prod(getattr(degrees, name) for name in order[fastest + 1 :])
+    fastest = max(AXES.index(name) for name in axes)
+    stride = math.prod(getattr(degrees, name) for name in AXES[fastest + 1 :])
     node = min(cluster.devices_per_node, degrees.world)
     per_node = min(max(node // stride, 1), ranks)
     between = Link(cluster.between.latency, cluster.between.bandwidth * per_node / node)

@@ -44,7 +44,7 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection
 from errors import BAD_INPUT, UserError, end_process, one_line_errors, without_secrets
 from models.registry import MODELS
-from parallelisms.degrees import AXES, Degrees, num_ranks
+from parallelisms.degrees import Degrees, num_ranks
 from parallelisms.mesh import start_ranks
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
@@ -160,7 +160,7 @@ def network_row(cluster: Cluster | None, device: torch.device) -> Row:
     if cluster is None or cluster.shared:  # links of a CPU are assumed in the file
         return Row("network", PASS, found)
     degrees = Degrees(dp_shard=num_ranks())
-    planned = seconds("all-reduce", REDUCED, route_of(cluster, degrees, AXES, "dp_shard"))
+    planned = seconds("all-reduce", REDUCED, route_of(cluster, degrees, "dp_shard"))
     verdict = PASS if planned > SLOW * taken else WARN
     return Row("network", verdict, f"{found}, {1e3 * planned:.1f} planned", "nccl-tests: docs/launch.md")
 

@@ -85,7 +85,7 @@ def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
     modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
     for degrees in layouts(work, cluster):
-        samples = work.shared_batch // degrees.dp  # of a rank, in a step; of a ramp, in any step
+        samples = work.global_batch // degrees.dp  # of a rank, in a step
         for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
             settings = {
                 "ac_mode": mode,
@@ -117,7 +117,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
                     continue
                 inside = max(node // (tp * cp), 1)
                 for shard in sorted({1, inside, rest}):
-                    if rest % shard == 0 and work.shared_batch % rest == 0:
+                    if rest % shard == 0 and work.global_batch % rest == 0:
                         yield Degrees(pp, rest // shard, shard, cp, tp)
 
 
@@ -185,11 +185,11 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
             changed = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
             if n <= getattr(d, axis) or changed.world != d.world:
                 continue
-            if work.model.heads % (changed.tp * changed.cp) == work.shared_batch % changed.dp == 0:
+            if work.model.heads % (changed.tp * changed.cp) == work.global_batch % changed.dp == 0:
                 yield f"parallelism.{key} = {n}", work.replace(degrees=changed), cluster
     if work.uses_fsdp and not work.offload and work.optimizer != "Muon":  # which refuses it
         yield "parallelism.cpu_offload = true", work.replace(offload=True), cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
-        if work.shared_batch % (more.dp * work.local_batch) == 0:
+        if work.global_batch % (more.dp * work.local_batch) == 0:
             yield f"{more.world} devices", work.replace(degrees=more), cluster.with_devices(more.world)

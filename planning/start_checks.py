@@ -26,12 +26,10 @@ from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
-from models.build import build_model
-from models.condition_numbers import num_channels
-from models.registry import MODELS
+from models.registry import MODELS, build_model, num_channels
 from models.weather_model import GridModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment, resolve_degrees
-from parallelisms.domain_parallel import check_tiles
+from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from training.due import num_places
@@ -63,16 +61,12 @@ def check_machine(config: Config) -> None:
     if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
         reason = "needs CUDA devices and compile.enable = true; set it to false"
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
-    if config.compile.cuda_graphs and not use_cuda:
-        refuse("compile.cuda_graphs", True, "needs a CUDA device; set it to false")
     check_schedule(config)
-    check_base(config)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
-    if MODELS[config.model.name].tokens:
+    if MODELS[config.model.name].has_tokens:
         check_backend(config.model.attention_backend, device_type, dtype)
-    float8 = config.float8
-    if float8.enable:
-        check_float8(float8.recipe, float8.emulate, float8.enable_fsdp_float8_all_gather, device_type)
+    if config.float8.enable:
+        check_float8(config.float8, device_type)
 
 
 def check_devices() -> bool:
@@ -97,15 +91,6 @@ def check_schedule(config: Config) -> None:
     if config.compile.enable and release < (2, 13):
         reason = f"with compile.enable it fails inside torch {torch.__version__}; set that to false"
         refuse(f"parallelism.{key}", schedule, f'{reason}, install torch 2.13, or use "Interleaved1F1B"')
-
-
-def check_base(config: Config) -> None:
-    """Refuse an int8 base that an older torch cannot shard."""
-    if not config.lora.enable or config.lora.base_dtype != "int8" or torch_release() >= (2, 13):
-        return
-    if resolve_degrees(num_ranks(), config.parallelism).uses_fsdp:
-        reason = f'cannot be sharded by torch {torch.__version__}; install torch 2.13, or use "bfloat16"'
-        refuse("lora.base_dtype", "int8", reason)
 
 
 def torch_release() -> tuple[int, ...]:
@@ -138,7 +123,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
-    if MODELS[model.name].tokens:
+    if MODELS[model.name].has_tokens:
         key, numbers = (
             "dim",
             model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
@@ -155,8 +140,8 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
         degrees = resolve_degrees(num_ranks(), config.parallelism)
         places = num_places(config.training, batch * degrees.dp)
         state = config.data.history * 4 * num_variables * math.prod(grid.shape)
-        held = places * state * degrees.world // (degrees.dp * hosts)
-        _check_bytes("training.replay_capacity", places, "so many states", held, host_memory())
+        needed = places * state * degrees.world // (degrees.dp * hosts)
+        _check_bytes("training.local_batch_size", batch, "the states of replay", needed, host_memory())
 
 
 def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
@@ -175,31 +160,26 @@ def check_model(config: Config, grid: Grid) -> None:
     told = num_channels(config.model.conditions)
     model = build_model(config.model, 1, told, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
-        tiles = config.parallelism.domain_parallel_tiles
-        check_tiles(tiles, model.padded_shape, model.multiple, math.prod(tiles))
+        choose_tiles(config.parallelism.context_parallel_degree, model.padded_shape, model.multiple)
     elif config.float8.enable:
-        float8_layers(model, config.float8.filter_min_features, config.parallelism.tensor_parallel_degree)
+        float8_layers(model, config.parallelism.tensor_parallel_degree)
 
 
 def check_globe(config: Config, grid: Grid) -> None:
-    """ConfigError: global means are conserved, or positions are on a sphere, and the data are not global."""
-    section = "model" if config.model.conserve else "training"
+    """Raise ConfigError if global means are conserved and the data are not global."""
     ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
     if grid.periodic and (ends == 90).all():
         return
-    if MODELS[config.model.name].tokens and config.model.position == "spherical":
-        reason = 'the grid of data.path is not global; set it to "learned" or "sincos"'
-        refuse("model.position", "spherical", reason)
-    if names := getattr(config, section).conserve:
+    if names := config.model.conserve:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
-        refuse(f"{section}.conserve", list(names), f"{reason}; set it to []")
+        refuse("model.conserve", list(names), f"{reason}; set it to []")
 
 
 def check_tokens(config: Config, grid: Grid) -> None:
     """ConfigError: a rank would have none of a sample's tokens."""
     degree = config.parallelism.context_parallel_degree
     tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
-    if MODELS[config.model.name].tokens and degree > tokens:
+    if MODELS[config.model.name].has_tokens and degree > tokens:
         reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
         refuse("parallelism.context_parallel_degree", degree, reason)
 

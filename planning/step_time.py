@@ -222,17 +222,18 @@ def sharding_communication(
         return replica_communication(work, routes["dp_replicate"], in_block[1])
     block = padded(cut(work.model.block(), work.degrees.tp), work.fsdp_ranks)
     gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
-    reduce = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
+    scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
     shard = block / work.fsdp_ranks
-    reduce += seconds("all-reduce", work.reduce_itemsize * shard, routes["dp_replicate"])
-    exposed = exposed_sharding(work, gather, reduce, in_block)
+    all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, routes["dp_replicate"])
+    exposed = exposed_sharding(work, gather, scatter, all_reduce, in_block)
     found = Times({"exposed data parallel": exposed})
     if work.offload:
         copy = FLOAT32 * shard / cluster.host_link
-        found["exposed offload"] = exposed_sharding(work, gather + copy, reduce + copy, in_block) - exposed
+        offloaded = exposed_sharding(work, gather + copy, scatter + copy, all_reduce, in_block)
+        found["exposed offload"] = offloaded - exposed
     again = gathers_backward(work)
     gathers = work.passes * (work.rank_layers + again) + work.forecasts * again
-    return found, gathers * gather + work.rank_layers * reduce
+    return found, gathers * gather + work.rank_layers * (work.reductions * scatter + all_reduce)
 
 
 def gathers_backward(work: Workload) -> int:
@@ -240,19 +241,22 @@ def gathers_backward(work: Workload) -> int:
     return {"default": work.rank_layers - 1, "always": work.rank_layers, "never": 0}[work.reshard]
 
 
-def exposed_sharding(work: Workload, gather: float, reduce: float, in_block: list[float]) -> float:
+def exposed_sharding(
+    work: Workload, gather: float, scatter: float, all_reduce: float, in_block: list[float]
+) -> float:
     """Seconds that nothing hides of a step's gathers and reductions, given those of a block.
 
-    Gradients are reduced once: those of a rollout's steps are added up before.
+    Gradients are reduced and scattered in every pass, and all-reduced over replicas (HSDP) in the last.
     """
     forward, backward = in_block
     layers, again = work.rank_layers, gathers_backward(work)
     in_forward = gather + (layers - 1) * max(gather - forward, 0.0)  # nothing hides the first
-    # The last pass gathers and reduces on the same network; nothing hides the last reduction.
-    both = (gather if again else 0.0) + reduce
-    reducing = layers * max(both - backward, 0.0) + reduce
-    forwards = work.passes + work.forecasts * (again > 0)
-    return forwards * in_forward + (work.passes - 1) * again * max(gather - backward, 0.0) + reducing
+    # A pass gathers and reduces on the same network; nothing hides the last reduction of a step.
+    both = (gather if again else 0.0) + scatter
+    reducing = layers * max(both + all_reduce - backward, 0.0) + scatter + all_reduce
+    reducing += (work.reductions - 1) * layers * max(both - backward, 0.0)
+    forwards, rest = work.passes + work.forecasts * (again > 0), work.passes - work.reductions
+    return forwards * in_forward + rest * again * max(gather - backward, 0.0) + reducing
 
 
 def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:

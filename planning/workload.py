@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from config import Config, Model, Optimizer
 from datasets.options import PREFETCH
 from errors import ConfigError
-from models.condition_numbers import num_channels, num_features
-from models.registry import MODELS
-from parallelisms.degrees import AXES, Degrees, num_stages, resolve_degrees
+from models.registry import MODELS, num_channels, num_features
+from parallelisms.degrees import Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
 
@@ -26,14 +25,12 @@ class Workload:
     degrees: Degrees
     local_batch: int  # samples of a micro-batch; of a batch, where a pipeline cuts it further
     global_batch: int
-    ramp: tuple[int, ...] = ()  # global batches of earlier stages (training.batch_ramp)
     dtype: str = "bfloat16"  # of matrices: training.mixed_precision_param
     reduce_itemsize: int = 4  # bytes of a gradient between ranks
     field_values: int = 0  # of the predicted fields of a sample: V H W
     input_values: int = 0  # the same of the input
     ac_mode: str = "none"
     every_n: int = 1
-    memory_budget: float = 0.5
     compiled: bool = False
     float8: bool = False
     attention: str = "sdpa"
@@ -43,12 +40,9 @@ class Workload:
     method: str = "ulysses"
     schedule: str = "1F1B"
     pipeline_micro_batch: int = 1
-    axis_order: tuple[str, ...] = AXES
     ema: bool = False
     optimizer: str = "AdamW"
     state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
-    in_backward: bool = False  # optimizer.in_backward: no gradient outlives its block
-    keeps_gradients: bool = False  # compile.cuda_graphs: they stay where they are from step to step
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
@@ -66,11 +60,6 @@ class Workload:
         return ITEMSIZE[self.dtype]
 
     @property
-    def shared_batch(self) -> int:
-        """Samples that can be dealt out evenly at every stage of a ramp where these can."""
-        return math.gcd(self.global_batch, *self.ramp)
-
-    @property
     def accumulation(self) -> int:
         return max(self.global_batch // (self.local_batch * self.degrees.dp), 1)
 
@@ -85,6 +74,11 @@ class Workload:
         pipeline, each as often as its rollout has gradients.
         """
         return self.accumulation * self.micro_batches * self.gradient_steps
+
+    @property
+    def reductions(self) -> int:
+        """Backward passes of a step after which FSDP reduces gradients; a pipeline adds its micro-batches."""
+        return self.accumulation * self.gradient_steps
 
     @property
     def forecasts(self) -> int:
@@ -169,14 +163,12 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
-        ramp=training.batch_ramp[:-1],
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
         input_values=(channels + told) * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
-        memory_budget=ac.memory_budget,
         compiled=config.compile.enable,
         float8=config.float8.enable,
         attention=config.model.attention_backend.replace("auto", "sdpa"),
@@ -186,12 +178,9 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        axis_order=parallelism.axis_order,
         ema=config.training.ema_decay > 0,
         optimizer=config.optimizer.name,
         state_itemsize=state_bytes(config.optimizer, model),
-        in_backward=config.optimizer.in_backward,
-        keeps_gradients=config.compile.cuda_graphs,
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
@@ -218,5 +207,4 @@ def architecture_of(
     options["learned_position"] = model.position == "learned"
     options["axial"] = model.position == "rotary"
     found = vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
-    harmonics = (model.position_degree + 1) ** 2 if model.position == "spherical" else 0
-    return dataclasses.replace(found, features=num_features(model.conditions), harmonics=harmonics)
+    return dataclasses.replace(found, features=num_features(model.conditions))

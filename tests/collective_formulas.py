@@ -28,7 +28,7 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
     if degrees.uses_fsdp:
         calls += fsdp_collectives(work)
         if degrees.tp > 1:
-            calls += replicated_gradients(work)
+            calls += times(replicated_gradients(work), work.reductions)
     elif degrees.dp_replicate > 1:
         calls += ddp_collectives(work)
     if degrees.tp > 1:
@@ -43,11 +43,11 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
 
 
 def fsdp_collectives(work: Workload) -> Calls:
-    """Gathers of parameters for each micro-batch, reductions of gradients once a step.
+    """Gathers of parameters and reductions of gradients for each micro-batch.
 
     Forward gathers every block and the rest. Backward gathers again what was freed: "always" all of it
     (ZeRO-3), "never" nothing (ZeRO-2), "default" every block but the last. HSDP all-reduces shards between
-    its groups. The first dim of a parameter is padded to a multiple of the ranks.
+    its groups once a step. The first dim of a parameter is padded to a multiple of the ranks.
     """
     degrees, calls = work.degrees, Counter()
     ranks, last_block = degrees.dp_shard * degrees.cp, work.model.layers - 1
@@ -62,7 +62,7 @@ def fsdp_collectives(work: Workload) -> Calls:
         gathered, reduced = (padded(unit, ranks) * n for n in (work.itemsize, work.reduce_itemsize))
         if ranks > 1:
             calls[Collective("all-gather", "fsdp", gathered)] += number * (1 + freed) * work.passes
-            calls[Collective("reduce-scatter", "fsdp", reduced)] += number
+            calls[Collective("reduce-scatter", "fsdp", reduced)] += number * work.reductions
         if degrees.dp_replicate > 1:
             calls[Collective("all-reduce", "dp_replicate", reduced // ranks)] += number
     return +calls

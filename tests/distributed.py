@@ -47,14 +47,14 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 
 
-def shared_mesh(degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
+def shared_mesh(degrees: Degrees) -> Mesh:
     """One for all checks: every group of a mesh has threads that look for messages all the time."""
-    return _mesh_of(dist.group.WORLD, degrees, axis_order)
+    return _mesh_of(dist.group.WORLD, degrees)
 
 
 @cache
-def _mesh_of(world: dist.ProcessGroup | None, degrees: Degrees, axis_order: tuple[str, ...]) -> Mesh:
-    return build_mesh(own_device().type, degrees, axis_order)
+def _mesh_of(world: dist.ProcessGroup | None, degrees: Degrees) -> Mesh:
+    return build_mesh(own_device().type, degrees)
 
 
 class Ranks:

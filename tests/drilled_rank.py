@@ -6,7 +6,6 @@ python -m jobs.torchrun --nproc-per-node 2 tests/drilled_rank.py <misfortune> --
 import os
 import resource
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import train
-from traces import slow_ranks
 
 STEP = 7  # in which it happens; memory runs out in the first, which takes what later ones have already
 MEMORY = 64 * 2**20  # bytes more than before the first step
@@ -40,15 +38,10 @@ def call_another_collective(model: Any) -> None:
     dist.all_reduce(torch.ones(5))
 
 
-def be_slow(model: Any) -> None:
-    time.sleep(0.4)
-
-
 MISFORTUNES: dict[str, Callable[[Any], None]] = {
     "flip_a_bit": flip_a_bit,
     "run_out_of_memory": run_out_of_memory,
     "call_another_collective": call_another_collective,
-    "be_slow": be_slow,
 }
 
 
@@ -56,15 +49,13 @@ def main() -> None:
     strike = MISFORTUNES[sys.argv.pop(1)]
     plain = train.train_step
 
-    def train_step(step: int, batches: Any, objective: Any, model: Any, *rest: Any) -> Any:
-        now = step == (1 if strike is run_out_of_memory else STEP) or strike is be_slow
+    def train_step(run: Any, step: int, batches: Any) -> Any:
+        now = step == (1 if strike is run_out_of_memory else STEP)
         if int(os.environ["RANK"]) == STRUCK and now:
-            strike(model)
-        return plain(step, batches, objective, model, *rest)
+            strike(run.assembly.model)
+        return plain(run, step, batches)
 
     train.train_step = train_step
-    if strike is be_slow:  # others end before two looks: a rank of a busy machine is slow, too
-        slow_ranks.EVERY = 2  # logged steps
     train.main()
 
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from config import Comm
 from errors import EXIT_SAVED, end_process
-from jobs.heartbeat import activity
+from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import start_ranks
-from traces.profiler import span
 
 STEPS = 10
 

@@ -2,7 +2,7 @@
 
 from models.unet import UNet
 from parallelisms.domain_parallel import GridTiles
-from parallelisms.halo_exchange import NOBODY
+from parallelisms.halo_exchange import NO_RANK
 
 
 def stated_units(
@@ -18,7 +18,7 @@ def stated_units(
 
     mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T
     numbers a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the
-    log-sum-exp (1 a token and head). Raises ValueError for "memory_budget", where the compiler chooses.
+    log-sum-exp (1 a token and head).
     """
     tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
     if mode == "full":
@@ -47,8 +47,8 @@ def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) 
     same again, without the stem's where the fields need no gradient. `itemsize` is that of the activations;
     under autocast the stem still reads, and sends, what it is given.
     """
-    m = sum(peer != NOBODY for peer in tiles.neighbours(0, model.periodic))
-    p = sum(peer != NOBODY for peer in tiles.neighbours(1, model.periodic))
+    m = sum(peer != NO_RANK for peer in tiles.neighbors(0, model.periodic))
+    p = sum(peer != NO_RANK for peer in tiles.neighbors(1, model.periodic))
     channels = [(c.in_channels, f) for c, f in model.convolutions() if c.kernel_size[0] == 3]
     (h, w), messages = tiles.shape, (m + p) * len(channels)
     return messages, itemsize * batch_size * sum(d * (p * h // f + m * (w // f + 2)) for d, f in channels)

@@ -37,7 +37,7 @@ def save(
 ) -> tuple[dict[str, np.ndarray], list[float]]:
     """A run that saves after STEPS steps: all that was saved, and the losses of the steps after it."""
     small = SmallRun(layout, ema_decay=0.9, name=optimizer)
-    state = small.run
+    state = small.state
     for step in range(STEPS):
         small.step(step)
     checkpointer = Checkpointer(folder, Checkpoint(async_mode=mode, keep_latest_k=1), "", layout.parallelism)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def save(
 def load(layout: Layout, folder: Path, optimizer: str = "AdamW") -> tuple[dict[str, np.ndarray], list[float]]:
     """What a run with other initial weights has after resuming, and its next losses."""
     small = SmallRun(layout, seed=1, ema_decay=0.9, name=optimizer)
-    state = small.run
+    state = small.state
     checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", layout.parallelism)
     assert resume(checkpointer, state) and state.progress.step == STEPS
     checkpointer.close()

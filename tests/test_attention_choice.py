@@ -13,15 +13,14 @@ from config import Model
 from errors import DataError
 from models.attention import Kernel, activate, check_backend, preferred_backend
 from models.vit import VisionTransformer
-from parallelisms import measured_choices
-from parallelisms.degrees import Degrees
-from parallelisms.measured_choices import (
-    Choices,
+from parallelisms import attention_choice
+from parallelisms.attention_choice import (
     choose_attention,
-    fastest_backend,
+    fastest_backends,
     measure_attention,
-    warn_of,
+    warn_about_kernel,
 )
+from parallelisms.degrees import Degrees
 
 CPU = torch.device("cpu")
 
@@ -31,8 +30,9 @@ def vit() -> VisionTransformer:
         return VisionTransformer(3, 3, (16, 32), Model("vit", (4, 4), 64, 2, 4, attention_backend="auto"))
 
 
-def choose(folder, batch=2, **degrees) -> str:
-    return choose_attention(vit(), batch, Degrees(**degrees), torch.float32, CPU, Choices(folder))
+def choose(folder, batch=2, for_training=True, **degrees) -> str:
+    file = folder / "attention.json"
+    return choose_attention(vit(), batch, Degrees(**degrees), torch.float32, CPU, file, for_training)
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def test_the_fastest_is_taken_for_all_blocks_and_kept(tmp_path, monkeypatch, one
         shapes.append(shape)
         return {"sdpa": 2.0, "math": 1.0} if len(shapes) == 1 else {"sdpa": 1.0, "math": 2.0}
 
-    monkeypatch.setattr(measured_choices, "measure_attention", measured)
+    monkeypatch.setattr(attention_choice, "measure_attention", measured)
     model = vit()
-    assert choose_attention(model, 2, Degrees(), torch.float32, CPU, Choices(tmp_path)) == "math"
+    assert choose_attention(model, 2, Degrees(), torch.float32, CPU, tmp_path / "attention.json") == "math"
     assert {m.backend for m in model.modules() if isinstance(m, Kernel)} == {"math"}
     assert shapes == [(2, 4, 32, 16)]
     assert choose(tmp_path) == "math"  # a resumed run repeats it, though sdpa would now win
@@ -64,39 +64,44 @@ def test_the_fastest_is_taken_for_all_blocks_and_kept(tmp_path, monkeypatch, one
 
 def test_measuring_takes_what_runs_here():
     assert set(measure_attention((1, 2, 16, 8), torch.float32, CPU)) == {"sdpa", "math"}
-    found = fastest_backend((1, 2, 16, 8), torch.bfloat16, CPU)
-    assert found["backend"] == min(found["seconds"], key=found["seconds"].get)
+    found = fastest_backends((1, 2, 16, 8), torch.bfloat16, CPU)
+    assert list(found.values()) == sorted(found.values())
 
 
-def test_what_was_measured_for_something_else_is_measured_again(one_rank, tmp_path):
-    choices, key = Choices(tmp_path), {"shape": [1, 2]}
-    assert choices.get("choice", key, lambda: {"backend": "math"}) == {"backend": "math"}
-    assert choices.get("choice", key, lambda: {"backend": "sdpa"})["backend"] == "math"
-    assert choices.get("choice", {"shape": [1, 3]}, lambda: {"backend": "sdpa"})["backend"] == "sdpa"
-    assert json.loads((tmp_path / "choice.json").read_text()) == {"shape": [1, 3], "backend": "sdpa"}
+def test_a_forecast_uses_the_choice_of_the_run_and_writes_nothing(one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention_choice, "measure_attention", lambda *_: {"math": 1.0, "sdpa": 2.0})
+    assert choose(tmp_path, batch=16) == "math"
+    before = (tmp_path / "attention.json").read_bytes()
+    monkeypatch.setattr(attention_choice, "measure_attention", lambda *_: {"sdpa": 1.0, "math": 2.0})
+    assert choose(tmp_path, batch=8, for_training=False) == "math"  # another shape, and not measured again
+    assert (tmp_path / "attention.json").read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    assert choose(tmp_path / "empty", for_training=False) == "sdpa"
+    assert not list((tmp_path / "empty").iterdir())
 
 
-def test_a_forecast_takes_what_the_run_has_chosen_and_writes_nothing(one_rank, tmp_path):
-    Choices(tmp_path).get("choice", {"batch": 16}, lambda: {"backend": "math"})
-    fixed, before = Choices(tmp_path, fixed=True), (tmp_path / "choice.json").read_bytes()
-    assert fixed.get("choice", {"batch": 8}, lambda: {"backend": "sdpa"})["backend"] == "math"
-    assert fixed.get("another", {}, lambda: {"backend": "sdpa"})["backend"] == "sdpa"
-    assert (tmp_path / "choice.json").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+@pytest.mark.parametrize("for_training", [True, False])
+def test_a_kernel_chosen_on_another_kind_of_device_is_no_choice(one_rank, tmp_path, for_training):
+    """Such as a GPU's kernel in a forecast on a CPU."""
+    file = tmp_path / "attention.json"
+    file.write_text(json.dumps({"device": "NVIDIA H100", "backend": "cudnn", "shape": [2, 4, 32, 16]}))
+    assert choose(tmp_path, for_training=for_training) in ("sdpa", "math")
+    assert ("cudnn" in file.read_text()) != for_training
 
 
 def test_long_sequences_do_not_try_plain_matmul(monkeypatch):
-    monkeypatch.setattr(measured_choices, "MAX_SCORES", 1000)
+    monkeypatch.setattr(attention_choice, "MAX_SCORES", 1000)
     assert set(measure_attention((1, 2, 16, 8), torch.float32, CPU)) == {"sdpa"}
 
 
 def test_a_slow_kernel_on_hopper_is_a_warning(monkeypatch, caplog):
     """A run that cannot be as fast as its GPU is a run all the same."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    warn_of("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "cudnn", CPU)
-    warn_of("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...", "flash3", CPU)
+    warn_about_kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "cudnn", CPU)
+    warn_about_kernel("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...", "flash3", CPU)
     assert not caplog.records
-    warn_of("pytorch_flash::flash_fwd_kernel", "sdpa", CPU)
-    assert "none of Hopper's" in caplog.text
+    warn_about_kernel("pytorch_flash::flash_fwd_kernel", "sdpa", CPU)
+    assert "no kernel for Hopper" in caplog.text
 
 
 def test_what_is_not_measured_comes_from_a_table(monkeypatch):

@@ -78,25 +78,25 @@ def test_bad_steps_are_counted_over_a_window(one_rank, caplog):
 
 def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
     run, checkpointer = Run(), build()
-    bad_steps = run.run.bad_steps = BadSteps(0.0, 0, CPU)
+    bad_steps = run.state.bad_steps = BadSteps(0.0, 0, CPU)
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
-        roll_back(checkpointer, run.run)
+        roll_back(checkpointer, run.state)
     weights = []
     for step in (1, 2, 3):
         run.step()
         run.save(checkpointer)
-        weights.append(run.run.parameters["0.weight"].detach().clone())
+        weights.append(run.state.parameters["0.weight"].detach().clone())
         judge(bad_steps, step, 1.0)
     judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
     assert bad_steps.too_many(4)
-    roll_back(checkpointer, run.run)
-    assert run.run.progress.step == 2 and run.run.progress.rollbacks == 1
-    assert torch.equal(run.run.parameters["0.weight"], weights[1])
+    roll_back(checkpointer, run.state)
+    assert run.state.progress.step == 2 and run.state.progress.rollbacks == 1
+    assert torch.equal(run.state.parameters["0.weight"], weights[1])
     assert complete_steps(checkpointer.folder) == [1, 2]
     judge(bad_steps, 4, NAN, NAN)
     assert bad_steps.too_many(4)
     with pytest.raises(TrainingDiverged, match="going back to step 2 and taking other samples did not help"):
-        roll_back(checkpointer, run.run)
+        roll_back(checkpointer, run.state)
 
 
 def test_a_run_does_not_end_on_a_bad_step(one_rank):

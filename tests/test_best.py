@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps
-from config import Checkpoint
+from config import Checkpoint, Config, Job, Validation
 from tests.started_jobs import write_config
 from training.best import Best, history, link_folder
 from training.config_checks import load_checked
@@ -25,6 +25,11 @@ def checkpointer(one_rank, tmp_path):
     made.close()
 
 
+def best_of(folder: Path, score: str, patience: int) -> Best:
+    checkpoint, validation = Checkpoint(keep_best=score), Validation(early_stop_patience=patience)
+    return Best(Config(job=Job(dump_folder=str(folder)), checkpoint=checkpoint, validation=validation))
+
+
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
     """What train.py does at a validation."""
     checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
@@ -34,7 +39,7 @@ def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, va
 
 
 def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path):
-    best = Best(tmp_path, SCORE, patience=0)
+    best = best_of(tmp_path, SCORE, 0)
     for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
         validate(best, checkpointer, tmp_path, step, value)
     assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
@@ -45,22 +50,22 @@ def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path)
 
 
 def test_a_run_is_exhausted_after_so_many_validations_also_when_resumed(checkpointer, tmp_path):
-    best = Best(tmp_path, SCORE, patience=2)
+    best = best_of(tmp_path, SCORE, 2)
     for step, value in ((10, 2.0), (20, 1.0), (30, 1.5)):
         validate(best, checkpointer, tmp_path, step, value)
     assert not best.exhausted
-    resumed = Best(tmp_path, SCORE, patience=2)
+    resumed = best_of(tmp_path, SCORE, 2)
     assert (resumed.value, resumed.step, resumed.later) == (1.0, 20, {30})
     validate(resumed, checkpointer, tmp_path, 30, 1.5)  # as a finished run does that is started again
     assert not resumed.exhausted
     validate(resumed, checkpointer, tmp_path, 40, 1.2)
-    assert resumed.exhausted and Best(tmp_path, SCORE, patience=2).exhausted
-    assert not Best(tmp_path, SCORE, patience=3).exhausted
-    assert Best(tmp_path, "val/loss", patience=1).value == math.inf  # of another score nothing is known
+    assert resumed.exhausted and best_of(tmp_path, SCORE, 2).exhausted
+    assert not best_of(tmp_path, SCORE, 3).exhausted
+    assert best_of(tmp_path, "val/loss", 1).value == math.inf  # of another score nothing is known
 
 
 def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_path):
-    best = Best(tmp_path, SCORE, patience=1)
+    best = best_of(tmp_path, SCORE, 1)
     validate(best, checkpointer, tmp_path, 1, 2.0)
     best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
     assert best.value == 2.0 and not best.exhausted and complete_steps(tmp_path / "best") == [1]

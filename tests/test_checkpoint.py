@@ -23,7 +23,7 @@ from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler, total_norm
 from training.optimizers.build import build_adamw, parameter_groups, set_lr
-from training.state import Progress, TrainState, global_batch_of, resume
+from training.state import Progress, TrainState, choose_global_batch, resume
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -37,25 +37,25 @@ class Run:
         parameters = dict(self.model.named_parameters())
         optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
         scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(0.0, 0, torch.device("cpu"))
-        self.run = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
+        self.state = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
 
     def step(self, checkpointer: Checkpointer | None = None) -> float:
-        run = self.run
-        run.progress.step += 1
-        set_lr(run.optimizer, 1e-2)
-        torch.manual_seed(run.progress.step)
+        state = self.state
+        state.progress.step += 1
+        set_lr(state.optimizer, 1e-2)
+        torch.manual_seed(state.progress.step)
         loss = self.model(torch.randn(5, 4)).square().mean()
-        run.scaler.scale(loss).backward()
-        run.scaler.unscale(run.parameters.values())
+        (loss * state.scaler.factor).backward()
+        state.scaler.unscale(state.parameters.values())
         if checkpointer:
             checkpointer.wait_for_staging()
-        if run.scaler.good(total_norm(run.parameters.values())):
-            run.optimizer.step()
-        run.optimizer.zero_grad()
+        if state.scaler.update(total_norm(state.parameters.values())):
+            state.optimizer.step()
+        state.optimizer.zero_grad()
         return loss.item()
 
     def save(self, checkpointer: Checkpointer) -> None:
-        checkpointer.save(self.run.progress.step, self.run.state_dict())
+        checkpointer.save(self.state.progress.step, self.state.state_dict())
 
 
 @pytest.fixture
@@ -86,11 +86,11 @@ def test_a_resumed_run_is_the_same_run(build, mode):
     expected = [run.step(checkpointer) for _ in range(3)]  # a save in flight must not see these updates
 
     other = Run(seed=1)
-    assert resume(build(mode), other.run) and other.run.progress.step == 3
+    assert resume(build(mode), other.state) and other.state.progress.step == 3
     assert [other.step() for _ in range(3)] == expected
     pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert other.run.scaler.factor == run.run.scaler.factor == 2.0**19
+    assert other.state.scaler.factor == run.state.scaler.factor == 2.0**19
 
 
 def test_names_are_the_models_own_and_the_manifest_says_what_was_written(build, tmp_path):
@@ -120,7 +120,7 @@ def test_any_dcp_tool_reads_it(build, tmp_path):
     checkpointer.wait()
     dcp_to_torch_save(str(step_folder(tmp_path, 1)), tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert torch.equal(whole["model.0.weight"], run.run.parameters["0.weight"])
+    assert torch.equal(whole["model.0.weight"], run.state.parameters["0.weight"])
 
 
 def test_only_complete_checkpoints_count_and_the_newest_stay(build, tmp_path):
@@ -134,12 +134,12 @@ def test_only_complete_checkpoints_count_and_the_newest_stay(build, tmp_path):
     (tmp_path / "step-00000040.deleting").mkdir()
     assert complete_steps(tmp_path) == [3, 4]
     other = Run()
-    assert resume(build(keep=2), other.run) and other.run.progress.step == 4
+    assert resume(build(keep=2), other.state) and other.state.progress.step == 4
     assert not list(tmp_path.glob("step-*.*"))
 
 
 def test_an_empty_folder_resumes_nothing(build):
-    assert not resume(build(), Run().run)
+    assert not resume(build(), Run().state)
 
 
 def test_another_model_is_refused_by_name(build):
@@ -147,7 +147,7 @@ def test_another_model_is_refused_by_name(build):
     run.step()
     run.save(checkpointer)
     with pytest.raises(ValueError, match=r"step-00000001: model.0.weight is \[8, 4\] there and \[16, 4\]"):
-        resume(build(), Run(width=16).run)
+        resume(build(), Run(width=16).state)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -240,7 +240,7 @@ def test_host_memory_does_not_grow_with_saves(build):
     run.step()
     sizes = []
     for save in range(80):
-        run.run.progress.step += 1
+        run.state.progress.step += 1
         run.save(checkpointer)
         if save in (20, 79):
             checkpointer.wait()
@@ -250,7 +250,7 @@ def test_host_memory_does_not_grow_with_saves(build):
 
 def test_the_global_batch_goes_on():
     def next_batch(asked: int, smallest: int, progress: Progress) -> int:
-        return global_batch_of(Training(global_batch_size=asked), smallest, progress).at(progress.step + 1)
+        return choose_global_batch(Training(global_batch_size=asked), smallest, progress)
 
     assert next_batch(-1, 8, Progress()) == 8
     assert next_batch(-1, 4, Progress(global_batch=16)) == 16
@@ -277,14 +277,14 @@ def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build,
     monkeypatch.setattr("checkpoints.checkpointer.time.sleep", pauses.append)
     run.step()
     run.save(checkpointer)
-    problem = checkpointer.finish(1, run.run.state_dict())
+    problem = checkpointer.finish(1, run.state.state_dict())
     assert "the last checkpoint, of step 1, could not be written" in problem and "\n" not in problem
     assert pauses == [1, 2, 4, 8, 16] and complete_steps(folder) == []
 
     checkpointer = build(mode, folder=folder)
     run.save(checkpointer)
     monkeypatch.setattr("checkpoints.checkpointer.time.sleep", lambda _: in_the_way.unlink(missing_ok=True))
-    assert checkpointer.finish(1, run.run.state_dict()) == "" and complete_steps(folder) == [1]
+    assert checkpointer.finish(1, run.state.state_dict()) == "" and complete_steps(folder) == [1]
 
 
 def test_signals_to_all_processes_do_not_end_the_one_that_writes(build, tmp_path):

@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     checkpointer.wait()
     said = harm(step_folder(tmp_path, 2))
     other = Run(seed=1)
-    assert resume(build(), other.run) and other.run.progress.step == 1
+    assert resume(build(), other.state) and other.state.progress.step == 1
     lines = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
     assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0]
     assert (tmp_path / "step-00000002.damaged").is_dir() and complete_steps(tmp_path) == [1]
@@ -129,7 +129,7 @@ def test_with_only_damaged_checkpoints_nothing_starts_over(build, tmp_path):  # 
     truncate(step_folder(tmp_path, 1))
     for _ in range(2):  # not at the next start either
         with pytest.raises(ValueError, match=r"no checkpoint is left .* \(step-00000001.damaged\)"):
-            resume(build(), Run().run)
+            resume(build(), Run().state)
 
 
 def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F811
@@ -187,7 +187,7 @@ def test_checkpoints_are_read_and_pruned_without_locks(build, tmp_path, monkeypa
         run.step()
         run.save(checkpointer)
     other = Run(seed=1)
-    assert resume(build(), other.run) and other.run.progress.step == 2 and complete_steps(tmp_path) == [2]
+    assert resume(build(), other.state) and other.state.progress.step == 2 and complete_steps(tmp_path) == [2]
 
 
 def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
@@ -208,7 +208,7 @@ def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, c
     (folder / "notes").mkdir()
     before = sorted(folder.iterdir())
     run, checkpointer = Run(), build("disabled", folder=folder)
-    assert not resume(checkpointer, run.run)
+    assert not resume(checkpointer, run.state)
     run.step()
     run.save(checkpointer)
     assert complete_steps(folder) == [1]
@@ -222,7 +222,7 @@ def test_a_rollback_removes_what_a_process_reads(build, tmp_path):  # noqa: F811
     for _ in range(3):
         run.step()
         run.save(checkpointer)
-    tensors = run.run.state_dict()
+    tensors = run.state.state_dict()
     with reading(step_folder(tmp_path, 3)):
         checkpointer.remove_after(1)
         assert checkpointer.newest() == 1 and complete_steps(tmp_path) == [1]
@@ -230,7 +230,7 @@ def test_a_rollback_removes_what_a_process_reads(build, tmp_path):  # noqa: F811
             read_tensors(step_folder(tmp_path, 3), tensors)
         checkpointer.save(3, tensors)
         assert not checkpointer.last_error and checkpointer.newest() == 3
-    assert resume(build("disabled"), Run().run) and not list(tmp_path.glob("*.deleting"))
+    assert resume(build("disabled"), Run().state) and not list(tmp_path.glob("*.deleting"))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", ".metadata"])
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_set_aside(build, tmp_path, mon
 
     monkeypatch.setattr(Path, "open", forbid)
     with pytest.raises(DataError, match=f"step-00000002/{name}: permission denied; give the user") as caught:
-        resume(build(), Run().run)
+        resume(build(), Run().state)
     assert not isinstance(caught.value, Damaged) and complete_steps(tmp_path) == [1, 2]
 
 
@@ -257,10 +257,10 @@ def test_a_checkpoint_of_the_version_before_resumes(build, tmp_path):  # noqa: F
     run, folder = Run(), step_folder(tmp_path, 3)
     for _ in range(3):
         run.step()
-    state_dict_saver.save(run.run.state_dict(), checkpoint_id=str(folder))
+    state_dict_saver.save(run.state.state_dict(), checkpoint_id=str(folder))
     (folder / "config.toml").write_text("x = 1")
     files = {path.name: (path.stat().st_size, crc32_of(path)) for path in folder.iterdir()}
     write_manifest(folder, {"step": 3, "ranks": 1, "layout": {}}, files)
     expected = [run.step() for _ in range(3)]
     other = Run(seed=1)
-    assert resume(build(), other.run) and [other.step() for _ in range(3)] == expected
+    assert resume(build(), other.state) and [other.step() for _ in range(3)] == expected

@@ -14,10 +14,9 @@ from datasets.conditions import Conditions
 from datasets.grid import global_grid
 from datasets.normalization import Normalizer
 from errors import ConfigError
-from models.build import build_model
-from models.condition_numbers import num_channels
-from models.conditioning import ConditionedTransformer, features_of
+from models.conditioning import ConditionedTransformer, compute_features
 from models.initialization import init_weights
+from models.registry import build_model, num_channels
 from planning.start_checks import check_model
 from planning.workload import architecture_of
 from tests.parity import TOLD, Layout, SmallRun, full
@@ -78,7 +77,7 @@ def test_scale_and_shift_are_those_of_the_norms():
 def test_features():
     """Angles as they come; of a lead n / (n + 1), n / (n + 4), ..., which no lead takes beyond 1."""
     numbers = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 4.0], [0.6, 0.8, 1e4]])
-    found = features_of(numbers, ("day_of_year", "lead_time"))
+    found = compute_features(numbers, ("day_of_year", "lead_time"))
     np.testing.assert_allclose(found[:2], [[0, 1, 0, 0, 0, 0], [1, 0, 0.8, 0.5, 0.2, 4 / 68]], rtol=1e-6)
     assert found.abs().max() <= 1
 

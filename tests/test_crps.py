@@ -13,7 +13,7 @@ from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_mem
 from tests.parity import Layout, SmallRun, difference, full
 from training.losses.penalties import CRPS, by_member, penalty_of
 from training.losses.pointwise import fused_sum_of_costs, sum_of_costs
-from training.rollout import seed_again, told
+from training.rollout import seed_rollout_step
 
 ALPHA = 0.95  # Lang et al. 2024
 
@@ -126,13 +126,14 @@ def test_the_loss_of_fields_with_holes(one_rank):
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:2], torch.arange(2) * 21_600
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    _, *expected = objective.cut(fields, times, *told(objective, objective.keys(1, times), times, 0))
-    found = objective.loss_part(run.model.geometry.from_fields(changes), *expected)
+    conditions = objective.condition(objective.noise_keys(1, times), times, 0)
+    targets = objective.cut(fields, times, *conditions).targets
+    found = objective.loss_part(run.model.meta_model.from_fields(changes), targets)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
     truth = fields[:, 1]
     by_hand = loss_by_hand(states.double().view(2, 3, 3, 11, 10).numpy(), truth.double().numpy(), [1, 2, 0.5])
     assert found.item() == pytest.approx(by_hand, rel=1e-5)
-    dates = [objective.of_fields(states[3 * i : 3 * i + 3], truth[i : i + 1]).item() for i in range(2)]
+    dates = [objective.loss_of_fields(states[3 * i : 3 * i + 3], truth[i : i + 1]).item() for i in range(2)]
     assert np.mean(dates) == pytest.approx(by_hand, rel=1e-5)
 
 
@@ -144,15 +145,15 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
     run, plain = SmallRun(layout), SmallRun(layout)
     loss, _ = run.step(0)
     fields, times = plain.batches(0)[0]
-    conditions, model = plain.objective.conditions, plain.model.geometry
+    conditions, model = plain.objective.conditions, plain.model.meta_model
     assert conditions.noise is not None
     keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
-    assert torch.equal(plain.objective.keys(1, times), keys)
+    assert torch.equal(plain.objective.noise_keys(1, times), keys)
     area = torch.from_numpy(area_weights(conditions.latitude.numpy())).float()
     states = [fields[:, n].nan_to_num().repeat_interleave(3, 0) for n in range(history)]
     losses = []
     for number in range(rollout):
-        seed_again(torch.initial_seed(), number)
+        seed_rollout_step(torch.initial_seed(), number)
         static = conditions.static.expand(len(keys), -1, -1, -1)
         noise = conditions.noise.draw(
             keys, times.repeat_interleave(3) + number * plain.objective.step_seconds
@@ -252,9 +253,9 @@ def test_half_of_the_noise_is_kept_through_a_forecast(number):
 def test_noise_is_new_at_every_step(one_rank):
     run = SmallRun(Layout(members=2))
     fields, times = run.batches(0)[0]
-    keys = run.objective.keys
+    objective = run.objective
     inputs = [
-        run.objective.cut(fields, times, *told(run.objective, keys(step, times), times, 0))[0]
+        objective.cut(fields, times, *objective.condition(objective.noise_keys(step, times), times, 0)).inputs
         for step in (1, 1, 2)
     ]
     assert torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])

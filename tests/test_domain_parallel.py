@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import GridConv2d, UNet
-from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, check_tiles
+from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, choose_tiles
 from tests.distributed import Ranks
 from tests.formulas import halo_traffic
 
@@ -78,7 +79,8 @@ def compare(model: UNet, tiles: GridTiles, fields: Tensor, target: Tensor) -> di
 
     fields (B, C, H', W'), target the shape of the output.
     """
-    plain, mine = copy.deepcopy(model), apply_domain_parallel(model, tiles)
+    plain, mine = copy.deepcopy(model), model
+    apply_domain_parallel(mine, tiles)
     whole, part = (fields.clone().requires_grad_() for _ in range(2))
     expected = plain(whole)
     loss = (expected - target).square().sum()
@@ -122,7 +124,8 @@ def check_convolution(layout: tuple[int, int], kernel: int, stride: int, periodi
     conv = GridConv2d(3, 4, kernel, stride, periodic).double()
     target = torch.randn(2, 4, 16 // stride, 24 // stride).double()
     coarse = build_tiles(domain(layout), layout, (16 // stride, 24 // stride), 4 // stride)
-    plain, mine = copy.deepcopy(conv), apply_domain_parallel(conv, tiles)
+    plain, mine = copy.deepcopy(conv), conv
+    apply_domain_parallel(mine, tiles)
     whole, part = (torch.randn(2, 3, 16, 24).double().requires_grad_() for _ in range(2))
     part.data.copy_(whole.data)
     (expected := plain(whole)).mul(target).sum().backward()
@@ -146,7 +149,8 @@ def check_wrapped(wrapper: str) -> dict:
     tiles = build_tiles(mesh, (2, 2), model.padded_shape, model.multiple)
     torch.manual_seed(0)
     fields, target = model.from_fields(torch.randn(2, 5, *GRID)), torch.randn(2, 3, *model.padded_shape)
-    plain, split = copy.deepcopy(model), apply_domain_parallel(model, tiles)
+    plain, split = copy.deepcopy(model), model
+    apply_domain_parallel(split, tiles)
     (plain(fields) - target).square().sum().backward()
     averaging = wrapper in ("ddp", "fsdp")
     wrapped = wrap(split, wrapper, mesh)
@@ -272,7 +276,21 @@ def test_uneven_tiles_differ_by_one_unit():
     assert bounds(1440, 3, 16) == (0, 480, 960, 1440)
 
 
-@pytest.mark.parametrize("tiles", [(3, 1), (4, 2), (1, 1)])
-def test_tiles_that_do_not_fit_name_those_that_do(tiles):
-    with pytest.raises(ValueError, match=r"domain_parallel_tiles = .*valid: \[1, 4\], \[2, 2\]$"):
-        check_tiles(tiles, (48, 96), 16, 4)  # 3 rows of units: not 4 rows of tiles
+@pytest.mark.parametrize(
+    ("ranks", "shape", "tiles"),
+    [
+        (1, (32, 48), (1, 1)),
+        (2, (736, 1440), (1, 2)),  # columns are shorter than rows: the shorter halo
+        (2, (64, 32), (2, 1)),
+        (4, (48, 48), (2, 2)),  # 3 x 3 units: no 4 rows or columns of tiles
+        (8, (736, 1440), (2, 4)),
+    ],
+)
+def test_tiles_are_balanced_and_compact(ranks: int, shape: tuple[int, int], tiles: tuple[int, int]) -> None:
+    assert choose_tiles(ranks, shape, 16) == tiles
+
+
+def test_more_ranks_than_tiles_are_refused() -> None:
+    message = "context_parallel_degree = 5: so many ranks have no tiles of the 32 x 32 grid.*at most 2 x 2"
+    with pytest.raises(ConfigError, match=message):
+        choose_tiles(5, (32, 32), 16)

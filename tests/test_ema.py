@@ -22,7 +22,7 @@ def test_averages_stand_in_for_the_weights_and_leave_again():
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     average = EMA({"w": weight}, decay=0.5)
     weight.data.mul_(3)
-    with pytest.raises(RuntimeError), average.in_place():
+    with pytest.raises(RuntimeError), average.applied():
         assert weight.tolist() == [1.0, 2.0]
         raise RuntimeError
     assert weight.tolist() == [3.0, 6.0] and average.averages["w"].tolist() == [1.0, 2.0]

@@ -118,9 +118,9 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
 def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_path):
     first = make_forecast(options, tmp_path / "a.zarr", "--forecast.num_members", "4")
     again = make_forecast(
-        options, tmp_path / "b.zarr", "--forecast.num_members", "2", "--forecast.local_batch_size", "3"
+        options, tmp_path / "b.zarr", "--forecast.num_members", "2", "--validation.local_batch_size", "3"
     )
-    other = make_forecast(options, tmp_path / "c.zarr", "--forecast.num_members", "4", "--forecast.seed", "1")
+    other = make_forecast(options, tmp_path / "c.zarr", "--forecast.num_members", "4", "--training.seed", "1")
     single = make_forecast(options, tmp_path / "d.zarr")
     np.testing.assert_allclose(again, first.isel(number=[0, 1]), atol=1e-5)
     np.testing.assert_allclose(single, first.isel(number=0), atol=1e-5)

@@ -34,7 +34,7 @@ HISTORY = ["--data.history", "2", "--model.position", "rotary"]
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
 
 
-@pytest.fixture(scope="module", params=["vit", "unet", "swin", "history"])
+@pytest.fixture(scope="module", params=["vit", "unet", "history"])
 def options(request, tmp_path_factory) -> list[str]:
     """Of a short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -42,7 +42,6 @@ def options(request, tmp_path_factory) -> list[str]:
     options += ["--training.steps", "2", "--training.ema_decay", "0.9"]
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
-    options += ["--model.name", "swin", "--model.window_size", "[2,1]"] if request.param == "swin" else []
     options += HISTORY if request.param == "history" else []
     train(load_checked(options))
     return options

@@ -6,6 +6,7 @@ place torch has to be built for CUDA.
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from models.vit import LayerNorm, VisionTransformer
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler
 from training.optimizers.build import build_adamw
-from training.update import Update
+from training.state import Progress, TrainState
+from training.step import Run, update_weights
 
 HALF = torch.bfloat16
 BUILT = torch.backends.cuda.is_built()
@@ -85,18 +87,12 @@ def test_an_update_whose_gradients_are_on_the_host(
     parameter = nn.Parameter(torch.empty(4, 4, device=host), requires_grad=False)
     parameter.grad = torch.empty(4, 4, device=host)
     optimizer = build_adamw({"weight": parameter}, (0.9, 0.95), 1e-8, 0.0)
-    run = SimpleNamespace(
-        optimizer=optimizer,
-        scaler=LossScaler(False),
-        bad_steps=BadSteps(spike_threshold, 3, device),
-        average=None,
-    )
+    bad_steps = BadSteps(spike_threshold, 3, device)
+    state = TrainState({"weight": parameter}, optimizer, LossScaler(False), None, Progress(), bad_steps)
     model = SimpleNamespace(parameters={"weight": parameter}, pipeline_group=None, after_update=lambda: None)
-    saves = SimpleNamespace(wait_for_staging=lambda: None)
-    update = Update(model, run, saves, lambda step: 1e-3, lambda *_: torch.empty(()), max_norm=1.0)  # type: ignore[arg-type]
-    update.begin(1)
+    parts: Any = (SimpleNamespace(model=model), None, state, lambda step: 1e-3, 1.0, None, None, None)
     loss = torch.empty((), device=device)
-    norm = update.finish(1, loss)
+    norm = update_weights(Run(*parts), 1, loss)
     assert norm.device == loss.device  # training/metrics.py stacks them
     assert optimizer.found_inf.device == host  # type: ignore[attr-defined]
-    assert {tensor.device.type for tensor in run.bad_steps.window.values()} == {"cuda"}
+    assert {tensor.device.type for tensor in bad_steps.window.values()} == {"cuda"}

@@ -3,8 +3,6 @@
 import logging
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from config import ActivationCheckpoint, Float8, Model
 from models.initialization import fill_with_nan, init_weights
 from models.vit import VisionTransformer
-from parallelisms import measured_choices
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
-from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8, check_float8, precompute_float8_scales
-from parallelisms.measured_choices import Choices, choose_float8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 LAYERS = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
@@ -33,10 +28,10 @@ def no_earlier_compilations():
     torch._dynamo.reset()
 
 
-def build(recipe: str = "", min_features: int = 0, all_gather: bool = False, dim: int = 64, tp: int = 1):
+def build(recipe: str = "", all_gather: bool = False, dim: int = 64, tp: int = 1):
     model = VisionTransformer(2, 2, (8, 16), Model("vit", (1, 1), dim, 2, 2))
     if recipe:
-        apply_float8(model, Float8(True, recipe, min_features, True, all_gather), "cpu", tp)  # type: ignore[arg-type]
+        apply_float8(model, Float8(True, recipe, all_gather), "cpu", tp)  # type: ignore[arg-type]
     init_weights(model, seed=0)
     return model
 
@@ -70,17 +65,14 @@ def assert_same_step(model: nn.Module, reference: nn.Module) -> None:
 
 def test_matrices_of_the_blocks_are_converted_and_no_others() -> None:
     model = build()
-    names = apply_float8(model, Float8(emulate=True), "cpu")
+    names = apply_float8(model, Float8(), "cpu")
     assert names == [f"blocks.{i}.{layer}" for i in range(2) for layer in LAYERS] == converted(model)
     assert type(model.patch_embedding) is type(model.head) is nn.Linear
     assert list(model.state_dict()) == list(build().state_dict())
 
 
 def test_layers_too_small_or_of_odd_size_stay() -> None:
-    assert converted(build("tensorwise", min_features=64)) == converted(build("tensorwise"))
-    with pytest.raises(ValueError, match="filter_min_features = 65: no layer of the blocks has so many"):
-        build("tensorwise", min_features=65)
-    with pytest.raises(ValueError, match="multiples of 16"):
+    with pytest.raises(ValueError, match="no layer of the blocks has multiples of 16"):
         build("tensorwise", dim=40)
     with pytest.raises(ValueError, match="multiples of 128"):
         build("tensorwise", tp=8)  # 64 / 8 is not a multiple of 16
@@ -119,7 +111,7 @@ def test_compile_and_checkpointing_change_nothing(mode: str, recipe: str) -> Non
 def test_built_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = VisionTransformer(2, 2, (8, 16), Model("vit", (1, 1), 64, 2, 2))
-    apply_float8(model, Float8(emulate=True), "cpu")
+    apply_float8(model, Float8(), "cpu")
     model.to_empty(device="cpu")
     fill_with_nan(model)
     init_weights(model, seed=0)
@@ -131,7 +123,7 @@ def test_float8_all_gather(compiled: bool, one_rank: torch.device) -> None:
     """Sharded from the meta device, two optimiser steps: as without the all-gather in float8."""
     with torch.device("meta"):
         model = VisionTransformer(2, 2, (8, 16), Model("vit", (1, 1), 64, 2, 2))
-    apply_float8(model, Float8(emulate=True, enable_fsdp_float8_all_gather=True), "cpu")
+    apply_float8(model, Float8(enable_fsdp_float8_all_gather=True), "cpu")
     if compiled:
         apply_compile(model, backend="aot_eager")
     mesh = init_device_mesh(one_rank.type, (1,))
@@ -155,115 +147,31 @@ def update(model: nn.Module) -> None:
     precompute_float8_scales(model)
 
 
-# -- the recipe that is fastest: parallelisms/measured_choices.py
-
-FLOAT8 = Float8(enable=True, recipe="auto")
-CPU = torch.device("cpu")
-
-
-def recipes_of(model: nn.Module) -> dict[str, str]:
-    """Layer of the first block -> the axes that one scale is for, "none" where it is not converted."""
-    layers = {name: model.get_submodule(f"blocks.0.{name}") for name in LAYERS}
-    from torchao.float8.config import ScalingGranularity
-
-    kinds = {ScalingGranularity.TENSORWISE: "tensorwise", ScalingGranularity.AXISWISE: "rowwise"}
-    return {
-        name: kinds[layer.config.cast_config_input.scaling_granularity]  # type: ignore[union-attr]
-        if type(layer).__name__ == "Float8Linear"
-        else "none"
-        for name, layer in layers.items()
-    }
-
-
-def test_each_shape_gets_what_is_fastest(one_rank, monkeypatch, caplog, tmp_path: Path) -> None:
-    """Of 2 x 128 rows. A gain of 2 % is not worth it; the choice is kept with the run."""
-    measured = {
-        (256, 64, 64): {"none": 1.0, "tensorwise": 1.1, "rowwise": 1.2},
-        (256, 64, 192): {"none": 1.0, "tensorwise": 0.99, "rowwise": 0.985},
-        (256, 64, 256): {"none": 1.0, "tensorwise": 0.7, "rowwise": 0.8},
-        (256, 256, 64): {"none": 1.0, "tensorwise": 0.8, "rowwise": 0.7},
-    }
-    asked: list[tuple[int, int, int]] = []
-
-    def measure(shape: tuple[int, int, int], *_: object) -> dict[str, float]:
-        asked.append(shape)
-        return measured[shape]
-
-    monkeypatch.setattr(measured_choices, "measure_float8", measure)
-    caplog.set_level(logging.INFO)
-    for _ in range(2):
-        model = build()
-        choose_float8(model, 2, Degrees(), FLOAT8, False, torch.bfloat16, CPU, Choices(tmp_path))
-        apply_float8(model, Float8(recipe="auto", emulate=True), "cpu")
-        found = recipes_of(model)
-        assert list(found.values()) == ["none", "none", "tensorwise", "rowwise"]
-    assert sorted(asked) == sorted(measured)  # once
-    line = "float8: 256 x 256 x 64: rowwise (none 1000.000 ms, tensorwise 800.000 ms, rowwise 700.000 ms)"
-    assert sum(message.startswith(line) for message in caplog.messages) == 1
-    (out, _), (expected, _) = step(model), step(build())
-    assert 1e-3 < error(out, expected) < 0.08
-
-
-def test_nothing_gains(one_rank, monkeypatch, caplog, tmp_path: Path) -> None:
-    monkeypatch.setattr(measured_choices, "measure_float8", lambda *_: {"none": 1.0, "tensorwise": 1.0})
-    model = build()
-    choose_float8(model, 2, Degrees(), FLOAT8, False, torch.bfloat16, CPU, Choices(tmp_path))
-    assert "no matrix gains" in caplog.text
-    assert apply_float8(model, Float8(recipe="auto", emulate=True), "cpu") == converted(model) == []
-
-
-def test_emulated_or_not_measured_it_is_tensorwise(one_rank, caplog, tmp_path: Path) -> None:
-    caplog.set_level(logging.INFO)
-    model, emulated = build(), replace(FLOAT8, emulate=True)
-    chosen = choose_float8(model, 2, Degrees(), emulated, False, torch.float32, CPU, Choices(tmp_path))
-    assert set(chosen.values()) == {"tensorwise"} and "it is emulated" in caplog.text
-    for one in (model, build()):
-        apply_float8(one, Float8(recipe="auto", emulate=True), "cpu")
-        assert_same_step(one, build("tensorwise"))
-
-
-def test_measured_times() -> None:
-    """Emulated here, so that figures mean nothing; a recipe that this machine lacks is not timed."""
-    shape = (64, 128, 256)
-    found = measured_choices.measure_float8(shape, False, torch.bfloat16, CPU, emulate=True)
-    assert list(found) == ["none", "tensorwise", "rowwise"] and min(found.values()) > 0
-    assert list(measured_choices.measure_float8(shape, False, torch.bfloat16, CPU)) == ["none"]
-
-
-def test_shapes_of_a_rank() -> None:
-    """Tensor parallelism cuts qkv and up by features out, the others by features in."""
-    shapes = [measured_choices.rank_shape(build(), f"blocks.1.{layer}", 100, 2) for layer in LAYERS]
-    assert shapes == [(100, 64, 96), (100, 32, 64), (100, 64, 128), (100, 128, 64)]
-
-
 # -- errors
 
 
 def test_a_machine_that_cannot_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match="^float8.enable = true: needs a CUDA device and the run is on cpu; set it"
-    ):
-        check_float8("tensorwise", False, False, "cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_float8("tensorwise", False, False, "cuda")
-    with pytest.raises(
-        ValueError, match='"rowwise" needs compute capability 9.0 and this GPU has 8.9; .*emulate'
-    ):
-        check_float8("rowwise", False, False, "cuda")
+    check_float8(Float8(), "cuda")
+    with pytest.raises(ValueError, match='"rowwise" needs compute capability 9.0 and this GPU has 8.9'):
+        check_float8(Float8(recipe="rowwise"), "cuda")
+
+
+def test_it_is_emulated_without_cuda_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    layer = build("tensorwise").get_submodule("blocks.0.mlp.up")
+    assert layer.config.emulate and "float8: emulated on cpu" in caplog.text  # type: ignore[union-attr]
 
 
 def test_combinations_that_cannot_be() -> None:
     with pytest.raises(ValueError, match='all_gather = true: "rowwise" has more scales'):
-        check_float8("rowwise", True, True, "cpu")
-    with pytest.raises(ValueError, match='all_gather = true: "auto" may choose more scales'):
-        check_float8("auto", True, True, "cpu")
+        check_float8(Float8(recipe="rowwise", enable_fsdp_float8_all_gather=True), "cpu")
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package torchao is not installed; pip install"):
-        check_float8("tensorwise", True, False, "cpu")
+        check_float8(Float8(), "cpu")
 
 
 def test_torchao_is_imported_only_where_it_is_used() -> None:

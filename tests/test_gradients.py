@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from training.gradients import LossScaler, add_up, clip, total_norm
+from training.gradients import LossScaler, clip, reduce_partial_gradients, total_norm
 
 
 def parameters(*values: float) -> list[nn.Parameter]:
@@ -34,7 +34,7 @@ def clipped_summands() -> tuple[float, float, list[float]]:
     for parameter, summand in zip(pair, (1.0 + dist.get_rank(), 4.0 * dist.get_rank()), strict=True):
         parameter.grad = DTensor.from_local(torch.tensor(8.0 * summand), mesh, [Partial()])
     scaler = LossScaler(True, initial=8.0)
-    add_up(pair)
+    reduce_partial_gradients(pair)
     scaler.unscale(pair)
     norm = total_norm(pair)
     clip(pair, 2.5, norm)
@@ -58,10 +58,19 @@ def test_scale_doubles_after_good_steps_and_halves_on_overflow():
         optimizer.param_groups[0]["params"][0].grad = torch.tensor([value])
         theirs.step(optimizer)
         theirs.update()
-        assert ours.good(torch.tensor(value)) == (value == 1.0)
+        assert ours.update(torch.tensor(value)) == (value == 1.0)
         assert ours.factor == theirs.get_scale()
 
 
 def test_disabled_it_does_nothing():
-    scaler, loss = LossScaler(False), torch.tensor(2.0)
-    assert scaler.scale(loss) is loss and scaler.good(torch.tensor(float("nan"))) and scaler.state() == {}
+    scaler = LossScaler(False)
+    assert scaler.factor == 1.0 and scaler.update(torch.tensor(float("nan"))) and scaler.state_dict() == {}
+
+
+def test_the_scale_has_a_floor_below_which_overflow_is_a_bad_step():
+    scaler = LossScaler(True, initial=4.0)
+    may_overflow = []
+    for _ in range(4):
+        may_overflow.append(scaler.may_overflow)
+        assert not scaler.update(torch.tensor(float("inf")))
+    assert may_overflow == [True, True, False, False] and scaler.factor == 1.0

@@ -328,7 +328,7 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
     gradient goes through the steps before `begin`.
     """
     mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
-    model, objective = deepcopy(run.model.geometry).double(), run.objective
+    model, objective = deepcopy(run.model.meta_model).double(), run.objective
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
     static, history = objective.conditions.static.double(), run.layout.history
     normalised = (fields.double() - mean) / std

@@ -9,9 +9,9 @@ import pytest
 
 STEPS = """
 import resource, sys, torch
-from training.host_memory import keep_freed_memory
+from training.host_memory import retain_memory
 if sys.argv[1] == "kept":
-    keep_freed_memory(torch.device("cpu"))
+    retain_memory(torch.device("cpu"))
 def step():
     activations = [torch.ones(10_000_000) for _ in range(4)]  # 40 MB each
     while activations:
@@ -42,16 +42,16 @@ LEFT = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from training.host_memory import giving_memory_back, keep_freed_memory
+from training.host_memory import return_memory, retain_memory
 def held() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 cpu = torch.device("cpu")
-keep_freed_memory(cpu)
+retain_memory(cpu)
 before = held()
 blocks = [torch.ones(10_000_000) for _ in range(8)]  # 40 MB each
 del blocks[::2]  # gaps between blocks in use
-with giving_memory_back(cpu) if sys.argv[1] == "given back" else nullcontext():
+with return_memory(cpu) if sys.argv[1] == "given back" else nullcontext():
     fields = [torch.ones(15_000_000) for _ in range(4)]  # 60 MB: none fits into the place of one of those
     del fields[:3]
     print(held() - before)

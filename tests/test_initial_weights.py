@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import Channels, load_initial_weights
-from config import ActivationCheckpoint, Checkpoint, Compile, Model, Parallelism
-from models.build import build_model
+from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism
+from models.registry import build_model
 from parallelisms.degrees import resolve_degrees
-from parallelisms.parallelize import parallelize
+from parallelisms.parallelize import Recipe, parallelize
 from tests.distributed import shared_mesh
 from tests.parity import full
 from training.bad_steps import BadSteps
@@ -40,11 +40,11 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **par
     """Parameters of a small model on all ranks of the group."""
     settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
     asked = Parallelism(**parallelism)
-    mesh = shared_mesh(resolve_degrees(dist.get_world_size(), asked), asked.axis_order)
+    mesh = shared_mesh(resolve_degrees(dist.get_world_size(), asked))
     outputs = len(channels.outputs)
     plan = build_model(settings, outputs, len(channels.inputs) - outputs, GRID, True)
-    options = (asked, ActivationCheckpoint(), Compile(), torch.float32, torch.float32)
-    return parallelize(plan, mesh, torch.device("cpu"), seed, *options).parameters
+    recipe = Recipe(asked, ActivationCheckpoint(), Compile(), Float8(), torch.float32, torch.float32)
+    return parallelize(plan, mesh, torch.device("cpu"), seed, recipe).parameters
 
 
 def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:

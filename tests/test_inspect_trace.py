@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.field_dataset import FieldDataset
-from models.build import build_model
+from models.registry import build_model
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces.advice import advice
@@ -74,15 +74,15 @@ class SlowDataset(FieldDataset):
 
 def run_with_stalls(folder: Path, *options: str) -> Path:
     """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
-    cut, count = Objective.cut, Metrics.count
+    cut, count = Objective.cut, Metrics.count_step
 
     def cut_and_read(self, fields, times):
         float(fields.nansum())
         return cut(self, fields, times)
 
-    def wait_and_count(self, *arguments):
+    def wait_and_count(self):
         time.sleep(STALL)
-        return count(self, *arguments)
+        return count(self)
 
     files = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
@@ -90,7 +90,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.samples.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
-        patch.setattr(Metrics, "count", wait_and_count)
+        patch.setattr(Metrics, "count_step", wait_and_count)
         train(load_checked([*files, *settings.split(), *traced.split(), *options]))
     return folder / "run"
 

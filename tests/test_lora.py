@@ -21,23 +21,21 @@ from command_line import load_config, to_toml
 from config import Checkpoint, Lora, Model
 from datasets.grid import global_grid
 from errors import ConfigError, DataError
-from models.build import WeatherModel, build_model
 from models.initialization import init_weights
-from models.lora import AdaptedLinear, apply_lora, awake, count, merge_lora, quantize, trained
+from models.lora import AdaptedLinear, apply_lora, count_parameters, merge_lora, trained
+from models.registry import build_model
+from models.weather_model import WeatherModel
 from planning.dry_run import dry_run
 from tests.parity import TABLE, Layout, SmallRun, config_of, difference, full, reference_of
 from tests.started_jobs import write_config
 from train import train
 from training.config_checks import load_checked
 
-DTYPES = ("float32", "bfloat16", "int8")
-shards_int8 = pytest.mark.skipif(torch.__version__ < "2.13", reason="planning/start_checks.py refuses it")
 
-
-def adapted(base_dtype: str = "float32", **lora) -> WeatherModel:
+def adapted(**lora) -> WeatherModel:
     """A small model with adapters that are not zero, on the CPU."""
     model = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
-    apply_lora(model, Lora(True, rank=4, alpha=6.0, base_dtype=base_dtype, **lora))  # type: ignore[arg-type]
+    apply_lora(model, Lora(True, rank=4, alpha=6.0, **lora))  # type: ignore[arg-type]
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     torch.manual_seed(0)
@@ -52,9 +50,7 @@ def plain_twin(model: nn.Module) -> WeatherModel:
     twin = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True).to_empty(device="cpu")
     stored = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
-        value = stored[name].detach().float()
-        if f"{name}_scale" in stored:
-            value = value * stored[f"{name}_scale"].detach()
+        value = stored[name].detach()
         adapter = name.replace("weight", "lora_a")
         if adapter != name and adapter in stored:
             value = value + 6.0 / 4 * stored[name.replace("weight", "lora_b")] @ stored[adapter]
@@ -62,9 +58,8 @@ def plain_twin(model: nn.Module) -> WeatherModel:
     return twin
 
 
-@pytest.mark.parametrize("base_dtype", DTYPES)
-def test_it_computes_what_the_merged_matrices_compute(base_dtype: str) -> None:
-    model, fields = adapted(base_dtype), torch.randn(2, 5, 8, 16)
+def test_it_computes_what_the_merged_matrices_compute() -> None:
+    model, fields = adapted(), torch.randn(2, 5, 8, 16)
     expected = plain_twin(model).predict(fields)
     torch.testing.assert_close(model.predict(fields), expected, atol=1e-5, rtol=1e-5)
     merge_lora(model)
@@ -72,47 +67,17 @@ def test_it_computes_what_the_merged_matrices_compute(base_dtype: str) -> None:
     torch.testing.assert_close(model.predict(fields), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("base_dtype", DTYPES)
-def test_gradients_are_those_of_the_written_out_product(base_dtype: str) -> None:
-    """By autograd of W x + factor B (A x), with W made float32 once."""
-    layer = adapted(base_dtype).get_submodule("blocks.0.mlp.up")
+def test_gradients_are_those_of_the_written_out_product() -> None:
+    """By autograd of W x + factor B (A x)."""
+    layer = adapted().get_submodule("blocks.0.mlp.up")
     assert isinstance(layer, AdaptedLinear) and layer.bias is not None
     x = torch.randn(2, 7, 32, requires_grad=True)
-    weight = awake(layer.weight, layer.weight_scale, torch.float32)
-    written = F.linear(x, weight, layer.bias) + 1.5 * x @ layer.lora_a.T @ layer.lora_b.T
+    written = F.linear(x, layer.weight, layer.bias) + 1.5 * x @ layer.lora_a.T @ layer.lora_b.T
     direction = torch.randn_like(written)
     wanted = [x, layer.lora_a, layer.lora_b]
     expected = torch.autograd.grad(written, wanted, direction)
     for got, right in zip(torch.autograd.grad(layer(x), wanted, direction), expected, strict=True):
         torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
-def test_no_copy_of_a_resting_matrix_waits_for_backward(base_dtype: str) -> None:
-    layer, kept = adapted(base_dtype).get_submodule("blocks.0.mlp.up"), []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(torch.randn(1, 3, 32))
-    shape = layer.weight.shape
-    assert all(t.dtype == layer.weight.dtype for t in kept if t.shape == shape)
-
-
-def test_int8_is_torchaos() -> None:
-    """The product with torchao's own int8 weights, whose scales are not rounded to bfloat16."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    plain = nn.Linear(64, 48, bias=False)
-    codes, scale = quantize(plain.weight.detach())
-    x, ours = torch.randn(5, 64), awake(codes, scale, torch.float32)
-    assert codes.dtype == torch.int8 and torch.equal(scale, scale.bfloat16().float())
-    assert (ours - plain.weight).abs().max() < plain.weight.abs().max() / 127
-    quantize_(plain, Int8WeightOnlyConfig())
-    theirs = plain(x)
-    assert (F.linear(x, ours) - theirs).norm() < 0.01 * theirs.norm()
 
 
 def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
@@ -136,7 +101,7 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
     config = load_config(["--job.config_file", str(file)])
     model = build_model(config.model, 2, 6, (32, 64), True)
     apply_lora(model, replace(config.lora, rank=rank) if rank else config.lora)
-    some, every = count(model)
+    some, every = count_parameters(model)
     assert 0 < some <= 0.02 * every
 
 
@@ -149,12 +114,12 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
             'adapts the matrices of a ViT, and model.name = "unet" has none',
         ),
         (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
-        (["--lora.rank", "192"], "lora.rank = 192: is thin beside model.dim = 192"),
+        (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
         (
             ["--lora.also_train", '["modulation"]'],
             "this model has no modulation that could train",
         ),
-        (["--lora.base_dtype", "int4"], "lora.base_dtype"),
+        (["--lora.base_dtype", "int8"], "lora.base_dtype: the key was removed; adapt matrices in float32"),
     ],
 )
 def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) -> None:
@@ -165,7 +130,6 @@ def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) ->
 
 
 SETTINGS = {
-    "in_backward": {"in_backward": True, "max_norm": 0.0},
     "Muon": {"name": "Muon"},
     "LAMB": {"name": "LAMB"},
     "averages": {"ema_decay": 0.9},
@@ -178,16 +142,15 @@ def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
     for step in range(3):
         small.step(step)
     own = trained(small.model.parameters)
-    averages = small.run.average.averages if small.run.average else {}
+    averages = small.state.average.averages if small.state.average else {}
     assert averages.keys() == (own.keys() if averages else set())
     return {name: full(p) for name, p in own.items()} | {f"ema.{n}": full(t) for n, t in averages.items()}
 
 
-@shards_int8
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ways_to_update_under_fsdp_and_tensor_parallelism(ranks, name: str) -> None:
-    """Equal to one process, with a base in int8."""
-    layout = replace(TABLE["lora, fsdp 2 x tp 2, int8"], model=(("dim", 128),))
+    """Equal to one process."""
+    layout = replace(TABLE["lora, fsdp 2 x tp 2"], model=(("dim", 128),))
     expected = ranks(1).run(weights_after, reference_of(layout), SETTINGS[name])[0]
     got = ranks(4).run(weights_after, layout, SETTINGS[name])[0]
     # An 8-bit code at the border of two goes either way.
@@ -209,37 +172,27 @@ def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
     return {name: full(parameter) for name, parameter in small.model.parameters.items()}
 
 
-@pytest.mark.parametrize("base_dtype", [*DTYPES[:2], pytest.param("int8", marks=shards_int8)])
-def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(
-    ranks, tmp_path: Path, base_dtype: str
-) -> None:
-    layout = replace(TABLE["lora, fsdp 2 x tp 2"], lora=base_dtype)
+def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(ranks, tmp_path: Path) -> None:
+    layout = TABLE["lora, fsdp 2 x tp 2"]
     ranks(1).run(save, tmp_path / "base", Layout(), 0)
     expected = ranks(1).run(start, tmp_path / "base", reference_of(layout))[0]
     for got in ranks(4).run(start, tmp_path / "base", layout):
         assert got.keys() == expected.keys()
         assert all(np.array_equal(got[name], expected[name]) for name in expected)
     base, name = tensors(tmp_path / "base"), "blocks.1.mlp.up.weight"
-    right = quantize(base[f"model.{name}"])[0] if base_dtype == "int8" else base[f"model.{name}"]
-    np.testing.assert_array_equal(expected[name], right.to(getattr(torch, base_dtype)).float().numpy())
+    np.testing.assert_array_equal(expected[name], base[f"model.{name}"].numpy())
     ranks(4).run(save, tmp_path / "dealt", layout, 0)
     ranks(1).run(save, tmp_path / "whole", reference_of(layout), 0)
     dealt, whole = tensors(tmp_path / "dealt"), tensors(tmp_path / "whole")
     assert dealt.keys() == whole.keys() and all(torch.equal(dealt[each], whole[each]) for each in whole)
 
 
-@shards_int8
 def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
     options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
-    options += ["--checkpoint.initial_load_path", "elsewhere", "--lora.base_dtype"]
-    found = {kind: dry_run(load_checked([*options, kind]), 2, global_grid((32, 64)), 7) for kind in DTYPES}
+    options += ["--checkpoint.initial_load_path", "elsewhere"]
+    found = dry_run(load_checked(options), 2, global_grid((32, 64)), 7)
     adapters = 4 * 4 * 2 * 16 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
-    assert all(each.gradients == adapters for each in found.values())
-    assert all(2 * adapters <= each.optimizer < 2.1 * adapters for each in found.values())
-    saved = 4 * 12 * 192**2 // 2  # weights of the blocks' matrices of a rank
-    assert found["float32"].parameters - found["bfloat16"].parameters == 2 * saved
-    scales = 4 * 4 * 9 * 192 // 2
-    assert found["float32"].parameters - found["int8"].parameters == 3 * saved - scales
+    assert found.gradients == adapters and 2 * adapters <= found.optimizer < 2.1 * adapters
 
 
 # -- runs
@@ -295,20 +248,18 @@ def forecast_of(options: list[str], target: Path) -> np.ndarray:
         return store["10m_u_component_of_wind"].values
 
 
-@pytest.mark.parametrize("base_dtype", DTYPES)
-def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path, base_dtype: str) -> None:
-    options = adapt(base, tmp_path / "run", "--lora.base_dtype", base_dtype)
+def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path) -> None:
+    options = adapt(base, tmp_path / "run")
     theirs, ours = tensors(Path(base[1]).parent / "base"), tensors(tmp_path / "run")
     name = "blocks.1.mlp.up.weight"
-    start = theirs[f"ema.{name}"]  # what a run is used with, and so what is adapted
-    right = quantize(start)[0] if base_dtype == "int8" else start.to(getattr(torch, base_dtype))
-    assert torch.equal(ours[f"model.{name}"], right)
+    # Averaged weights are what a run is used with, and so what is adapted.
+    assert torch.equal(ours[f"model.{name}"], theirs[f"ema.{name}"])
     assert torch.equal(ours["model.head.weight"], theirs["ema.head.weight"])
     assert ours["model.blocks.0.attention.qkv.lora_b"].abs().max() > 0
     kept = {each.split(".")[-2] for each in ours if each.startswith("optimizer.")}
     assert kept == {"lora_a", "lora_b"} == {each.split(".")[-1] for each in ours if each.startswith("ema.")}
     train(load_checked([*options, "--training.steps", "7"]))
-    whole = adapt(base, tmp_path / "whole", "--lora.base_dtype", base_dtype, "--training.steps", "7")
+    whole = adapt(base, tmp_path / "whole", "--training.steps", "7")
     assert whole
     stopped, through = tensors(tmp_path / "run", 7), tensors(tmp_path / "whole", 7)
     assert stopped.keys() == through.keys()
@@ -316,17 +267,14 @@ def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path, base_
         torch.testing.assert_close(stopped[each], through[each], rtol=0, atol=0, equal_nan=True, msg=each)
 
 
-@pytest.mark.parametrize("change", [("rank", "3"), ("alpha", "8"), ("base_dtype", "int8")])
+@pytest.mark.parametrize("change", [("rank", "3"), ("alpha", "8")])
 def test_other_adapters_do_not_resume(base, tmp_path: Path, change: tuple[str, str]) -> None:
     options = adapt(base, tmp_path / "run")
     refused([*options, "--training.steps", "6", f"--lora.{change[0]}={change[1]}"], f"lora.{change[0]}")
 
 
-@pytest.mark.parametrize("base_dtype", DTYPES)
-def test_merged_it_is_a_plain_model_with_the_same_forecasts(
-    base, tmp_path: Path, monkeypatch, base_dtype
-) -> None:
-    options = adapt(base, tmp_path / "run", "--lora.base_dtype", base_dtype, "--optimizer.lr", "0.05")
+def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path, monkeypatch) -> None:
+    options = adapt(base, tmp_path / "run", "--optimizer.lr", "0.05")
     for target in ("merged", "merged.safetensors"):
         monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(tmp_path / target)])
         forecast.main()

@@ -243,11 +243,10 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss):
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
     changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    _, *expected = objective.cut(fields, times)
-    output = objective.geometry.from_fields(changes)
-    found = objective.loss_part(output, *expected).item()
+    output = objective.meta_model.from_fields(changes)
+    found = objective.loss_part(output, objective.cut(fields, times).targets).item()
     states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
-    parts = [objective.of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
+    parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
     assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
     if loss == "spectral":
         return

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from config import LrScheduler
-from training.optimizers.lr_schedules import lr_factor, peak_lr, scheduled_factor
+from training.optimizers.lr_schedules import lr_factor, peak_lr
 
 
 def test_warmup_reaches_the_peak():
@@ -51,9 +50,3 @@ def test_warmup_stable_decay(decay, middle):
     assert lr_factor(40, 100, 30, decay, 0.0, 0.9) == lr_factor(
         40, 100, 30, decay, 0.0
     )  # warm-up comes first
-
-
-def test_warmup_by_a_fraction_of_the_steps():
-    schedule = LrScheduler(warmup_steps=7, warmup_fraction=0.05)
-    assert scheduled_factor(schedule, 200, 5) == pytest.approx(0.5)
-    assert scheduled_factor(schedule, 200, 10) == 1.0

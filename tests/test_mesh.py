@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import Parallelism
 from parallelisms.data_parallel import apply_fsdp
-from parallelisms.degrees import AXES, Degrees
+from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh
 from tests.distributed import shared_mesh
 
@@ -65,7 +65,7 @@ def test_many_shards_of_a_weight_are_told_of(
 
 
 def timeouts() -> list[timedelta]:
-    groups = shared_mesh(Degrees(tp=2), AXES).groups
+    groups = shared_mesh(Degrees(tp=2)).groups
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 

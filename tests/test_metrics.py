@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from config import Config, Job, Training
 from config import Metrics as Settings
 from datasets.loader import data_wait_advice
-from traces.profiler import MOST_MARKS, PartTimes
-from training.journal import Journal, read_records
+from jobs.journal import Journal, read_records
+from training.due import Rollouts
 from training.metrics import Metrics, dense_line
+from training.step import StepResult
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
@@ -22,21 +24,36 @@ CONTRACT = list[str](
 )
 
 
-def open_metrics(folder, resume_step=0, **settings):
-    return Metrics(
-        folder, resume_step=resume_step, steps=10, settings=Settings(**settings), flops_per_pass=1e9, peak=0.0
+def open_metrics(folder: Path, resume_step: int = 0, **settings: Any) -> Metrics:
+    """Metrics of a run of 10 steps whose batches have 8 samples, worth three forward passes each."""
+    config = Config(
+        job=Job(dump_folder=str(folder)), metrics=Settings(**settings), training=Training(steps=10)
     )
+    model = SimpleNamespace(device=torch.device("cpu"), mesh=SimpleNamespace(degrees=SimpleNamespace(dp=1)))
+    assembly = SimpleNamespace(model=model, meta_model=SimpleNamespace(flops=lambda: 1e9))
+    progress, bad_steps = SimpleNamespace(step=resume_step), SimpleNamespace(skipped=0)
+    state = SimpleNamespace(progress=progress, bad_steps=bad_steps)
+    run: Any = SimpleNamespace(
+        assembly=assembly, state=state, noise_scale=None, learning_rate=lambda step: 1e-3
+    )
+    loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
+    batches: Any = SimpleNamespace(
+        seconds=0.001,
+        bytes=0,
+        epoch=1.5,
+        passes=3,
+        loader=loader,
+        global_batch=8,
+        rollouts=Rollouts.of(config.training),
+    )
+    return Metrics(config, run, batches)
 
 
-def log(folder, steps, resume_step=0, loss=1.0):
-    metrics = open_metrics(folder, resume_step=resume_step)
-    run = SimpleNamespace(bad_steps=SimpleNamespace(skipped=0))
-    update: Any = SimpleNamespace(lr=1e-3, noise=None, run=run)
+def log(folder: Path, steps: list[int], resume_step: int = 0, loss: float = 1.0) -> list[dict[str, Any]]:
+    metrics = open_metrics(folder, resume_step)
     for step in steps:
-        loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
-        batches = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, passes=3, loader=loader)
-        metrics.count(8, batches)  # type: ignore[arg-type]
-        metrics.log_step(step, torch.tensor(loss), torch.tensor(0.5), update, torch.device("cpu"))
+        metrics.count_step()
+        metrics.log_step(step, StepResult(torch.tensor(loss), torch.tensor(0.5)))
     metrics.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -61,29 +78,14 @@ def test_not_a_number_becomes_null(one_rank, tmp_path):
     assert log(tmp_path, [1], loss=float("nan"))[0]["loss"] is None
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_every_part_of_a_long_interval_counts(on_gpu, monkeypatch):
-    """On a GPU too, whose events are never waited for: the last of them is not over yet."""
-    parts, clock = PartTimes(), iter(range(10**6))
-
-    class Event:
-        def __init__(self, at):
-            self.at = at
-
-        def query(self):
-            return self.at < 2 * num_parts - 1
-
-        def elapsed_time(self, end):
-            return 1000.0 * (end.at - self.at)
-
-    num_parts = 2 * MOST_MARKS + 5
-    parts.on_gpu = on_gpu
-    monkeypatch.setattr(parts, "now", lambda: Event(next(clock)) if on_gpu else float(next(clock)))
-    for _ in range(num_parts):
-        with parts.part("forward"):
-            pass
-    assert parts.read(num_steps=5) == {"forward": pytest.approx((num_parts - on_gpu) / 5)}
-    assert parts.read(1) == {}
+def test_the_time_left_counts_the_longer_rollouts_to_come(one_rank, tmp_path, monkeypatch):
+    """Half of the steps with rollouts of 1 (3 passes), half with rollouts of 4 (12 passes)."""
+    metrics = open_metrics(tmp_path)
+    metrics.batches.rollouts = Rollouts((1, 4), 10)
+    metrics.passes_at_start = metrics.batches.rollouts.passes_after(0)
+    monkeypatch.setattr("training.metrics.time.monotonic", lambda: metrics.started + 6.0)
+    assert metrics.seconds_left(2) == pytest.approx(6.0 * (3 * 3 + 5 * 12) / (2 * 3))
+    assert metrics.seconds_left(10) == 0.0
 
 
 def test_dense_line():

@@ -20,8 +20,6 @@ def test_layout(name: str, ranks, references) -> None:
     layout = TABLE[name]
     if "zbv" in name and torch.__version__ < ("2.13" if layout.compile else "2.12"):
         pytest.skip("planning/start_checks.py refuses this schedule with an older torch")
-    if layout.lora == "int8" and "fsdp" in name and torch.__version__ < "2.13":
-        pytest.skip("planning/start_checks.py refuses this base with an older torch")
     reference = reference_of(layout)
     if reference not in references:
         references[reference] = ranks(1).run(three_steps, reference)[0]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from checkpoints.writer import WrittenFiles
 from errors import DataError
-from parallelisms.peer_messages import read_plainly
+from parallelisms.peer_messages import use_plain_messages
 
 
 class Command:
@@ -28,7 +28,7 @@ class Command:
 
 def received(value: object) -> object:
     """As torch's collectives read what another rank has sent."""
-    read_plainly()
+    use_plain_messages()
     content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     group = dist.group.WORLD
     return distributed_c10d._tensor_to_object(content, content.numel(), group)
@@ -62,7 +62,7 @@ def test_plain_data_are_read(one_rank, monkeypatch):
 def test_an_exception_is_plain_data_where_dask_was_imported(one_rank) -> None:
     """tblib registers a function of its own for every exception, in the whole process."""
     pytest.importorskip("tblib.pickling_support").install()
-    read_plainly()
+    use_plain_messages()
     sent, size = distributed_c10d._object_to_tensor(OSError(28, "no space"), "cpu", dist.group.WORLD)
     error = distributed_c10d._tensor_to_object(sent, size, dist.group.WORLD)
     assert isinstance(error, OSError) and error.errno == 28

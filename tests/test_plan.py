@@ -41,19 +41,6 @@ def test_rollout_steps_reach_memory_time_and_cost():
     assert "rolled out over 4 steps, gradients through the last 1" in text
 
 
-def test_a_ramp_reaches_time_and_cost():
-    """The plan is that of the last batch; the run costs what its stages cost, a third of the steps each."""
-    batches, common = (64, 128, 256), ("--training.local_batch_size", "1", "--training.steps", "300")
-    constant = [figures(*common, "--training.global_batch_size", str(size)) for size in batches]
-    ramp = ("--training.global_batch_size", "256", "--training.batch_ramp", "[64, 128, 256]")
-    made = figures(*common, *ramp)
-    assert made["step_seconds"] == constant[-1]["step_seconds"] and made["batch_ramp"] == [64, 128]
-    dollars = [each["cost"]["fleets"]["on demand"]["dollars"] for each in (*constant, made)]
-    assert dollars[3] == pytest.approx(sum(dollars[:3]) / 3, rel=1e-2)
-    searched = plan("--cluster", "a100x64", "--layout", "auto", *ramp)
-    assert "after 64, 128 samples a step" in searched
-
-
 def test_nodes_and_storage_are_printed():
     """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
     made, text = figures(), plan("--cluster", "a100x64")
@@ -157,8 +144,3 @@ def test_a_dry_run_knows_replicas(options):
     """DDP, compiled DDP as it is written, and HSDP."""
     text = plan("--dry_run", "--world_size", "4", *options, config="demo")
     assert "dp_replicate  all-reduce" in text and ("not compiled" in text) == ("--compile.enable" in options)
-
-
-def test_a_dry_run_refuses_what_only_the_compiler_can():
-    budget = ("--compile.enable", "--activation_checkpoint.mode", "memory_budget")
-    assert "a dry run does not compile" in plan("--dry_run", *budget, config="demo", code=2)

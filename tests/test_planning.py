@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from datasets.grid import global_grid
-from models.build import build_model
+from models.registry import build_model
 from models.vit import VisionTransformer
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count, cut, padded
@@ -41,10 +41,7 @@ def configuration(**options: str):
     return load_checked([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
 
 
-POSITIONS = [{"model.position": "spherical"}, {"model.position": "spherical", "model.position_degree": "5"}]
-
-
-@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}, *POSITIONS])
+@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}])
 def test_shapes_are_those_of_the_model(options):
     config = configuration(**{"model.position": "learned", **options})
     model = build_model(config.model, 7, 2, GRID, True)
@@ -87,9 +84,7 @@ LAYOUTS = [
     (1, {"activation_checkpoint.mode": "selective"}),
     pytest.param(1, {"activation_checkpoint.mode": "full", "training.local_batch_size": "16"}, marks=SLOW),
     (1, {"training.mixed_precision_param": "bfloat16"}),
-    (1, {"optimizer.in_backward": "true", "training.max_norm": "0"}),
     (8, {}),
-    pytest.param(8, {"optimizer.in_backward": "true", "training.max_norm": "0"}, marks=SLOW),
     pytest.param(8, {"training.global_batch_size": "64"}, marks=SLOW),
     (8, {"parallelism.fsdp_reshard_after_forward": "never", "training.mixed_precision_param": "bfloat16"}),
     pytest.param(8, {"model.dim": "512", "training.local_batch_size": "1"}, marks=SLOW),
@@ -156,8 +151,6 @@ def test_routes_follow_the_order_of_axes():
     across = route(cluster, work, "fsdp")
     assert across.per_node == 1 and across.nodes == 8
     assert across.between.bandwidth == cluster.between.bandwidth / 8  # 8 groups share a node's network
-    turned = work.replace(axis_order=("tp", "pp", "dp_replicate", "cp", "dp_shard"))
-    assert route(cluster, turned, "fsdp").nodes == 1 and route(cluster, turned, "tp").per_node == 1
 
 
 def test_collectives_by_hand():
@@ -224,7 +217,7 @@ def command(*options: str) -> Ended:
     return run_plan("--job.config_file", "train_configs/vit1b.toml", *options)
 
 
-def test_the_command_answers_in_tables_and_json(tmp_path):
+def test_the_command_answers_in_tables_and_json():
     done = command("--cluster", "a100x64", "--layout", "auto")
     assert done.returncode == 0, done.stderr
     assert "fits" in done.stdout and "1 before 2" in done.stdout and "on demand" in done.stdout
@@ -232,10 +225,7 @@ def test_the_command_answers_in_tables_and_json(tmp_path):
     assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
     done = command("--cluster", "a100-40x4")
     assert done.returncode == 1 and "GiB a device are missing" in done.stdout
-    done = command("--cluster", "a100x8", "--sweep", "gpus=8,16,...,64", "--job.dump_folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "plan" / "scaling.csv").exists() and (tmp_path / "plan" / "scaling.png").exists()
-    for bad in (["--cluster", "a10x64"], ["--cluster", "a100x8", "--sweep", "gpus=8,x"], []):
+    for bad in (["--cluster", "a10x64"], []):
         done = command(*bad)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 

@@ -4,17 +4,19 @@ refused in one line.
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
+from checkpoints.identity import Identity, meaning, plain
+from command_line import load_config
 from config import Config, Data, Model, Parallelism
 from errors import ConfigError
-from models.build import build_model
 from models.initialization import fill_with_nan, init_weights
-from models.registry import CONTEXT, MODELS, Registered
+from models.registry import CONTEXT, HARMLESS, MODELS, Registered, build_model
 from models.weather_model import GridModel, TokenModel, WeatherModel
 from training.config_checks import check
 
@@ -33,9 +35,10 @@ def built(request: pytest.FixtureRequest) -> tuple[Registered, WeatherModel]:
 
 def test_a_model_is_what_is_registered(built: tuple[Registered, WeatherModel]) -> None:
     known, model = built
-    assert isinstance(model, TokenModel if known.tokens else GridModel)
+    assert isinstance(model, TokenModel if known.has_tokens else GridModel)
     assert set(known.splits) <= {"tp", "pp", "tiles", *CONTEXT}
-    assert set(known.settings) <= {field.name for field in fields(Model)}
+    keys = {field.name for field in fields(Model)}
+    assert set(known.unused) < keys and set(known.settings) | {*HARMLESS, *known.unused, "name"} == keys
     assert model.grid_shape == GRID and model.in_channels == 5
     assert model.flops() > 0 and model.describe()
 
@@ -50,12 +53,44 @@ def test_a_model_gives_fields_and_learns_with_all_its_weights(built: tuple[Regis
     assert torch.equal(model.to_fields(model.from_fields(fields)), fields)
 
 
-def test_a_model_with_conditions_is_the_one_that_is_registered() -> None:
-    name: Any
-    for name, known in MODELS.items():
-        if known.conditioned:
-            model = build_model(Model(name, **SMALL, conditions=("time_of_day",)), 3, 2, GRID, True)
-            assert type(model).__name__ == known.conditioned.rpartition(".")[2]
+def test_every_key_of_a_model_is_part_of_its_identity() -> None:
+    """A key that no model's identity has would let a checkpoint resume as another model."""
+    meanings = [key for known in MODELS.values() for key in known.settings]
+    assert {field.name for field in fields(Model)} - set(meanings) == {"name", *HARMLESS}
+    for name in MODELS:
+        identity = meaning(plain(Config(model=Model(name))))  # type: ignore[arg-type]
+        assert {f"model.{key}" for key in ("name", *MODELS[name].settings)} <= identity.keys()
+
+
+OTHER: dict[str, Any] = {"patch_size": (2, 2), "dim": 64, "num_layers": 3, "num_heads": 4, "mlp_dim": 8}
+OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True, "conditions": ("time_of_day",)}
+OTHER |= {"width": 8, "levels": 1}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unused_keys_change_nothing(name: Any) -> None:
+    def shapes(**changes: Any) -> dict[str, torch.Size]:
+        model = build_model(replace(Model(name, **SMALL), **changes), 3, 2, GRID, True)
+        return {key: parameter.shape for key, parameter in model.named_parameters()}
+
+    for key in MODELS[name].unused:
+        assert shapes(**{key: OTHER[key]}) == shapes(), key
+
+
+@pytest.mark.parametrize(("key", "value"), [("name", "swin"), ("position", "spherical")])
+def test_a_removed_kind_is_one_line(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.{key} = .*{value}.*: the value was removed; .*vit|learned"):
+        load_config([f"--model.{key}", value])
+    (tmp_path / "config.toml").write_text(f'[model]\n{key} = "{value}"\n')
+    with pytest.raises(ConfigError, match=f"its model.{key} = '{value}' was removed") as caught:
+        Identity(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapted_base_of_a_removed_type_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[lora]\nenable = true\nbase_dtype = "int8"\n')
+    with pytest.raises(ConfigError, match="its lora.base_dtype = 'int8' was removed; adapt matrices"):
+        Identity(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +107,7 @@ def test_a_model_with_conditions_is_the_one_that_is_registered() -> None:
 def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, message: str) -> None:
     """On as many ranks as it asks for: nothing else is wrong."""
     monkeypatch.setenv("NGPU", "2")
-    monkeypatch.setitem(MODELS, "toy", Registered("a toy", "toy.Toy", ("ulysses",), ()))
+    monkeypatch.setitem(MODELS, "toy", Registered("a toy", "toy.Toy", ("ulysses",)))
     toy: Any = "toy"
     config = Config(
         data=Data(variables=("2m_temperature",)), model=Model(toy), parallelism=Parallelism(**layout)

@@ -11,20 +11,19 @@ import xarray as xr
 
 from config import Config
 from datasets.field_dataset import FieldDataset
-from datasets.selection import Selection, open_selection
+from datasets.selection import open_selection
 from parallelisms.mesh import mesh_of
 from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
 from tests.sample_archives import weatherbench
 from tests.test_exact_resume import CONFIG, goes_on_exactly, run
-from training.assembly import Fields, assemble, build_objective, build_run_state, build_update
-from training.batches import build_batches
+from training.assembly import Fields, assemble
+from training.batches import Batches
 from training.config_checks import load_checked
-from training.no_checkpoints import NoCheckpoints
 from training.replay import ReplaySampler, one_step_samples, phases
 from training.samples import Samples
-from training.state import global_batch_of
-from training.step import train_step
+from training.state import build_state
+from training.step import Run, train_step
 from verification.rollout import rollout
 
 STEPS, PLACES = 3, 8
@@ -53,39 +52,34 @@ def config_of(path: Path, folder: Path, *options: str) -> Config:
         str(folder),
         f"--training.replay_steps={STEPS}",
     ]
-    return load_checked([*own, f"--training.replay_capacity={PLACES}", *options])
+    return load_checked([*own, f"--training.global_batch_size={PLACES}", *options])
 
 
 class Trial:
-    """Training steps with the parts of train.py, without checkpoints or validation. Made by all ranks."""
+    """The steps of a run with a learning rate that a test chooses; a step goes once round the ring."""
 
-    def __init__(self, config: Config, selection: Selection, device: torch.device) -> None:
-        mesh = mesh_of(config.parallelism, device)
-        self.dp = mesh.degrees.dp
+    def __init__(self, config: Config) -> None:
+        selection = open_selection(config.data, config.model.patch_size, (), config.training.states_ahead)
+        self.device = own_device()
         samples = Samples(selection, config.data, config.dump_folder)
         train_set = samples.dataset("train", range(1, 1 + config.training.states_ahead))
-        assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
-        self.model, self.objective = assembly.model, build_objective(config, assembly, samples.area)
-        run = build_run_state(config, self.model, self.objective.replay)
-        self.progress, smallest = run.progress, config.training.local_batch_size * self.dp
-        batch = global_batch_of(config.training, smallest, self.progress)
-        loss_part = self.objective.loss_part
-        self.update = build_update(config, self.model, run, NoCheckpoints(), loss_part, batch)
-        self.batches = build_batches(train_set, config, run, (mesh.dp_rank, self.dp), batch, device)
+        mesh = mesh_of(config.parallelism, self.device)
+        assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, self.device)
+        state = build_state(config, assembly)
+        self.run = Run.of(config, assembly, state, samples.area, PLACES)
+        self.model, self.objective, self.progress = assembly.model, self.run.objective, state.progress
+        self.batches = Batches(train_set, config, state, self.model, PLACES)
+        assert state.replay is not None
+        self.replay = state.replay
         self.model.train()
 
-    def step(self, step: int, rate: float) -> float:
-        """Return the loss over all ranks of a step at a learning rate."""
-        self.update.rate = lambda _: rate
-        result = train_step(step, self.batches, self.objective, self.model, self.update)
-        self.progress.advance(self.batches.samples)
-        dist.all_reduce(result.loss)
-        return result.loss.item() / self.dp
-
-
-def trial_of(config: Config) -> Trial:
-    selection = open_selection(config.data, config.model.patch_size, (), config.training.states_ahead)
-    return Trial(config, selection, own_device())
+    def step(self, step: int, lr: float) -> float:
+        """Return the loss of step `step` over all ranks."""
+        self.run.learning_rate = lambda _: lr
+        loss = train_step(self.run, step, self.batches).loss
+        self.progress.advance(PLACES)
+        dist.all_reduce(loss)
+        return loss.item() / self.model.mesh.degrees.dp
 
 
 def test_every_forecast_takes_its_steps_in_turn() -> None:
@@ -122,12 +116,13 @@ def test_samples_of_a_later_step() -> None:
 @pytest.mark.parametrize("history", [1, 2])
 def test_steps_start_from_the_models_own_forecast(one_rank, config_file, tmp_path, history) -> None:
     """With weights that stand still: what forecast.py makes of the analysis that the place began at."""
-    trial = trial_of(config_of(config_file, tmp_path, f"--data.history={history}"))
-    replay, objective, batches = trial.objective.replay, trial.objective, trial.batches
-    for step in range(1, 1 + 3 * PLACES // 2):  # batches of 2: three rounds
+    trial = Trial(config_of(config_file, tmp_path, f"--data.history={history}"))
+    replay, objective, batches = trial.replay, trial.objective, trial.batches
+    for step in range(1, 4):  # micro-batches of 2
         trial.step(step, 0.0)
-    assert replay is not None and replay.row == PLACES // 2 - 1
-    numbers = [batches.loader.sampler.local_batch(2 * (trial.progress.step - 1), 0)[i] for i in range(2)]
+    last, micro = 2 * PLACES, PLACES // 2 - 1
+    assert replay.row == micro
+    numbers = batches.loader.sampler.local_batch(last, micro)
     begin = phases(STEPS)
     assert [number % STEPS for number in numbers] == [(2 + begin[6 % 3]) % 3, (2 + begin[7 % 3]) % 3]
     whole = batches.loader.dataset
@@ -136,14 +131,14 @@ def test_steps_start_from_the_models_own_forecast(one_rank, config_file, tmp_pat
         fields, times = whole.__getitems__([began])
         start = fields[:, :history].flatten(1, 2)
         parts = (trial.model.predict, objective.normalizer, objective.conditions, objective.step_seconds)
-        *_, last = rollout(*parts, start, times, lead + 1)
+        *_, window = rollout(*parts, start, times, lead + 1)
         normalizer = objective.normalizer
-        expected = normalizer.denormalize(last.unflatten(1, (history, -1))).flatten(1, 2)
+        expected = normalizer.denormalize(window.unflatten(1, (history, -1))).flatten(1, 2)
         assert int(replay.dates[-1, place]) == int(times) + (lead + 1) * 21_600
         torch.testing.assert_close(replay.states[-1, place], expected[0], rtol=1e-5, atol=1e-5)
         if lead:
             truth = whole.__getitems__([number])[0][0, 0]
-            begun = replay.start(trial.progress.samples - 2, 0, *whole.__getitems__(numbers))[place, 0]
+            begun = replay.start(last, micro, *whole.__getitems__(numbers))[place, 0]
             assert torch.equal(begun, truth)  # what is there is one step further, of another date
 
 
@@ -162,30 +157,29 @@ def test_neighbours_begin_at_leads_that_are_far_apart() -> None:
 def test_losses_count_by_their_leads(one_rank, config_file, tmp_path, option) -> None:
     """With weights that stand still: of each sample its loss as validations have it, times its weight."""
     options = ["--training.rollout_weights=[3,1,0.5]", f"--training.{option}"]
-    trial = trial_of(config_of(config_file, tmp_path, *options))
+    trial = Trial(config_of(config_file, tmp_path, *options))
     objective, batches = trial.objective, trial.batches
-    assert objective.replay is not None
-    for step in range(1, 1 + 3 * PLACES // 2):
-        numbers = batches.loader.sampler.local_batch(trial.progress.samples, 0)
-        fields, times = batches.loader.dataset.__getitems__(numbers)
-        begun = objective.replay.start(trial.progress.samples, 0, fields, times)
+    parts = (trial.model.predict, objective.normalizer, objective.conditions, objective.step_seconds)
+    for step in range(1, 4):
         expected = 0.0
-        for number, field, time in zip(numbers, begun, times, strict=True):
-            parts = (trial.model.predict, objective.normalizer, objective.conditions, objective.step_seconds)
-            *_, last = rollout(*parts, field[None, 0], time[None], 1)
-            predicted = objective.normalizer.denormalize(last[:, None])[:, 0]
-            own = objective.of_fields(predicted[:, None][0], field[None, 1])
-            expected += float(own) * [3, 1, 0.5][number % STEPS] / 1.5 / 2
+        for micro in range(PLACES // 2):
+            numbers = batches.loader.sampler.local_batch(trial.progress.samples, micro)
+            fields, times = batches.loader.dataset.__getitems__(numbers)
+            begun = trial.replay.start(trial.progress.samples, micro, fields, times)
+            for number, field, time in zip(numbers, begun, times, strict=True):
+                *_, last = rollout(*parts, field[None, 0], time[None], 1)
+                predicted = objective.normalizer.denormalize(last[:, None])[:, 0]
+                own = objective.loss_of_fields(predicted[:, None][0], field[None, 1])
+                expected += float(own) * [3, 1, 0.5][number % STEPS] / 1.5 / PLACES
         assert trial.step(step, 0.0) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_has_blown_up_is_not_taken_up_again(one_rank, config_file, tmp_path) -> None:
-    trial = trial_of(config_of(config_file, tmp_path))
+    trial = Trial(config_of(config_file, tmp_path))
     with torch.no_grad():
         trial.model.parameters["head.bias"].fill_(torch.nan)
     trial.step(1, 0.0)
-    assert trial.objective.replay is not None
-    assert (trial.objective.replay.dates == torch.iinfo(torch.int64).min).all()
+    assert (trial.replay.dates == torch.iinfo(torch.int64).min).all()
 
 
 LAYOUTS: dict[str, list[str]] = {
@@ -194,20 +188,19 @@ LAYOUTS: dict[str, list[str]] = {
     "tp 2": ["--parallelism.tensor_parallel_degree=2"],
     "cp 2": ["--parallelism.context_parallel_degree=2"],
     "pp 2": ["--parallelism.pipeline_parallel_degree=2"],
-    "tiles 2": ["--model.name=unet", "--parallelism.domain_parallel_tiles=[1,2]"],
+    "tiles 2": ["--model.name=unet", "--parallelism.context_parallel_degree=2"],
 }
 UNET = ["--model.name=unet", "--model.width=4", "--model.levels=1"]
 
 
-def ten_steps(path: str, folder: str, options: list[str]) -> dict[str, Any]:
-    """Losses and weights of ten training steps, two and a half rounds of the ring, on each rank."""
+def five_steps(path: str, folder: str, options: list[str]) -> dict[str, Any]:
+    """Losses and weights of five training steps, which go round the ring once each, on each rank."""
     own = ["--training.local_batch_size=4", "--training.rollout_weights=[1,0.5,0.25]", STEADY, *options]
-    trial = trial_of(config_of(Path(path), Path(folder), *own))
-    losses = np.array([trial.step(step, 1e-2) for step in range(1, 11)])
+    trial = Trial(config_of(Path(path), Path(folder), *own))
+    losses = np.array([trial.step(step, 1e-2) for step in range(1, 6)])
     group = trial.model.pipeline_group
     weights = gather_stages({name: full(p) for name, p in trial.model.parameters.items()}, group)
-    assert trial.objective.replay is not None
-    replay = trial.objective.replay
+    replay = trial.replay
     return weights | {"losses": losses, "replay": replay.states.numpy(), "dates": replay.dates.numpy()}
 
 
@@ -216,8 +209,8 @@ def ten_steps(path: str, folder: str, options: list[str]) -> dict[str, Any]:
 def test_a_layout_equals_one_process(one_rank, ranks, config_file, tmp_path, name) -> None:
     """The same samples from the same states, to rounding; all ranks of a sample keep the same bits."""
     options = [*(UNET if "tiles" in name else []), *LAYOUTS[name]]
-    alone = ten_steps(str(config_file), str(tmp_path / "one"), options[:3] if "tiles" in name else [])
-    outcomes = ranks(2).run(ten_steps, str(config_file), str(tmp_path / "two"), options)
+    alone = five_steps(str(config_file), str(tmp_path / "one"), options[:3] if "tiles" in name else [])
+    outcomes = ranks(2).run(five_steps, str(config_file), str(tmp_path / "two"), options)
     kept = [{key: outcome.pop(key) for key in ("replay", "dates")} for outcome in outcomes]
     states, dates = alone.pop("replay"), alone.pop("dates")
     assert difference(outcomes[0], alone)[0] < 1e-4
@@ -234,14 +227,14 @@ def test_a_layout_equals_one_process(one_rank, ranks, config_file, tmp_path, nam
 
 def test_a_resumed_run_is_the_undisturbed_one(config_file, tmp_path) -> None:
     """With the copies of a save that go on while the next step writes into the ring."""
-    options = [f"--training.replay_steps={STEPS}", f"--training.replay_capacity={PLACES}"]
-    options += ["--training.global_batch_size=4", "--checkpoint.interval=20", "--training.ema_decay=0.9"]
+    options = [f"--training.replay_steps={STEPS}", "--training.global_batch_size=4"]
+    options += ["--checkpoint.interval=20", "--training.ema_decay=0.9"]
     goes_on_exactly(config_file, tmp_path, options, [20])
 
 
 @pytest.mark.slow
 def test_another_ring_starts_empty(config_file, tmp_path, caplog) -> None:
-    """A run goes on with another capacity, from analyses."""
+    """A run goes on with another batch, from analyses."""
     run(config_file, tmp_path, ["--training.replay_steps=3", "--training.steps=20"])
-    run(config_file, tmp_path, ["--training.replay_steps=2", "--training.replay_capacity=6"])
+    run(config_file, tmp_path, ["--training.replay_steps=2", "--training.global_batch_size=6"])
     assert "resumed from" in caplog.text and not dist.is_initialized()

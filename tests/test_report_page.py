@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -12,11 +11,8 @@ import pytest
 
 from command_line import to_toml
 from errors import DataError
-from reports.forecast_maps import first_forecast
-from reports.run import differences, open_run, open_runs
-from reports.scores import rmse_of, score_rows, side_by_side
 from training.config_checks import load_checked
-from verification.report_page import main, write_page
+from verification.report_page import describe, main, open_run, open_runs, score_rows, side_by_side, write_page
 
 ROOT = Path(__file__).parent.parent
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,7 +28,7 @@ def write_run(folder: Path, *words: str) -> Path:
     starts = [start | {"step": 0, "reached": 0}, start | {"step": 6, "reached": 9}]
     (folder / "starts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in starts))
     step = {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-3, "samples_per_second": 8.0, "step_seconds": 2.0}
-    step |= {"memory_gib": 1.0, "epoch": 0.1, "seconds/forward": 0.5, "seconds/backward": 1.0}
+    step |= {"memory_gib": 1.0, "epoch": 0.1}
     records = [step | {"step": n, "skipped_steps": s} for n, s in ((3, 0), (6, 2), (9, 1), (12, 1))]
     scores = {"step": 12, "val/loss": 0.4, "val/dates": 7, "val/dates@24h": 5}
     for number, key in enumerate(("rmse", "rmse_damped_persistence")):
@@ -43,22 +39,20 @@ def write_run(folder: Path, *words: str) -> Path:
 
 def test_what_is_counted(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", "--training.steps=100"))
-    assert (run.steps, run.steps_asked, run.seconds, run.seconds_to_the_end) == (12, 100, 24.0, 176.0)
-    assert (run.steps_lost, run.skipped) == (3, 3)  # 2 before the second start, 1 after it
-    assert run.dollars_an_hour("a100") == 2 * 3.50  # planning/clusters.toml
-    assert run.dollars_an_hour("") is None  # of a processor
-    run.starts[-1]["device"] = "an unknown one"
-    assert run.dollars_an_hour("") is None
+    found = describe(run)
+    assert (run.seconds, run.skipped) == (24.0, 3)  # 2 before the second start, 1 after it
+    assert found["steps"] == "12 of 100" and found["time left"] == "0:02:56"
+    assert found["starts"] == "2, 3 logged steps repeated, 3 bad steps skipped"
+    assert found["device hours"] == "0.01" and found["ranks"] == "2 x cpu dp_shard 2"
     (run.folder / "starts.jsonl").write_text('{"step": 0, "reac')  # torn
     assert open_run(run.folder).starts == []
 
 
 def test_scores_of_a_validation_and_of_evaluate(tmp_path: Path) -> None:
-    run = open_run(write_run(tmp_path / "run"))
-    source, table = rmse_of(run)
-    assert source == "the validation after step 12"
-    head, rows = score_rows(side_by_side({"run": table}))
-    assert head == ["variable", "lead", "dates", "run", "damped persistence", ""]
+    """Leads that are not in order belong to the scores that the validation gives them."""
+    run = open_run(write_run(tmp_path / "run", "--validation.lead_hours=[24,6]"))
+    head, rows = score_rows(side_by_side([run]))
+    assert head == ["variable", "lead", "dates", "run", "damped persistence", "units"]
     assert rows[0] == ["geopotential:300", "6 h", "7", "71 *", "72", ""]
     assert rows[1] == ["geopotential:300", "24 h", "5", "293 *", "293 *", ""]
     (run.folder / "evaluation").mkdir()
@@ -66,22 +60,16 @@ def test_scores_of_a_validation_and_of_evaluate(tmp_path: Path) -> None:
     line |= {"variable": "geopotential", "lead_hours": 24}
     scores = [line | {"forecast": "model", "value": 9.0}, line | {"forecast": "climatology", "value": 10.0}]
     pd.DataFrame([*scores, scores[0] | {"metric": "mae"}]).to_csv(run.folder / "evaluation/scores.csv")
-    source, table = rmse_of(run)
-    assert source == "evaluate.py"
-    assert score_rows(side_by_side({"run": table}))[1] == [
-        ["geopotential:300", "24 h", "23", "9 *", "10", "m2 s-2"]
-    ]
+    assert score_rows(side_by_side([run]))[1] == [["geopotential:300", "24 h", "23", "9 *", "10", "m2 s-2"]]
 
 
 def test_two_runs_side_by_side(tmp_path: Path, capsys) -> None:
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", "--optimizer.lr=1e-3")
-    assert differences([open_run(first), open_run(second)]) == [("optimizer.lr", [2e-3, 1e-3])]
     main([str(first), str(second)])
     page = (first / "report.html").read_text()
     assert capsys.readouterr().out == f"written: {first / 'report.html'}\n"
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*', page)  # it needs nothing else
-    assert "2 starts, 3 logged steps done again, 3 bad steps skipped" in page
-    assert "no forecast.zarr in the folder; forecast.py writes one" in page
+    assert "<tr><td>optimizer.lr</td><td>0.002</td><td>0.001</td></tr>" in page
 
 
 def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
@@ -89,21 +77,27 @@ def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     first, second = write_run(tmp_path / "a/run"), write_run(tmp_path / "b/run")
     assert [run.name for run in open_runs([first, second])] == [str(first), str(second)]
-    with pytest.raises(DataError, match="a folder stands twice"):
+    with pytest.raises(DataError, match="a folder is named twice"):
         open_runs([first, first])
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no config.toml; name a run's folder"):
-        write_page([tmp_path], tmp_path / "page.html")
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys) -> None:
     folder = write_run(tmp_path / "run")
-    with pytest.raises(DataError, match=r"forecast.py writes one"):
-        first_forecast(open_run(folder))
+    with pytest.raises(DataError, match=r"has no config.toml; name a run's folder"):
+        open_run(tmp_path)
+    for text in ("[data]\npath = 1\n", "validation = 3\n", "[data"):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken/config.toml").write_text(text)
+        shutil.copy(folder / "metrics.jsonl", tmp_path / "broken")
+        with pytest.raises(DataError, match="is it a run's folder?"):
+            open_run(tmp_path / "broken")
+    with pytest.raises(DataError, match="name another file"):
+        write_page([folder], tmp_path)
     (folder / "metrics.jsonl").write_text("")
-    command = [sys.executable, "-m", "verification.report_page", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder)])
     expected = f"rossby: {folder}: metrics.jsonl has no line yet; wait for the first logged step\n"
-    assert (done.returncode, done.stderr) == (2, expected)
+    assert (ended.value.code, capsys.readouterr().err) == (2, expected)
 
 
 @pytest.mark.slow
@@ -113,4 +107,4 @@ def test_a_browser_opens_it_without_errors(tmp_path: Path) -> None:
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
     done = subprocess.run([str(BROWSER), *options], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr and "What differs" in done.stdout and "</svg>" in done.stdout
+    assert "CONSOLE" not in done.stderr and "Scores" in done.stdout

@@ -13,7 +13,6 @@ from torch import Tensor
 from parallelisms import ring_attention
 from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import AXES
 from parallelisms.ring_attention import GRADIENTS, Ring, attend, attend_backward
 from tests.distributed import shared_mesh
 
@@ -27,7 +26,7 @@ def inputs(number: int) -> list[Tensor]:
 
 def recorded(sent: torch.dtype, as_operators: bool) -> Counter[Collective]:
     """What forward and backward send, as the operators say or as their code does it."""
-    mesh = shared_mesh(Degrees(cp=dist.get_world_size()), AXES)
+    mesh = shared_mesh(Degrees(cp=dist.get_world_size()))
     around = (SHAPE[2] * dist.get_world_size() - 2, "math", sent, mesh.group("cp").group_name)
     forward, backward = attend, attend_backward
     if as_operators:
@@ -70,7 +69,7 @@ def order_of_backward() -> list[str]:
         seen.append("compute")
         return backward(*arguments)
 
-    mesh = shared_mesh(Degrees(cp=dist.get_world_size()), AXES)
+    mesh = shared_mesh(Degrees(cp=dist.get_world_size()))
     around = (SHAPE[2] * dist.get_world_size(), "math", torch.float32, mesh.group("cp").group_name)
     q, k, v, grad = inputs(4)
     out, lse = attend(q, k, v, *around)

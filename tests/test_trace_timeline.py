@@ -10,7 +10,7 @@ from traces.classes import CLASSES, kernel_class, operator_class
 from traces.events import Interval
 from traces.report import report, short_kernel
 from traces.timeline import Segment, Timeline, fill
-from traces.work import Rates, rates_of, work_by_class, work_of
+from traces.work import rates_of, work_by_class, work_of
 
 
 @pytest.fixture
@@ -178,12 +178,3 @@ def test_class_of_a_kernel(name, expected):
 def test_short_kernel():
     name = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>, std::array<char*, 1ul>>(int)"
     assert short_kernel(name) == "at::native::reduce_kernel"
-
-
-def test_rates_of_a_run_go_before_those_of_its_device(tmp_path):
-    (tmp_path / "traces").mkdir()
-    (tmp_path / "config.toml").write_text("[metrics]\npeak_tflops = 2.5\n")
-    trace = Recording()
-    step_of_a_cpu(trace)
-    timeline = trace.write(tmp_path / "traces/step-00000008-rank0.json")
-    assert rates_of(timeline) == Rates(2.5e12, 0.0, "metrics.peak_tflops")

@@ -17,7 +17,6 @@ from tests.started_jobs import ROOT, write_config
 
 STEPS, GLOBAL_BATCH = 3, 4
 AVERAGED = ("--training.ema_decay=0.5",)
-IN_BACKWARD = ("--optimizer.in_backward", "--training.max_norm=0")
 
 
 def degree(axis: str, *more: str, number: int = 2) -> tuple[str, ...]:
@@ -36,7 +35,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "ring 2": (2, degree("context_parallel_degree", "--parallelism.context_parallel_method=ring"), ()),
     "pp 2": (2, degree("pipeline_parallel_degree"), ()),
     "hsdp 2 x 2": (4, degree("data_parallel_replicate_degree"), ()),
-    "fsdp 2, in backward": (2, IN_BACKWARD, ("--training.max_norm=0",)),
     "tp 2, averages": (2, degree("tensor_parallel_degree", *AVERAGED), AVERAGED),
 }
 
@@ -91,15 +89,3 @@ def test_train_py_on_a_layout_is_train_py_in_one_process(config_file: Path, name
         for key in ("loss", "grad_norm", "val/loss", "val/rmse/10m_u_component_of_wind"):
             if key in there:
                 assert here[key] == pytest.approx(there[key], rel=1e-4), (there["step"], key)
-        if "loss" in here:
-            assert_parts_are_timed(here, ranks)
-
-
-def assert_parts_are_timed(record: dict[str, Any], ranks: int) -> None:
-    """All of a step is in its parts, but for what lies between them; a pipeline's parts lie inside it."""
-    seconds = {name: record[f"seconds/{name}"] for name in ("data", "forward", "backward", "optimizer")}
-    assert min(seconds.values()) > 0
-    computing = seconds["forward"] + seconds["backward"]
-    assert computing < record.get("seconds/pipeline", record["step_seconds"])
-    if ranks == 1:
-        assert 0.5 * record["step_seconds"] < sum(seconds.values()) < record["step_seconds"]

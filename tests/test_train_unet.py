@@ -27,10 +27,10 @@ def on_two_ranks(config_file: Path, folder: Path, *options: str) -> list[dict]: 
     "options",
     [
         pytest.param(
-            ["--parallelism.domain_parallel_tiles", "[2,1]", "--data.cache_gib", "0"], marks=pytest.mark.slow
+            ["--parallelism.context_parallel_degree", "2", "--data.cache_gib", "0"], marks=pytest.mark.slow
         ),
         pytest.param(
-            ["--parallelism.domain_parallel_tiles", "[1,2]", "--activation_checkpoint.mode", "full"],
+            ["--parallelism.context_parallel_degree", "2", "--activation_checkpoint.mode", "full"],
             marks=pytest.mark.slow,
         ),
         pytest.param(["--training.local_batch_size", "4"], marks=pytest.mark.slow),
@@ -65,7 +65,7 @@ def test_float8_follows_float32(config_file: Path, tmp_path: Path, recipe: str) 
     """e4m3 keeps 3 bits of the fraction: measured 0.55 % off in the loss, which falls to an eighth."""
     lr = ["--optimizer.lr", "1e-2"]
     full = run(config_file, tmp_path / "full", *lr)
-    options = [*lr, "--float8.enable", "--float8.emulate", "--float8.recipe", recipe]
+    options = [*lr, "--float8.enable", "--float8.recipe", recipe]
     rounded = run(config_file, tmp_path / "float8", *options)
     assert losses(rounded) != losses(full)
     np.testing.assert_allclose(losses(rounded), losses(full), rtol=0.02)

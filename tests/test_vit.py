@@ -4,21 +4,16 @@ projection.
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from numpy.polynomial.legendre import legval
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
 from models.attention import BACKENDS, attention, check_backend
 from models.embeddings import (
     Rotary,
-    SphericalPosition,
     crop_grid,
-    harmonics,
     pad_grid,
-    patch_centres,
     patchify,
     sincos_positions,
     unpatchify,
@@ -127,7 +122,6 @@ def test_initial_weights_depend_on_seed_and_name_alone():
         {},
         {"position": "sincos", "qk_norm": True, "qkv_bias": False},
         {"position": "rotary"},
-        {"position": "spherical"},
     ],
 )
 def test_nothing_stays_nan(options):
@@ -222,39 +216,6 @@ def test_rotary_knows_differences_of_rows_and_columns_alone():
     torch.testing.assert_close(scores.roll((1, 1), dims=(1, 3)), scores, rtol=0, atol=2e-5)  # round the globe
     torch.testing.assert_close(scores[1:, :, 1:], scores[:-1, :, :-1], rtol=0, atol=2e-5)
     assert not torch.isclose(scores[0, 0, 0, 0], scores[0, 0, 1:, 1:], rtol=1e-3).any()
-
-
-def test_harmonics_add_up_to_legendre_polynomials():
-    """The addition theorem: products of two places, summed over a degree's orders, know their angle alone."""
-    generator = np.random.default_rng(0)
-    colatitude, longitude, degree = np.arccos(generator.uniform(-1, 1, 5)), generator.uniform(0, 7, 4), 6
-    basis = harmonics(colatitude, longitude, degree).numpy()
-    sine, cosine = np.sin(colatitude)[:, None], np.cos(colatitude)[:, None]
-    parts = [sine * np.cos(longitude), sine * np.sin(longitude), cosine + 0 * longitude]
-    places = np.stack(parts, axis=-1).reshape(-1, 3)
-    numbers = 2 * np.arange(degree + 1) + 1
-    expected = legval(places @ places.T, numbers / (degree + 1) ** 2)
-    np.testing.assert_allclose(basis @ basis.T, expected, atol=1e-13)
-    # Degree 1 is the place itself: of l, m = 1, 0 and 1, 1 the third and first coordinate.
-    root = math.sqrt(3) / (degree + 1)
-    np.testing.assert_allclose(basis[:, 1], root * places[:, 2], atol=1e-14)
-    np.testing.assert_allclose(np.abs(basis[:, 2]), np.abs(root * places[:, 0]), atol=1e-14)
-
-
-def test_centres_of_patches():
-    """Of 6 x 8 points in patches of 4 x 4: a row is padded on each side; columns begin at 0."""
-    colatitude, longitude = patch_centres((6, 8), (4, 4))
-    np.testing.assert_allclose(np.rad2deg(colatitude), [30, 150])
-    np.testing.assert_allclose(np.rad2deg(longitude), [1.5 * 45, 5.5 * 45])
-
-
-def test_spherical_vectors_start_as_learned_ones():
-    model = build(grid=(32, 64), position="spherical")
-    position = model.position
-    assert isinstance(position, SphericalPosition)
-    vectors = position.embedding
-    assert vectors.shape == (128, 32) and 0.0155 < vectors.std() < 0.0197  # 0.0176, cut at two deviations
-    assert model.get_parameter("position.weight").shape == (17**2, 32)
 
 
 @pytest.mark.parametrize(("position", "periodic"), [("rotary", True), ("rotary", False), ("learned", True)])

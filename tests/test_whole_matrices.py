@@ -34,7 +34,7 @@ def train(layout: Layout, name: str) -> dict[str, Any]:
     small = SmallRun(layout, **settings(name))
     group, parameters = small.model.pipeline_group, small.model.parameters
     before = gather_stages({n: full(p) for n, p in parameters.items()}, group)
-    gradients, record, plain = [], Recorder(small.mesh), small.run.optimizer.step
+    gradients, record, plain = [], Recorder(small.mesh), small.state.optimizer.step
 
     def step() -> None:
         nonlocal record
@@ -42,7 +42,7 @@ def train(layout: Layout, name: str) -> dict[str, Any]:
         with record:
             plain()
 
-    small.run.optimizer.step = step  # type: ignore[method-assign, assignment]
+    small.state.optimizer.step = step  # type: ignore[method-assign, assignment]
     for number in range(STEPS):
         small.step(number)
         gradients.append(gather_stages(small.gradients, group))
@@ -150,10 +150,6 @@ def test_states_of_another_optimiser_are_refused_by_name(one_rank, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "--optimizer.name LARS --optimizer.in_backward true --training.max_norm 0",
-            "in_backward = True: LARS needs norms of whole matrices",
-        ),
         (
             "--optimizer.name Muon --parallelism.cpu_offload true",
             "optimizer.name = 'Muon': .*set parallelism.cpu_offload to false",

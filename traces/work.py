@@ -5,7 +5,6 @@ are those of the inputs and of an output as large as the largest of them: what m
 """
 
 import math
-import tomllib
 from ast import literal_eval
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import pandas as pd
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from errors import DataError
 from planning.clusters import load_cluster, machine_known_as
 from traces.classes import COMPUTE
 from traces.events import DATA, Event, Trace
@@ -132,28 +130,15 @@ def _item_bytes(kind: str) -> int:
 
 
 def rates_of(timeline: Timeline) -> Rates:
-    """FLOPs: `metrics.peak_tflops` of the run that the trace lies with, or what large products of the device
-    reach by planning/clusters.toml, as bytes do; what neither gives is the best of this trace.
+    """Return what large products and copies of the device reach by planning/clusters.toml; for a device that
+    is not listed, the best of this trace.
     """
     reached, machine = reached_rates(timeline), machine_known_as(timeline.trace.device)
     device = load_cluster(machine).device if machine else None
     memory = device.bandwidth if device else reached.bytes
-    if peak := peak_of_run(timeline.trace):
-        return Rates(peak * 1e12, memory, "metrics.peak_tflops")
     if device:
         return Rates(device.matmul["bf16"], memory, f"[{machine}] of planning/clusters.toml")
     return reached
-
-
-def peak_of_run(trace: Trace) -> float:
-    """`metrics.peak_tflops` of the run that wrote the trace; 0 where it is not set."""
-    config = trace.run / "config.toml" if trace.run else None
-    if not config or not config.is_file():
-        return 0.0
-    try:
-        return tomllib.loads(config.read_text()).get("metrics", {}).get("peak_tflops", 0.0)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{config}: {error}") from error
 
 
 @cache

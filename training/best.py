@@ -19,25 +19,23 @@ import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
+from config import Config
 from jobs.durable_files import write_durably
+from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
-from training.journal import read_records
-from training.no_checkpoints import NoCheckpoints
 
 logger = logging.getLogger(__name__)
 
 
 class Best:
-    """Compares every validation by one score, the smaller the better. Used by all ranks together.
+    """Compares every validation by one score, the smaller the better. Used by all ranks together."""
 
-    patience: validations in a row without a better score after which the run is `exhausted`; 0: never.
-    """
-
-    def __init__(self, run_folder: Path, name: str, patience: int) -> None:
+    def __init__(self, config: Config) -> None:
         """Read the best score so far from the run's folder."""
-        self.folder, self.name, self.patience = run_folder / "best", name, patience
+        run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
+        self.folder, self.patience = run_folder / "best", config.validation.early_stop_patience
         self.value, self.step, self.later = from_first_rank(
-            lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", name)
+            lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", self.name)
         )
 
     @property
@@ -45,7 +43,7 @@ class Best:
         """True if the run has stopped improving, on all ranks alike."""
         return bool(self.patience) and len(self.later) >= self.patience
 
-    def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer | NoCheckpoints) -> None:
+    def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
         """Compare the scores of a validation after `step`, the checkpoint of which has been started."""
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
@@ -56,7 +54,7 @@ class Best:
             return
         checkpointer.wait()
         self.later = set()
-        if isinstance(checkpointer, NoCheckpoints) or checkpointer.saved_step != step:
+        if checkpointer.saved_step != step:
             logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
             return
         self.value, self.step = value, step

@@ -9,10 +9,9 @@ from datasets.options import check_data, parse_period, predicted_variables
 from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
-from parallelisms.degrees import num_ranks, resolve_degrees
-from parallelisms.layout_checks import check_layout
-from training.due import Rollouts, num_places
-from training.losses.quantities import NEEDS, QUANTITIES, corrected, squares_of, terms_of
+from parallelisms.degrees import check_layout
+from training.due import Rollouts
+from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
 
 # Of variables, if above 0. Float32 rounds 1e-46 to 0, a loss without gradient; cells divide weights further.
 SMALLEST_WEIGHT = 1e-30
@@ -35,10 +34,8 @@ def check(config: Config) -> None:
     _check_training(config)
     _check_rollouts(config.training)
     _check_replay(config)
-    check_ramp(config.training)
     _check_optimizer(config)
     check_layout(config)
-    _check_replay_capacity(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_plots(config)
     _check_best(config)
@@ -67,9 +64,6 @@ def _check_training(config: Config) -> None:
     _check_loss(config.training)
     _check_conserved(config, variables)
     _check_ensemble(config)
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        reason = 'only the compiler can keep a budget; set compile.enable = true or use mode "selective"'
-        refuse("activation_checkpoint.mode", "memory_budget", reason)
     wall_time_seconds(config.training.max_wall_time)
 
 
@@ -90,34 +84,26 @@ def _check_loss(training: Training) -> None:
 
 
 def _check_conserved(config: Config, variables: list[str]) -> None:
-    """Quantities whose global mean is kept, by each step of the model or by the loss."""
-    exact, paid = config.model.conserve, config.training.conserve
-    if exact and paid:
-        refuse("training.conserve", list(paid), "model.conserve keeps global means; set one of them to []")
-    key, quantities = ("model.conserve", exact) if exact else ("training.conserve", paid)
+    """Quantities the global mean of which no step of the model changes."""
+    quantities = config.model.conserve
     for quantity in quantities:
         if quantity not in (*QUANTITIES, *variables):
-            refuse(key, quantity, f"no such quantity; {nearest(quantity, [*QUANTITIES, *variables])}")
+            hint = nearest(quantity, [*QUANTITIES, *variables])
+            refuse("model.conserve", quantity, f"no such quantity; {hint}")
         if not terms_of(quantity, variables):
-            reason = f"needs {NEEDS[quantity]} on two levels or more; add them, or take this out"
-            refuse(key, quantity, reason)
-        if exact and squares_of(quantity, variables):
-            reason = "no shift of one variable keeps it; training.conserve asks for it in the loss"
-            refuse(key, quantity, reason)
-    first = [corrected(quantity, variables) for quantity in quantities]
-    for quantity in quantities:
+            reason = "needs specific_humidity on two levels or more; add them, or take this out"
+            refuse("model.conserve", quantity, reason)
         if lacking := [name for name in terms_of(quantity, variables) if name not in variables]:
             reason = f"is made of {lacking[0]}, which is not among data.variables; add it, or take this out"
-            refuse(key, quantity, reason)
-        if first.count(corrected(quantity, variables)) > 1:
-            refuse(
-                key,
-                quantity,
-                f"another one is kept by shifting {corrected(quantity, variables)}, too; take one out",
-            )
+            refuse("model.conserve", quantity, reason)
+    shifted = [shifted_variable(quantity, variables) for quantity in quantities]
+    for quantity, variable in zip(quantities, shifted, strict=True):
+        if shifted.count(variable) > 1:
+            reason = f"another one is kept by shifting {variable}, too; take one out"
+            refuse("model.conserve", quantity, reason)
     if quantities and config.model.predict != "change":
-        reason = 'is said of the change over a step; set model.predict to "change"'
-        refuse(key, list(quantities), reason)
+        reason = 'is about the change over a step; set model.predict to "change"'
+        refuse("model.conserve", list(quantities), reason)
 
 
 def _check_ensemble(config: Config) -> None:
@@ -144,7 +130,6 @@ def _check_rollouts(training: Training) -> None:
     lengths = list(training.rollout_steps)
     if not lengths:
         refuse("training.rollout_steps", lengths, "name how many, [1] for the next state alone")
-    _check_stages(training, "rollout_steps", "rollout_from_step")
     rollouts, weights = Rollouts.of(training), list(training.rollout_weights)
     if training.rollout_gradient_steps > rollouts.longest:
         reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
@@ -170,9 +155,6 @@ def _check_replay(config: Config) -> None:
     training, key = config.training, "training.replay_steps"
     steps, rollout = training.replay_steps, list(training.rollout_steps)
     if not steps:
-        if training.replay_capacity:
-            reason = "says where training.replay_steps keeps forecasts, and that is 0; set one of them"
-            refuse("training.replay_capacity", training.replay_capacity, reason)
         return
     if steps == 1:
         refuse(key, 1, "the first step starts from an analysis; set it to 2 or more, or to 0 for no replay")
@@ -181,45 +163,6 @@ def _check_replay(config: Config) -> None:
     if training.loss == "crps":
         refuse(
             key, steps, 'a state is kept of each sample, and training.loss = "crps" has members; set it to 0'
-        )
-
-
-def _check_replay_capacity(config: Config) -> None:
-    """Refuse a number of states that the ranks cannot share equally."""
-    smallest = config.training.local_batch_size * resolve_degrees(num_ranks(), config.parallelism).dp
-    places = num_places(config.training, smallest)
-    if config.training.replay_steps and places % smallest:
-        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}"
-        near = max(round(places / smallest), 1) * smallest
-        refuse("training.replay_capacity", config.training.replay_capacity, f"{reason}; try {near}")
-
-
-def _check_stages(training: Training, entries: str, from_step: str) -> None:
-    """Where each later entry of a key that names the stages of a run begins."""
-    key, begin = f"training.{from_step}", list(getattr(training, from_step))
-    later = max(len(getattr(training, entries)) - 1, 0)
-    if begin and (len(begin) != later or begin != sorted({1, *begin})[1:]):
-        reason = f"name the first step of each of the {later} later entries of {entries}"
-        refuse(key, begin, f"{reason}, ascending, from 2 on; or [] for equal parts")
-    if begin and begin[-1] > training.steps:
-        reason = f"lies beyond training.steps = {training.steps}; take less, or [] for equal parts"
-        refuse(key, begin[-1], reason)
-
-
-def check_ramp(training: Training) -> None:
-    """Batches that grow in stages; how ranks share them is the layout's to check."""
-    ramp, batch = list(training.batch_ramp), training.global_batch_size
-    _check_stages(training, "batch_ramp", "batch_ramp_from_step")
-    if ramp != sorted(set(ramp)):
-        refuse("training.batch_ramp", ramp, "name batches that ascend, or [] for the same throughout")
-    if ramp and ramp[-1] != batch:
-        reason = (
-            f"its last entry has to be training.global_batch_size, which is {batch}; set that to {ramp[-1]}"
-        )
-        refuse("training.batch_ramp", ramp, reason)
-    if len(ramp) > training.steps:
-        refuse(
-            "training.batch_ramp", ramp, f"has more stages than training.steps = {training.steps}; name fewer"
         )
 
 

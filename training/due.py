@@ -1,19 +1,28 @@
-"""What is due in a step and after it: on a schedule, or because all ranks agreed on it at the step before."""
+"""What is due after a step, and how many steps of the model a training step takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
-from config import Training
+from config import Config, Training
 
-COLLECT_EVERY = (
-    50  # steps between collections of Python's garbage: at random they stop one rank while others wait
-)
+COLLECT_EVERY = 50  # steps between garbage collections: at random times they stop one rank while others wait
+
+
+class Due(NamedTuple):
+    """What follows a step, in this order."""
+
+    last: bool
+    check: bool  # of the number of skipped steps, for which the host waits for the device
+    log: bool
+    collect: bool  # Python's garbage
+    save: bool
+    validate: bool
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps between ...; 0: never, but for what the last step brings."""
+    """Numbers of steps between what is due; 0: never."""
 
     last: int  # the step that ends the run
     log: int
@@ -21,119 +30,81 @@ class Schedule:
     validate: int
     keeps_best: bool = False  # validations choose the best checkpoint, which is saved before each
 
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        save = config.checkpoint.interval if config.checkpoint.enable else 0
+        validate, best = config.validation.interval, bool(config.checkpoint.keep_best)
+        return cls(config.training.steps, config.metrics.log_freq, save, validate, best)
 
-@dataclass(frozen=True)
-class Due:
-    last: bool
-    save: bool
-    check: bool  # how many steps were skipped, for which the host waits for the device
-    log: bool
-    collect: bool
-    validate: bool
-
-
-def due_at(step: int, schedule: Schedule, asked_to_save: bool = False, asked_to_stop: bool = False) -> Due:
-    """What comes after step `step`, in the order of the fields of `Due`."""
-    last = step == schedule.last
-    validate = every(schedule.validate, step) and not last and not asked_to_stop
-    wanted = asked_to_save or asked_to_stop or last or every(schedule.save, step)
-    save = bool(schedule.save) and (wanted or (schedule.keeps_best and every(schedule.validate, step)))
-    log = last or every(schedule.log, step)
-    return Due(last, save, save or log, log, every(COLLECT_EVERY, step), validate)
+    def at(self, step: int, asked_to_save: bool = False, asked_to_stop: bool = False) -> Due:
+        """Return what is due after step `step`. The end of the run validates by itself."""
+        last, validate = step == self.last, every(self.validate, step)
+        save = asked_to_save or asked_to_stop or last or every(self.save, step)
+        save = bool(self.save) and (save or (self.keeps_best and validate))
+        log = last or every(self.log, step)
+        validate = validate and not last and not asked_to_stop
+        return Due(last, save or log, log, every(COLLECT_EVERY, step), save, validate)
 
 
 def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-Stages = tuple[tuple[int, int], ...]  # first training step, and what holds from there on
-
-
-def stages_of(values: Sequence[int], from_step: Sequence[int], steps: int) -> Stages:
-    """from_step: where each later value begins; empty: all have equal parts of `steps`."""
-    parts = range(1, len(values))
-    first = [1, *(from_step or (1 + steps * part // len(values) for part in parts))]
-    return tuple(zip(first, values, strict=True))
-
-
-def stage_at(stages: Stages, step: int) -> int:
-    """What holds in training step `step`; 1 is the first."""
-    return [value for first, value in stages if first <= step][-1]
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """Samples of each training step over all ranks: more in later stages, where the run has a ramp."""
-
-    stages: Stages  # of samples
-    smallest: int  # that all ranks take through the model at once: a micro-batch each
-
-    @classmethod
-    def of(cls, training: Training, chosen: int, smallest: int) -> Self:
-        """chosen: throughout, where there is no ramp."""
-        sizes = training.batch_ramp or (chosen,)
-        return cls(stages_of(sizes, training.batch_ramp_from_step, training.steps), smallest)
-
-    @classmethod
-    def of_micro_batches(cls, number: int, smallest: int = 1) -> Self:
-        """So many in every step."""
-        return cls(((1, number * smallest),), smallest)
-
-    @property
-    def most_micro_batches(self) -> int:
-        return max(size for _, size in self.stages) // self.smallest
-
-    def at(self, step: int) -> int:
-        """Samples of training step `step`; 1 is the first."""
-        return stage_at(self.stages, step)
-
-    def micro_batches(self, step: int) -> int:
-        """Of training step `step`, that each rank accumulates."""
-        return self.at(step) // self.smallest
-
-
 @dataclass(frozen=True)
 class Rollouts:
-    """How many steps of the model a training step goes through, and what each of them counts."""
+    """Steps of the model that a training step takes, in stages of equal length, and their weights."""
 
-    stages: Stages  # of steps of the model
+    lengths: Sequence[int]  # of the rollouts of each stage
+    steps: int  # of the training
     gradient_steps: int = 0  # the last of them that have losses and gradients; 0: all
     weights: Sequence[float] = ()  # of the losses of the longest rollout; empty: all the same
 
     @classmethod
     def of(cls, training: Training) -> Self:
-        stages = stages_of(training.rollout_steps, training.rollout_from_step, training.steps)
-        return cls(stages, training.rollout_gradient_steps, training.rollout_weights)
+        gradient_steps, weights = training.rollout_gradient_steps, training.rollout_weights
+        return cls(training.rollout_steps, training.steps, gradient_steps, weights)
 
     @property
     def longest(self) -> int:
-        return max(length for _, length in self.stages)
+        return max(self.lengths)
 
     def at(self, step: int) -> int:
-        """Steps of the model in training step `step`; 1 is the first."""
-        return stage_at(self.stages, step)
+        """Return the steps of the model in training step `step`; 1 is the first."""
+        return [length for length, begin, _ in self.stages() if begin < step][-1]
+
+    def stages(self) -> list[tuple[int, int, int]]:
+        """Return each stage's length of a rollout, and the training steps before and after which it begins
+        and ends.
+        """
+        parts = len(self.lengths)
+        borders = [self.steps * part // parts for part in range(parts + 1)]
+        return list(zip(self.lengths, borders, borders[1:], strict=False))
 
     def with_gradients(self, length: int) -> int:
-        """How many of a rollout's steps, the last ones, gradients go through."""
+        """Return how many steps of a rollout, the last ones, have gradients."""
         return min(self.gradient_steps or length, length)
 
     def shares(self, length: int) -> list[float]:
-        """What the loss of each step of a rollout counts: 0 before its gradients begin, 1 in all."""
+        """Return the weights of the losses of a rollout's steps; their sum is 1."""
         begin = length - self.with_gradients(length)
         weights = list(self.weights[:length]) or [1.0] * length
         weights = [0.0] * begin + weights[begin:]
         return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def passes(self, length: int, frozen: bool = False) -> int:
-        """Forward passes that a rollout is worth: a backward pass counts two, or one where matrices are
-        frozen and have no gradients; what is repeated, nothing.
+        """Return the forward passes that a rollout costs: a backward pass counts two, or one where matrices
+        are frozen and have no gradients; recomputation counts nothing.
         """
         return length + (1 if frozen else 2) * self.with_gradients(length)
 
-
-ONE_STEP = Rollouts(((1, 1),))
+    def passes_after(self, step: int) -> int:
+        """Return the forward passes of a sample of each training step after `step`, in all."""
+        stages = self.stages()
+        return sum(self.passes(length) * max(end - max(begin, step), 0) for length, begin, end in stages)
 
 
 def num_places(training: Training, smallest: int) -> int:
-    """Of forecasts that all ranks keep (training/replay.py); `smallest`: samples that they take at once."""
-    return training.replay_capacity or max(training.global_batch_size, smallest)
+    """Return the forecasts that all ranks store (training/replay.py); smallest: samples that they take at
+    once.
+    """
+    return max(training.global_batch_size, smallest)

@@ -16,20 +16,20 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """`step` counts from 1. Early on the average follows faster, or it would remember its start."""
+        """Follow the weights after step `step` (from 1): faster early on, so that the start is forgotten."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self.averages.items():
             average.lerp_(self.parameters[name].detach(), 1 - decay)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """The averages are the weights again."""
+        """Set the averages to the weights."""
         for name, average in self.averages.items():
             average.copy_(self.parameters[name].detach())
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The averages stand where the weights are, and the weights come back afterwards."""
+    def applied(self) -> Iterator[None]:
+        """Exchange the weights for the averages inside the context."""
         self._exchange()
         try:
             yield
@@ -40,6 +40,6 @@ class EMA:
     def _exchange(self) -> None:
         for name, average in self.averages.items():
             weight = self.parameters[name]
-            kept = weight.detach().clone()
+            trained = weight.detach().clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(trained)

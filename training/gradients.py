@@ -1,6 +1,4 @@
-"""The norm of all gradients, clipping, and the loss scaler of fp16: the same on every layout, for all ranks.
-And what the passes that gradients come from share.
-"""
+"""The norm of all gradients, clipping and the loss scaler of fp16: the same on every layout and all ranks."""
 
 from collections.abc import Iterable
 
@@ -10,17 +8,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def casting_once(device: torch.device) -> torch.autocast:
-    """Around all passes of a step: autocast keeps what it has cast of a weight until the outermost of its
-    contexts ends. A compiled block casts its own in each pass, and FSDP what it gathers.
+def autocast_cache_scope(device: torch.device) -> torch.autocast:
+    """Return a context for all passes of a step, in which autocast casts each weight once.
+
+    Its cache lasts until the outermost of its contexts ends. A compiled block casts in each pass, and FSDP
+    casts what it gathers.
     """
     return torch.autocast(device.type, enabled=False)
 
 
-def add_up(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of which each rank has a summand: tensor parallelism leaves those of norms so.
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up the gradients of which each rank has a summand: tensor parallelism leaves those of norms so.
 
-    Every operator on such a gradient would add it up anew, and torch 2.11's clipping does not change it.
+    Every operator on such a gradient would add it up again, and torch 2.11's clipping does not change it.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -30,9 +30,10 @@ def add_up(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients, a plain scalar; stages of a pipeline add theirs."""
+    """Return the 2-norm of all gradients, a plain scalar; stages of a pipeline add theirs."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = summed(torch.nn.utils.get_total_norm(gradients))
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if pipeline_group is not None:
         square = norm.square()
         dist.all_reduce(square, group=pipeline_group)
@@ -40,13 +41,8 @@ def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessG
     return norm
 
 
-def summed(norm: Tensor) -> Tensor:
-    """A norm of all ranks' parts, as a plain scalar."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients down so that their norm is at most `max_norm`; 0 leaves them."""
+    """Scale gradients down so that their norm is at most `max_norm`; 0 leaves them."""
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
@@ -54,42 +50,45 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> N
 class LossScaler:
     """Dynamic loss scaling of fp16: doubled after `growth_interval` good steps, halved on overflow.
 
-    One global gradient norm decides, so that all ranks decide alike. Disabled, it does nothing.
+    One global gradient norm decides, so that all ranks decide alike. It is never below 1: gradients that
+    overflow there are those of a bad step. Disabled, it does nothing.
     """
 
     def __init__(self, enabled: bool, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.enabled, self.growth_interval = enabled, growth_interval
         self.factor, self.good_steps = initial if enabled else 1.0, 0
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.factor if self.enabled else loss
+    @property
+    def may_overflow(self) -> bool:
+        """Return whether infinite gradients are the fault of the factor, and no bad step."""
+        return self.factor > 1.0
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divides the gradients by the factor they were computed with."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        """Divide the gradients by the factor they were computed with."""
         if self.enabled:
-            for gradient in gradients:
+            for gradient in [p.grad for p in parameters if p.grad is not None]:
                 gradient.mul_(1.0 / self.factor)
 
-    def good(self, norm: Tensor) -> bool:
-        """Whether this step may be taken; adjusts the factor. Reads the device, in fp16 only."""
+    def update(self, norm: Tensor) -> bool:
+        """Adjust the factor; return False if the step must be skipped. Reads the device, in fp16 only."""
         if not self.enabled:
             return True
         if not torch.isfinite(norm):
-            self.factor, self.good_steps = self.factor / 2, 0
+            self.factor, self.good_steps = max(self.factor / 2, 1.0), 0
             return False
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.factor, self.good_steps = self.factor * 2, 0
         return True
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         if not self.enabled:
             return {}
         values = {"factor": self.factor, "good_steps": float(self.good_steps)}
         return {f"scaler.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a stored factor; one below 1, of an older version, becomes 1."""
         if self.enabled:
-            self.factor = state["scaler.factor"].item()
+            self.factor = max(state["scaler.factor"].item(), 1.0)
             self.good_steps = int(state["scaler.good_steps"].item())

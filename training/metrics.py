@@ -15,18 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
-from config import Metrics as Settings
+from config import Config
 from datasets.loader import data_wait_advice
-from traces.exposed import exposed
-from traces.profiler import part_times
-from traces.slow_ranks import SlowRanks
+from jobs.journal import Journal
 from training.batches import Batches
-from training.journal import Journal
 from training.loggers.opening import open_loggers
-from training.update import Update, UpdateInBackward
+from training.step import Run, StepResult
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
@@ -56,100 +52,87 @@ def memory_gib(device: torch.device) -> float:
 class Metrics:
     """Collects device scalars without waiting for them; one rank writes them on logging steps."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        resume_step: int,
-        steps: int,
-        settings: Settings,
-        flops_per_pass: float,
-        peak: float,
-        readers: int = 0,
-    ) -> None:
-        self.is_first = dist.get_rank() == 0
-        self.steps, self.readers, self.began, self.first_step = steps, readers, time.monotonic(), resume_step
+    def __init__(self, config: Config, run: Run, batches: Batches) -> None:
+        """The run is at its first step, or has been resumed."""
+        folder, self.steps, self.run, self.batches = config.dump_folder, config.training.steps, run, batches
+        self.is_first, self.readers = dist.get_rank() == 0, config.data.num_workers
+        self.device, self.resume_step = run.assembly.model.device, run.state.progress.step
+        # Passes count members of an ensemble; a rank has its share of the FLOPs.
+        flops = config.training.members * run.assembly.meta_model.flops()
+        self.tflop_per_pass = flops / dist.get_world_size() / 1e12
+        self.peak_tflops = peak_tflops(self.device)
         self.journal = Journal(folder / "metrics.jsonl")
-        self.flops_per_pass, self.peak_tflops = flops_per_pass, peak
+        written = self.journal.forget_after(self.resume_step) if self.is_first else 0
+        self.loggers = open_loggers(config, self.resume_step, written)
         self.bar = None
-        written = self.journal.forget_after(resume_step) if self.is_first else 0
-        self.loggers = open_loggers(settings, folder, resume_step, written, steps, self.is_first)
         if self.is_first and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, initial=resume_step, unit="step", dynamic_ncols=True)
-        self.last_line, self.epoch, self.has_advised = 0.0, 0.0, False
-        self.slow_ranks = SlowRanks()
+            self.bar = tqdm(total=self.steps, initial=self.resume_step, unit="step", dynamic_ncols=True)
+        self.passes_at_start = batches.rollouts.passes_after(self.resume_step)
+        self.started, self.last_line, self.has_advised = time.monotonic(), 0.0, False
         self.start_interval()
 
     def start_interval(self) -> None:
-        """The clock of the next logged step starts now: validation and saves before it do not count."""
-        self.started, self.data_seconds, self.samples, self.num_steps = time.perf_counter(), 0.0, 0, 0
-        self.data_bytes = self.passes = 0
-        part_times.read(1)
+        """Start the clock of the next logged step: validation and saves before it do not count."""
+        self.interval_started, self.data_seconds, self.data_bytes = time.perf_counter(), 0.0, 0
+        self.num_steps = self.passes = 0
 
-    def count(self, samples: int, batches: Batches) -> None:
-        """One step has been launched: `samples` over all ranks, with what this rank waited for and got."""
-        self.samples += samples
-        self.passes += samples * batches.passes
-        self.data_seconds += batches.seconds
-        self.data_bytes += batches.bytes
+    def count_step(self) -> None:
+        """Count a step that has been launched, with what this rank waited for and loaded."""
         self.num_steps += 1
-        self.epoch, self.by_threads = batches.epoch, batches.loader.dataset.by_threads
+        self.passes += self.batches.global_batch * self.batches.passes
+        self.data_seconds += self.batches.seconds
+        self.data_bytes += self.batches.bytes
 
-    def log_step(
-        self,
-        step: int,
-        loss: Tensor,
-        grad_norm: Tensor,
-        update: Update | UpdateInBackward,
-        device: torch.device,
-    ) -> None:
-        """Waits for the device, then writes the means of the steps since the last logged one. All ranks."""
-        values = torch.stack([loss.detach().float(), grad_norm.detach().float()]).tolist()
-        seconds = (time.perf_counter() - self.started) / self.num_steps
-        rate = self.samples / self.num_steps / seconds
-        passes = self.passes / self.num_steps / seconds
-        tflops = passes * self.flops_per_pass / dist.get_world_size() / 1e12
+    def log_step(self, step: int, result: StepResult) -> None:
+        """Wait for the device and write the means since the last logged step. Called by all ranks."""
+        loss = result.loss.detach().float()
+        dist.all_reduce(loss)
+        loss /= self.run.assembly.model.mesh.degrees.dp
+        loss, norm = torch.stack([loss, result.grad_norm.detach().float()]).tolist()
+        seconds = (time.perf_counter() - self.interval_started) / self.num_steps
+        tflops = self.passes / self.num_steps / seconds * self.tflop_per_pass
+        state, noise = self.run.state, self.run.noise_scale
+        critical = noise.critical_batch() if noise else None
         record = {
             "step": step,
-            "loss": values[0],
-            "grad_norm": values[1],
-            "lr": update.lr,
-            "samples_per_second": rate,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": self.run.learning_rate(step),
+            "samples_per_second": self.batches.global_batch / seconds,
             "step_seconds": seconds,
             "data_seconds": self.data_seconds / self.num_steps,
-            "memory_gib": memory_gib(device),
+            "memory_gib": memory_gib(self.device),
             "tflops": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            # What the loader gave over what it was waited for: with loader processes, at least its bandwidth.
+            # With loader processes, which read meanwhile, it is at least the loader's bandwidth.
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
-            "epoch": self.epoch,
-            "critical_batch_size": update.noise.critical_batch() if update.noise else None,
-            "skipped_steps": update.run.bad_steps.skipped,  # since this start
+            "epoch": self.batches.epoch,
+            "critical_batch_size": critical,
+            "skipped_steps": state.bad_steps.skipped,  # since this start
         }
-        self.slow_ranks.look(self.num_steps, seconds, record["data_seconds"])
         self._advise(seconds * self.num_steps)
-        record |= exposed.take()
-        record |= {f"seconds/{name}": value for name, value in part_times.read(self.num_steps).items()}
         self.write(record)
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
-        self._say(record)
+        now = time.monotonic()
+        if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
+            logger.info(dense_line(record, self.steps, self.seconds_left(step)))
         self.start_interval()
+
+    def seconds_left(self, step: int) -> float:
+        """Estimate the time after `step` from the passes so far: later rollouts may be longer."""
+        left = self.batches.rollouts.passes_after(step)
+        done = max(self.passes_at_start - left, 1)
+        return (time.monotonic() - self.started) / done * left
 
     def _advise(self, seconds: float) -> None:
         """Log once which setting helps a loop that waits for data."""
         fraction = self.data_seconds / seconds
         if self.is_first and fraction > WAIT_FRACTION and seconds > WORTH_JUDGING and not self.has_advised:
             self.has_advised = True
-            logger.warning(data_wait_advice(fraction, self.by_threads, self.readers))
-
-    def _say(self, record: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
-            self.last_line = now
-            done = max(record["step"] - self.first_step, 1)
-            left = (now - self.began) / done * (self.steps - record["step"])
-            logger.info(dense_line(record, self.steps, left))
+            by_threads = self.batches.loader.dataset.by_threads
+            logger.warning(data_wait_advice(fraction, by_threads, self.readers))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""

@@ -20,9 +20,8 @@ from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from errors import ConfigError
 from jobs.durable_files import append_whole, write_durably
+from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
-from training.journal import read_records
-from training.no_checkpoints import NoCheckpoints, Saves
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds that the run before may still need to end
@@ -70,11 +69,14 @@ class RunFolder:
             "python": platform.python_version(),
         }
 
-    def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Saves:
-        """Open the checkpoints of the run, the manifests of which contain its layout and identity."""
+    def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Checkpointer | None:
+        """Open the checkpoints of the run, the manifests of which contain its layout and identity.
+
+        Returns None if it saves none.
+        """
         settings = self.config.checkpoint
         if not settings.enable:
-            return NoCheckpoints()
+            return None
         about = {"layout": layout, "identity": describe(self.selection, statistics)}
         return Checkpointer(self.path / "checkpoints", settings, to_toml(self.config), about)
 
@@ -90,7 +92,7 @@ def start_warnings(config: Config) -> list[str]:
             "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "
             "first step"
         )
-    if schedule.warmup_steps > steps and not schedule.warmup_fraction:
+    if schedule.warmup_steps > steps:
         warnings.append(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is above training.steps = {steps}: the "
             "learning rate does not reach optimizer.lr"

@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
-from config import Training
+from config import Config, Training
 from errors import ConfigError
+from models.lora import trained
 from parallelisms.float8 import plain_weight
+from parallelisms.parallelize import ParallelModel
+from parallelisms.parameter_names import canonical
+from training.assembly import Assembly
 from training.bad_steps import BadSteps, TrainingDiverged
-from training.due import GlobalBatch
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.no_checkpoints import NoCheckpoints, Saves
+from training.optimizers.build import build_optimizer
 from training.optimizers.shards import empty_moment
+from training.optimizers.trust_ratios import SharedSums
 from training.replay import Replay
 
 logger = logging.getLogger(__name__)
@@ -71,9 +75,9 @@ class TrainState:
             "model": self.parameters,
             "optimizer": self._moments(),
             "ema": self.average.averages if self.average else {},
-            "train": {**self.progress.state_dict(), **self.scaler.state()},
+            "train": {**self.progress.state_dict(), **self.scaler.state_dict()},
             "bad_steps": self.bad_steps.window,
-            "replay": self.replay.state() if self.replay else {},
+            "replay": self.replay.state_dict() if self.replay else {},
         }
         return {
             f"{part}.{name}": plain_weight(tensor.detach())
@@ -106,9 +110,10 @@ class TrainState:
         train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
         self.progress.load_state_dict(train)
         if "scaler.factor" in train:
-            self.scaler.load(train)
+            self.scaler.load_state_dict(train)
         if self.replay:
-            self.replay.load({name.removeprefix("replay."): tensor for name, tensor in state.items()})
+            stored = {name.removeprefix("replay."): tensor for name, tensor in state.items()}
+            self.replay.load_state_dict(stored)
         if not any(name.startswith("ema.") for name in state):
             self.restart_average()
 
@@ -118,39 +123,62 @@ class TrainState:
             self.average.restart()
 
 
-def resume(checkpointer: Saves, run: TrainState) -> bool:
+def build_state(config: Config, assembly: Assembly) -> TrainState:
+    """Return the state before the first step of a model that has its weights."""
+    training, model = config.training, assembly.model
+    products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
+    optimizer = build_optimizer(model.own_parameters(), config.optimizer, shared_sums(model), products)
+    scaler = LossScaler(enabled=training.mixed_precision_param == "float16")
+    average = EMA(trained(model.parameters), training.ema_decay) if training.ema_decay else None
+    bad_steps = BadSteps(training.spike_threshold, training.max_skipped_steps, model.device)
+    replay = None
+    if training.replay_steps:
+        channels = config.data.history * len(assembly.normalizer.mean)
+        window = (training.local_batch_size, channels, *assembly.meta_model.grid_shape)
+        replay = Replay(config, model, window)
+    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay)
+
+
+def shared_sums(model: ParallelModel) -> SharedSums:
+    """Return sums over all ranks of each one's parts of the parameters; with ZeRO-1 one rank updates each."""
+    degrees, own = model.mesh.degrees, model.own_parameters()
+    names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
+    return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
+
+
+def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
     """Restore the newest checkpoint that can be trusted. Raises DataError if it does not fit this model."""
-    step = checkpointer.newest()
-    if step is None or isinstance(checkpointer, NoCheckpoints):
+    step = checkpointer.newest() if checkpointer else None
+    if checkpointer is None or step is None:
         return False
-    restore(checkpointer, step, run)
+    restore(checkpointer, step, state)
     return True
 
 
-def restore(checkpointer: Checkpointer, step: int, run: TrainState) -> None:
+def restore(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     """Restore the state after `step`, whatever layout saved it."""
     folder = step_folder(checkpointer.folder, step)
     stored = stored_tensors(folder)
-    run.allocate_moments(stored)
-    state = run.state_dict()
-    for name in [name for name in state if name not in stored and name.startswith(OPTIONAL)]:
-        del state[name]
-    if run.average and not any(name.startswith("ema.") for name in stored):
+    state.allocate_moments(stored)
+    tensors = state.state_dict()
+    for name in [name for name in tensors if name not in stored and name.startswith(OPTIONAL)]:
+        del tensors[name]
+    if state.average and not any(name.startswith("ema.") for name in stored):
         logger.info("%s has no averaged weights: averages start from its weights", folder)
-    checkpointer.load(step, state)
-    run.load_state_dict(state)
+    checkpointer.load(step, tensors)
+    state.load_state_dict(tensors)
     logger.info("resumed from %s", folder)
 
 
-def roll_back(checkpointer: Saves, run: TrainState) -> None:
+def roll_back(checkpointer: Checkpointer | None, state: TrainState) -> None:
     """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
 
     Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if there is
     no earlier one, or the run has been there before.
     """
-    bad_steps = run.bad_steps
-    step = checkpointer.newest(bad_steps.first - 2)
-    if isinstance(checkpointer, NoCheckpoints) or step is None or step == run.progress.went_back_to:
+    bad_steps, progress = state.bad_steps, state.progress
+    step = checkpointer.newest(bad_steps.first - 2) if checkpointer else None
+    if checkpointer is None or step is None or step == progress.went_back_to:
         again = f"going back to step {step} and taking other samples did not help"
         tried = again if step else "no checkpoint to go back to"
         raise TrainingDiverged(
@@ -158,26 +186,27 @@ def roll_back(checkpointer: Saves, run: TrainState) -> None:
             "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
         )
     checkpointer.remove_after(step)
-    rollbacks = run.progress.rollbacks + 1
-    restore(checkpointer, step, run)
-    run.progress.rollbacks, run.progress.went_back_to = rollbacks, step
+    rollbacks = progress.rollbacks + 1
+    restore(checkpointer, step, state)
+    progress.rollbacks, progress.went_back_to = rollbacks, step
     logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
     bad_steps.reset()
 
 
-def global_batch_of(training: Training, smallest: int, progress: Progress) -> GlobalBatch:
-    """Return the samples of each step. -1 takes those of the checkpoint, or else the smallest batch there is.
+def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
+    """Return the samples of each step. -1 takes those of the checkpoint, or else `smallest`: those that all
+    ranks take at once.
 
     Raises ConfigError if the checkpoint's cannot be divided among this number of ranks.
     """
-    asked, stored = training.global_batch_size, progress.global_batch
-    if asked == -1 and stored % smallest:
+    stored = progress.global_batch
+    if training.global_batch_size == -1 and stored % smallest:
         raise ConfigError(
             f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
             f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
             "training.global_batch_size to what you want from here on"
         )
-    chosen = GlobalBatch.of(training, (stored or smallest) if asked == -1 else asked, smallest)
-    if stored and (now := chosen.at(progress.step + 1)) != stored:
-        logger.info(f"the global batch was {stored} samples so far and is {now} from here on")
+    chosen = (stored or smallest) if training.global_batch_size == -1 else training.global_batch_size
+    if stored and chosen != stored:
+        logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")
     return chosen

@@ -1,53 +1,127 @@
-"""The training step: what train.py, a dry run, the table of layouts, the benchmarks and the tests call."""
+"""One training step: the gradients of all micro-batches, then one update of the weights.
 
-from collections.abc import Iterator
+train.py, the dry run, the benchmarks and the tests call these functions.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from parallelisms.parallelize import ParallelModel
+from checkpoints.checkpointer import Checkpointer
+from config import Config
+from jobs.heartbeat import span
+from training.assembly import Assembly
+from training.bad_steps import step_unless
 from training.batches import Batch
-from training.gradients import casting_once
+from training.fingerprints import Fingerprints
+from training.gradients import autocast_cache_scope, clip, reduce_partial_gradients, total_norm
 from training.objective import Objective
+from training.optimizers.build import set_lr
+from training.optimizers.lr_schedules import learning_rate
+from training.optimizers.noise_scale import NoiseScale, build_noise_scale
 from training.rollout import forward_backward
-from training.update import Update, UpdateInBackward
+from training.state import TrainState
 
 
 class MicroBatches(Protocol):
-    """A list of batches, or what loads them."""
+    """A list of batches, or an object that loads them."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step was, as scalars on the device, which nobody has waited for."""
+@dataclass
+class Run:
+    """Everything that a training step works on."""
+
+    assembly: Assembly
+    objective: Objective
+    state: TrainState
+    learning_rate: Callable[[int], float]  # of a step
+    max_norm: float  # gradients are clipped to it; 0: they are not clipped
+    noise_scale: NoiseScale | None
+    fingerprints: Fingerprints
+    checkpointer: Checkpointer | None  # a save of which may still be copying the weights
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        assembly: Assembly,
+        state: TrainState,
+        area: np.ndarray,
+        global_batch: int,
+        checkpointer: Checkpointer | None = None,
+    ) -> "Run":
+        """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
+        training, model = config.training, assembly.model
+        micro_batches = global_batch // (training.local_batch_size * model.mesh.degrees.dp)
+        schedule = (config.optimizer, config.lr_scheduler, training.steps, global_batch)
+        return cls(
+            assembly,
+            Objective(config, assembly, area),
+            state,
+            partial(learning_rate, *schedule),
+            training.max_norm,
+            build_noise_scale(model, training.local_batch_size, micro_batches),
+            Fingerprints(model, training.fingerprint_steps),
+            checkpointer,
+        )
+
+
+class StepResult(NamedTuple):
+    """Scalars on the device; reading one waits for the step."""
 
     loss: Tensor  # this rank's part of the loss
-    grad_norm: Tensor  # of all gradients
+    grad_norm: Tensor  # of all gradients, before clipping
 
 
-def train_step(
-    step: int,
-    batches: MicroBatches,
-    objective: Objective,
-    model: ParallelModel,
-    update: Update | UpdateInBackward,
-) -> Step:
-    """Step `step` (1 is the first): gradients of all micro-batches, one update."""
-    update.begin(step)
-    loss, last = torch.zeros((), device=model.device), len(batches) - 1
-    scale = update.loss_scale / len(batches)
-    with casting_once(model.device):
-        for number, batch in enumerate(batches):
-            exchange = number == last
-            part = forward_backward(step, objective, model, batch, update.loss_part, scale, exchange)
-            loss += part / len(batches)
-            if number == 0 and update.noise:
-                update.noise.first_micro_batch(len(batches))
-    grad_norm = update.finish(step, loss)
-    model.zero_grad()
-    return Step(loss, grad_norm)
+def train_step(run: Run, step: int, batches: MicroBatches) -> StepResult:
+    """Take step `step`; 1 is the first."""
+    loss = accumulate_gradients(run, step, batches)
+    grad_norm = update_weights(run, step, loss)
+    run.assembly.model.zero_grad()
+    return StepResult(loss, grad_norm)
+
+
+def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
+    """Return this rank's part of the loss; gradients are those of the mean over all micro-batches."""
+    model, number = run.assembly.model, len(batches)
+    loss, scale = torch.zeros((), device=model.device), run.state.scaler.factor / number
+    with autocast_cache_scope(model.device):
+        for index, batch in enumerate(batches):
+            is_last = index == number - 1
+            part = forward_backward(run.objective, run.state.replay, step, batch, scale, is_last)
+            loss += part / number
+            if index == 0 and run.noise_scale:
+                run.noise_scale.first_micro_batch()
+    return loss
+
+
+def update_weights(run: Run, step: int, loss: Tensor) -> Tensor:
+    """Clip the gradients and update the weights, unless the step is bad; return the norm of all gradients."""
+    model, state = run.assembly.model, run.state
+    parameters, scaler = model.parameters.values(), state.scaler
+    with span("optimizer"):
+        set_lr(state.optimizer, run.learning_rate(step))
+        reduce_partial_gradients(parameters)
+        scaler.unscale(parameters)
+        grad_norm = total_norm(parameters, model.pipeline_group)
+        clip(parameters, run.max_norm, grad_norm)
+        grad_norm = grad_norm.to(loss.device)  # offloaded gradients, and so their norm, are on the host
+        if run.noise_scale:
+            run.noise_scale.step(grad_norm, scaler.factor)
+        if run.checkpointer:
+            run.checkpointer.wait_for_staging()  # also of the window of losses
+        is_bad = state.bad_steps.judge(step, loss, grad_norm, overflow_is_normal=scaler.may_overflow)
+        if scaler.update(grad_norm):
+            step_unless(is_bad, state.optimizer)
+            model.after_update()
+            if state.average:
+                state.average.update(step)
+    return grad_norm

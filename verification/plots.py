@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from datasets.grid import Grid
 from datasets.variables import short_label
-from training.journal import read_records
+from jobs.journal import read_records
 from verification.details import circumference, zonal_energy_spectrum
 from verification.maps import Land, draw_map, error_colours, field_colours
 from verification.validation import Example

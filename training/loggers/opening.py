@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from config import Metrics
+import torch.distributed as dist
+
+from config import Config, Metrics
 from errors import refuse, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,13 @@ class Loggers:
             self.loggers.pop(name, None)
 
 
-def open_loggers(
-    settings: Metrics, folder: Path, resume_step: int, written: int, steps: int, is_first: bool
-) -> Loggers:
+def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
     """Open those of this rank: on rank 0 those of the run, on the first rank of each host Prometheus.
 
     written: the last step that the start before logged.
     """
-    loggers = Loggers()
+    loggers, settings, folder, steps = Loggers(), config.metrics, config.dump_folder, config.training.steps
+    is_first = dist.get_rank() == 0
     if is_first and settings.enable_tensorboard:
         loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step)
     if is_first and settings.enable_wandb:

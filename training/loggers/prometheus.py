@@ -12,7 +12,6 @@ from jobs.heartbeat import activity
 # Key of metrics.jsonl -> its name here, and the factor to SI units.
 RENAMED = {
     "lr": ("learning_rate", 1),
-    "exposed_communication": ("exposed_communication_ratio", 1),
     "mfu": ("mfu_ratio", 1),
     "tflops": ("model_flops_per_second", 1e12),
     "memory_gib": ("peak_memory_bytes", 2**30),
@@ -47,8 +46,6 @@ class Logger:
         for key, value in record.items():
             if value is not None and key.startswith("val/"):
                 self._gauge("score", "name").labels(key).set(value)
-            elif value is not None and key.startswith("seconds/"):
-                self._gauge("part_seconds", "part").labels(key.removeprefix("seconds/")).set(value)
             elif value is not None:
                 name, factor = RENAMED.get(key, (key, 1))
                 self._gauge(name).set(value * factor)

@@ -50,9 +50,8 @@ def lr_factor(
 
 def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
     """Return the factor of a configuration's schedule at step `step` of `steps`."""
-    warmup = round(schedule.warmup_fraction * steps) if schedule.warmup_fraction else schedule.warmup_steps
     shape = (schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio)
-    return lr_factor(step, steps, warmup, *shape)
+    return lr_factor(step, steps, schedule.warmup_steps, *shape)
 
 
 def learning_rate(

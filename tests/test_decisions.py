@@ -1,0 +1,95 @@
+"""The table of decisions in docs/planning.md against `plan.py --layout auto`; the mission's figures."""
+
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.mission_figures import main as mission_figures
+from benchmarks.planner_published import LLAMA_70B
+from parallelisms.degrees import Degrees
+from planning.architecture import Architecture, vit_architecture
+from planning.clusters import load_cluster
+from planning.compute import block_seconds
+from planning.search import best_layouts
+from planning.step_time import spread, step_time
+from planning.workload import Workload
+from tests.planned import ROOT
+
+TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
+LLAMA = Workload(LLAMA_70B, Degrees(dp_shard=64), 1, 128, compiled=True)
+
+
+class Decision(NamedTuple):
+    """A row of the table."""
+
+    job: str
+    kind: str
+    work: Workload  # its layout and micro-batch are only where the search starts
+    cluster: str
+
+
+def wide(dim: int, heads: int, patch: tuple[int, int] = (16, 16)) -> Workload:
+    """A ViT of 48 blocks on 1024 x 2048, compiled, on 64 GPUs."""
+    model, values = vit_architecture((1024, 2048), patch, 17, 17, dim, 48, heads), 17 * 1024 * 2048
+    work = Workload(model, Degrees(dp_shard=64), 1, 256, field_values=values, input_values=values)
+    return work.replace(compiled=True)
+
+
+def decisions() -> list[Decision]:
+    small, values = Architecture(1024, 512, 12, 8, 2048, 1280, 1280), 256 * 256 * 20
+    ddp = Workload(small, Degrees(dp_shard=4), 16, 64, field_values=values, input_values=values)
+    fine = wide(1536, 24, (4, 4)).replace(degrees=Degrees(dp_shard=16, cp=4), global_batch=16)
+    return [
+        Decision("45 M, 4 GPUs", "DDP", ddp, "a100x4"),
+        Decision("1.4 B, 64 GPUs", "DDP", wide(1536, 24), "a100x64"),
+        Decision("5.5 B, 64 GPUs", "FSDP", wide(3072, 24), "a100x64"),
+        Decision("30 B, 64 GPUs", "tensor", wide(7168, 56), "a100-8hdrx64"),
+        Decision("131,072 tokens, batch 16", "context", fine, "a100x64"),
+        Decision("Llama-3-70B, 64 GPUs", "3D", LLAMA, "a100-8hdrx64"),
+    ]
+
+
+def kind_of(degrees: Degrees) -> str:
+    """Return what splits a sample or, if nothing does, whether states are sharded."""
+    if degrees.tp > 1 and degrees.pp > 1:
+        return "3D"
+    axes = (("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"), ("dp_shard", "FSDP"))
+    return next((name for axis, name in axes if getattr(degrees, axis) > 1), "DDP")
+
+
+@pytest.mark.parametrize("decision", decisions(), ids=lambda d: d.job)
+def test_the_decision_table_is_what_the_search_finds(decision: Decision):
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {decision.job} |")]
+    best = best_layouts(decision.work, load_cluster(decision.cluster), number=1)[0].work
+    assert kind_of(best.degrees) == decision.kind and f"| {decision.kind} |" in row
+
+
+def test_the_layout_of_the_textbook_is_among_the_best():
+    """Within a tenth of the best where each GPU has its own link between nodes."""
+    found = best_layouts(LLAMA, load_cluster("a100-8hdrx64"))
+    (made,) = [p for p in found if p.work.degrees == TEXTBOOK_LAYOUT]
+    assert made.time.total < 1.1 * found[0].time.total
+
+
+def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share():
+    work, cluster = LLAMA, load_cluster("a100-8hdrx64")
+    time = step_time(work, cluster)
+    waits = ("exposed", "bubble", "host", "stragglers")
+    busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
+    assert time.classes["stragglers"] == pytest.approx((spread(64) - 1) * busy)
+    assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication
+    assert "stragglers" not in step_time(work.replace(degrees=Degrees()), cluster.with_devices(1)).classes
+
+
+def test_float8_is_faster_and_pays_for_its_casts():
+    rates = load_cluster("h100x8").rates
+    half, eighth = (block_seconds(LLAMA.replace(float8=on), rates, False) for on in (False, True))
+    assert eighth["matmul"] < 0.6 * half["matmul"] and "float8 casts" not in half
+    assert sum(eighth.values()) < sum(half.values())
+
+
+def test_the_figures_of_the_mission_have_not_moved(capsys):
+    assert mission_figures() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 40 and max(map(len, lines)) <= 110

@@ -1,0 +1,65 @@
+"""Torch profiler traces of a run on a schedule, one file a rank and recording (docs/profiling.md)."""
+
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from config import Config
+
+# Each recording is written and dropped: torch warns of that.
+warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
+MOST_ALLOCATIONS = 100_000  # entries of a memory snapshot
+
+
+class Profiler:
+    """Records `profile_steps` steps out of every `profile_freq`; does nothing while disabled."""
+
+    def __init__(self, config: Config, step: int) -> None:
+        """step: the last one that was taken."""
+        settings, self.folder = config.profiling, config.dump_folder / "traces"
+        self.step_number, self.profile = step, nullcontext()
+        self.has_memory = settings.enable_memory_snapshot and torch.cuda.is_available()
+        if settings.enable_profiling:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.profile = self._build(settings.profile_freq, settings.profile_steps)
+
+    def _build(self, freq: int, num_steps: int) -> AbstractContextManager:
+        num_steps = min(num_steps, max(freq - WARMUP_STEPS, 1))
+        # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if self.has_memory:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        wait = max(freq - num_steps - WARMUP_STEPS, 0)
+        return profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
+            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=num_steps),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+
+    def __enter__(self) -> "Profiler":
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.has_memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.profile.__exit__(*error)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        """Tell the profiler that a step has ended."""
+        self.step_number += 1
+        if isinstance(self.profile, profile):
+            self.profile.step()
+
+    def _write(self, recording: profile) -> None:
+        """Write a recording; called by torch at its end."""
+        name = f"step-{self.step_number:08d}-rank{dist.get_rank()}"
+        recording.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
+        if self.has_memory:
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))
