@@ -276,7 +276,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is tuple:
         return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
-        if (name, value) in REMOVED_VALUES:
+        if isinstance(value, str) and (name, value) in REMOVED_VALUES:
             fix = REMOVED_VALUES[name, value]
             raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
         if value not in get_args(base):

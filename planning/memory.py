@@ -201,11 +201,11 @@ def gradients_alive(work: Workload, done: int) -> int:
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
-    """Bytes of a stage's unsharded gradients: PipelineStage lets FSDP reduce after the last micro-batch.
+    """Bytes of a stage's unsharded gradients while batches accumulate, whose micro-batches exchange nothing.
 
     Without a pipeline FSDP reduces and scatters the gradients of every pass.
     """
-    if not work.uses_fsdp or work.micro_batches == 1:
+    if not work.uses_fsdp or work.degrees.pp == 1 or work.reductions == 1:
         return 0
     units = stage_shapes(work, first, last)
     itemsize = max(work.reduce_itemsize, work.itemsize)

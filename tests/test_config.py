@@ -221,7 +221,7 @@ COMMAND_LINES = [
     ),
     (
         "--model.conserve '[\"2m_temperature\"]' --model.predict state",
-        "model.conserve = ['2m_temperature']: is said of the change over a step",
+        "model.conserve = ['2m_temperature']: is about the change over a step",
     ),
     ("--model.conditions '[\"hour\"]'", "model.conditions"),
     (

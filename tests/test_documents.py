@@ -38,7 +38,7 @@ OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "pl
 OPTIONS["scripts/sweep.py"] = own_options(trials=20, folder="outputs/sweep")
 DEMO = "train_configs/demo.toml"
 BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
-NOT_OURS = ("ruff", "pyright")  # whose options are theirs
+NOT_OURS = ("ruff", "pyright", "python")  # whose options are theirs
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ def draw(seed: int) -> list[str]:
         "training.seed": ["0", "1", "2"],
         "checkpoint.async_mode": ["disabled", "async", "async_with_pinned_mem"],
         "data.cache_gib": ["0", "1"],
-        "optimizer.state_dtype": ["float32", "int8"],
     }
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
     drawn += ["--data.history", str(1 + seed % 2)]
