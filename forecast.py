@@ -167,7 +167,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
 
 
 def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
-    """What decides every byte of a store, but for the layout, which decides the last digits."""
+    """Return all that determines the bytes of a store, but for the layout (last digits)."""
     dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
     drawn = {"seed": config.training.seed} if index.num_members > 1 or config.model.noise_dim else {}
@@ -296,7 +296,7 @@ def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
 
 def export(config: Config, target: Path) -> None:
     """One step of the model as a program, or its weights, by the ending of the file's name; adapters are
-    merged into the matrices beside which they were trained.
+    merged into the matrices that they were trained for.
     """
     if target.suffix not in (".pt2", ".safetensors", ""):
         endings = ".pt2 (a program), .safetensors (weights) or in nothing (a folder with a checkpoint)"

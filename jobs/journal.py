@@ -35,9 +35,9 @@ class Journal:
         """
         self.close()
         records = read_records(self.path)
-        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
+        lines = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         if self.path.exists():
-            write_durably(self.path, "".join(kept))
+            write_durably(self.path, "".join(lines))
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:

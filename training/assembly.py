@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fields:
-    """What a model needs to know of the data: V variables and S constant fields on H x W points."""
+    """Description of the data for a model: V variables and S constant fields on H x W points."""
 
     variables: Sequence[str]
     grid: Grid

@@ -37,11 +37,11 @@ class BadSteps:
 
     @property
     def window(self) -> dict[str, Tensor]:
-        """What the steps to come are judged by: a resumed run skips what one that was not stopped skips."""
+        """Return the tensors of a checkpoint that later steps are judged by."""
         return {"losses": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
-        """Whether a step is bad, a bool on the device. `loss` is this rank's, `grad_norm` that of all.
+        """Return whether a step is bad, a bool on the device; loss: this rank's, grad_norm: of all ranks.
 
         A loss that is not finite on one rank makes the gradient norm so on all. In fp16 a gradient may
         overflow: that is what its scaler is there for.
@@ -67,8 +67,9 @@ class BadSteps:
         return torch.where(enough, median + self.spike_threshold * deviation, torch.inf)
 
     def too_many(self, step: int, last: bool = False) -> bool:
-        """Whether more of the last 100 were skipped than may be, or the last one of all was. Waits for the
-        device, and asks all ranks, so that they go on alike.
+        """Return whether more of the last 100 steps were skipped than allowed, or the very last step was.
+
+        Waits for the device, and asks all ranks, so that they continue alike.
         """
         mine = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
         counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]

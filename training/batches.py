@@ -66,7 +66,7 @@ class Batches:
 
     @property
     def epoch(self) -> float:
-        """How often the run has seen its samples."""
+        """Return the number of passes through the samples."""
         return self.progress.samples / self.loader.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:

@@ -145,8 +145,8 @@ def _check_rollouts(training: Training) -> None:
         refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
     for length in lengths:
         if not any(rollouts.shares(length)):
-            reason = f"a rollout of {length} has no loss, of whose steps the last"
-            reason = f"{reason} {rollouts.with_gradients(length)} count; raise the weight of one of these"
+            steps = f"only its last {rollouts.with_gradients(length)} steps have gradients"
+            reason = f"a rollout of {length} has no loss: {steps}; raise the weight of one of them"
             refuse("training.rollout_weights", weights, reason)
 
 
@@ -201,8 +201,8 @@ def _check_best(config: Config) -> None:
 
 def check_score(key: str, name: str, config: Config) -> None:
     """ConfigError: a validation has no score of this name, or none by which weights could be judged."""
-    first, *others = sorted(config.validation.lead_hours)
-    suffixes = ["", *(f"@{hours}h" for hours in others)]
+    first, *later = sorted(config.validation.lead_hours)
+    suffixes = ["", *(f"@{hours}h" for hours in later)]
     kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
     ends = [f"{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
     scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]

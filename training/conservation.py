@@ -39,7 +39,7 @@ def build_conservation(
 
 def refuse_missing(quantities: Sequence[str], name: str, index: int, statistics: Statistics) -> None:
     if statistics.missing is None:
-        return  # of a forecast, whose training has passed this
+        return  # of a forecast: its training has passed this
     counts, cells = statistics.missing[:, index], statistics.mean_field[0].size
     if number := int(((counts > 0) & (counts < cells)).sum()):
         raise DataError(

@@ -10,7 +10,7 @@ COLLECT_EVERY = 50  # steps between garbage collections: at random times they st
 
 
 class Due(NamedTuple):
-    """What follows a step, in this order."""
+    """Actions that follow a step, in this order."""
 
     last: bool
     check: bool  # of the number of skipped steps, for which the host waits for the device

@@ -49,12 +49,12 @@ class Fingerprints:
         self.last_equal = f"after step {step}"
 
     def _describe(
-        self, step: int, places: list[str], odd: list[int], others: list[int], names: list[str]
+        self, step: int, places: list[str], odd: list[int], rest: list[int], names: list[str]
     ) -> str:
         odd_places = ", ".join(f"rank {rank} ({places[rank]})" for rank in odd)
-        against = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        against = f"rank{'s' * (len(rest) > 1)} {', '.join(map(str, rest))}"
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        hint = "" if len(others) > len(odd) else ", and which of them is right cannot be told from two"
+        hint = "" if len(rest) > len(odd) else ", and which of them is right cannot be told from two"
         return (
             f"step {step}: replicas have diverged: {odd_places} holds other bits than {against} in "
             f"{', '.join(names[:MOST_NAMES])}{more}{hint}; all were alike {self.last_equal}. A device that "
@@ -90,8 +90,8 @@ def sum_of_bits(parameter: Tensor) -> Tensor:
     if local.storage_offset() % numbers:
         local = local.clone()
     whole = len(local) // numbers * numbers
-    rest = local[whole:].view(INTEGERS[local.element_size()])
-    return local[:whole].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
+    tail = local[whole:].view(INTEGERS[local.element_size()])
+    return local[:whole].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
 
 
 def find_difference(

@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metri
 
 
 def peak_tflops(device: torch.device) -> float:
-    """Of one device, 0 where it is not known: then there is no MFU."""
+    """Return the peak of one device, 0 if it is not known: then there is no MFU."""
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -43,7 +43,7 @@ def peak_tflops(device: torch.device) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak so far: of the CUDA allocator, or of the process where there is no GPU."""
+    """Return the peak memory so far: of the CUDA allocator, or of the process without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux gives KiB

@@ -89,7 +89,7 @@ class Objective:
         return self.cut_step(window, truth[:, 0], times, *conditions)
 
     def cut_step(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
-        """The same of a normalised window (B M, h V, H, W) and the physical truth (B, V, H, W)."""
+        """Return the shard of a normalised window (B M, h V, H, W) and the physical truth (B, V, H, W)."""
         return self._cut(window, truth, times, *conditions)
 
     def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:

@@ -55,9 +55,9 @@ class ReplaySampler(TrainSampler):
         super().__init__(*sampler)
         self.num_places, self.num_steps, self.phases = num_places, num_steps, phases(num_steps)
 
-    def local_batch(self, taken: int, micro: int) -> list[int]:
+    def local_batch(self, num_samples: int, micro: int) -> list[int]:
         at_once = self.num_ranks * self.local_batch_size
-        first = (taken // at_once + micro) * at_once + self.rank * self.local_batch_size
+        first = (num_samples // at_once + micro) * at_once + self.rank * self.local_batch_size
         return [self._at(position) for position in range(first, first + self.local_batch_size)]
 
     def _at(self, position: int) -> int:
@@ -81,12 +81,12 @@ class Replay:
         self.states = torch.zeros(self.rows, *window, pin_memory=pinned)  # physical
         self.dates = torch.full((self.rows, window[0]), NO_DATE, pin_memory=pinned)
 
-    def start(self, taken: int, micro: int, fields: Tensor, times: Tensor) -> Tensor:
+    def start(self, num_samples: int, micro: int, fields: Tensor, times: Tensor) -> Tensor:
         """Return physical fields (B, h + 1, V, H, W) of `times` (B,), with stored forecasts as their windows.
 
-        They are of micro-batch `micro` after `taken` samples.
+        They are of micro-batch `micro` after `num_samples` samples.
         """
-        self.turn, self.row = divmod(taken // self.at_once + micro, self.rows)
+        self.turn, self.row = divmod(num_samples // self.at_once + micro, self.rows)
         history = fields.shape[1] - 1
         state = self.states[self.row].to(fields.device, non_blocking=True).unflatten(1, (history, -1))
         date = self.dates[self.row].to(fields.device, non_blocking=True)

@@ -1,7 +1,7 @@
 """Statistics of the training period, counted by all ranks together: each reads its part of the dates.
 
 What is counted is kept in the run's folder every minute, so that a job that is killed goes on from there,
-on any number of ranks. Nobody waits for another for longer than a round.
+on any number of ranks. No rank waits for another for longer than a round.
 """
 
 import logging
@@ -52,13 +52,13 @@ def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -
         found = from_first_rank(lambda: stored_statistics(cache, source))
     if found:
         return found
-    counted = count_together(source, cache)
+    statistics = count_together(source, cache)
     if trained:
-        counted = as_trained(counted, source.variables, trained)
+        statistics = as_trained(statistics, source.variables, trained)
     if dist.get_rank() == 0:
-        counted.write(cache)
+        statistics.write(cache)
         shutil.rmtree(cache.parent / SAVED, ignore_errors=True)
-    return counted
+    return statistics
 
 
 def count_together(source: Source, cache: Path) -> Statistics:
@@ -116,15 +116,15 @@ def read_sums(path: Path) -> Sums | None:
 
 def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
     """Until no rank has a date left. UserError, on all ranks: what one of them met."""
-    counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
+    num_counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
     while True:
         try:
             counting.go_on(ROUND_SECONDS)
         except UserError as error:
             failure = type(error), str(error)  # as from_first_rank sends it
         activity.progress()
-        state = torch.tensor([counting.left, counting.num_counted - counted, failure is not None])
-        counted = counting.num_counted
+        state = torch.tensor([counting.left, counting.num_counted - num_counted, failure is not None])
+        num_counted = counting.num_counted
         dist.all_reduce(state, group=group)
         bar.update(int(state[1]))
         if state[2]:
