@@ -53,7 +53,7 @@ from models.noise import noise_keys
 from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
-from training.determinism import set_determinism
+from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
 from verification.export import Description, OneStep, export_step, write_safetensors
 from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex

@@ -180,7 +180,7 @@ def calibrate_machine(config: Config) -> None:
 
     from planning.calibrate import BlockShape, calibrate
     from planning.calibration import save_calibration
-    from training.host_memory import retain_memory
+    from training.process_settings import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model

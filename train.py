@@ -21,7 +21,6 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from checkpoints.initial_weights import start_from
 from config import Config
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
@@ -32,14 +31,13 @@ from planning.out_of_memory import watched_run
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
 from training.batches import Batches
-from training.determinism import seed_step, set_determinism
 from training.due import Schedule
-from training.host_memory import retain_memory
 from training.metrics import Metrics, output_summary
+from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import build_state, choose_global_batch, resume, roll_back
+from training.state import build_state, choose_global_batch, load_or_start, roll_back
 from training.step import Run, train_step
 from training.validator import Validator
 
@@ -75,9 +73,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- resume from the newest complete checkpoint, or start from the weights of another run
     checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
-    if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
-        start_from(config, state.parameters)
-        state.restart_average()
+    load_or_start(checkpointer, state, config)
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
     run = Run.of(config, assembly, state, samples.area, global_batch, checkpointer)
     batches = Batches(train_set, config, state, model, global_batch)

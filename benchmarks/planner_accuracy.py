@@ -43,7 +43,7 @@ from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.parity import TABLE, three_steps
 from tests.storages import bytes_alive
-from training.host_memory import retain_memory
+from training.process_settings import retain_memory
 
 GRID = (64, 128)
 CHANNELS = 20

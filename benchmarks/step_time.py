@@ -36,7 +36,7 @@ from benchmarks.results_file import record
 from config import Compile, Config, Model, Optimizer, Parallelism, Training
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
-from training.host_memory import retain_memory
+from training.process_settings import retain_memory
 
 GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
 LIMITS = {(1, "float32"): 0.90, (1, "bfloat16"): 0.50, (2, "float32"): 0.90, (2, "bfloat16"): 0.70}

@@ -30,8 +30,8 @@ from parallelisms.mesh import start_ranks
 from train import train
 from training.config_checks import load_checked
 from training.gradients import clip, total_norm
-from training.host_memory import retain_memory
 from training.optimizers.build import set_lr
+from training.process_settings import retain_memory
 
 LOG_FREQ, LIMIT = 10, 1.01
 MODEL = {

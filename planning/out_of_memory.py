@@ -22,7 +22,7 @@ from planning.hardware import Cluster
 from planning.memory import GIB, Memory
 from planning.search import capacity, changes_that_fit, fits, plan
 from planning.this_machine import cluster_here, workload_here
-from training.host_memory import host_memory
+from training.process_settings import host_memory
 
 # What allocators say: CUDA's has a class of its own, torch's of the host raises a RuntimeError.
 SAID = re.compile(r"can't allocate memory|out of memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE)

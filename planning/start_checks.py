@@ -33,8 +33,8 @@ from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from training.due import num_places
-from training.host_memory import host_memory
 from training.loggers.opening import check_loggers
+from training.process_settings import host_memory
 
 
 def open_checked(config: Config) -> Selection:

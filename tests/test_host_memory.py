@@ -9,7 +9,7 @@ import pytest
 
 STEPS = """
 import resource, sys, torch
-from training.host_memory import retain_memory
+from training.process_settings import retain_memory
 if sys.argv[1] == "kept":
     retain_memory(torch.device("cpu"))
 def step():
@@ -42,7 +42,7 @@ LEFT = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from training.host_memory import return_memory, retain_memory
+from training.process_settings import return_memory, retain_memory
 def held() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
+from checkpoints.initial_weights import start_from
 from config import Config, Training
 from errors import ConfigError
 from models.lora import trained
@@ -153,6 +154,13 @@ def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
         return False
     restore(checkpointer, step, state)
     return True
+
+
+def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config) -> None:
+    """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
+    if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
+        start_from(config, state.parameters)
+        state.restart_average()
 
 
 def restore(checkpointer: Checkpointer, step: int, state: TrainState) -> None:

@@ -14,8 +14,8 @@ from config import Config
 from datasets.variables import named_by
 from jobs.heartbeat import span
 from training.best import Best
-from training.host_memory import return_memory
 from training.metrics import Metrics
+from training.process_settings import return_memory
 from training.progress_bar import progress_bar
 from training.samples import Samples
 from training.step import Run

@@ -1,4 +1,4 @@
-"""The C library's heap of a run on a CPU, where the activations of a step are in the host's memory."""
+"""Settings of a process that trains: random numbers, deterministic kernels, the heap of the C library."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+# On a CPU the activations of a step are in the heap.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 RETAIN = {
     M_TRIM_THRESHOLD: 2**31 - 1,  # free bytes at the end of the heap, above which they are given back
@@ -15,6 +16,22 @@ RETAIN = {
 }
 RETURN = {M_TRIM_THRESHOLD: 2**27, M_TOP_PAD: 2**17, M_MMAP_THRESHOLD: 2**25}
 ENOUGH = 8e9  # bytes of the host for a rank, below which a fifth more in the heap may be too much
+
+
+def seed_step(seed: int, step: int, dp_rank: int) -> None:
+    """Seed the random numbers of a step (stochastic depth), equally on ranks that share a sample.
+
+    So no generator has to be saved in a checkpoint. Initial weights and sample order have seeds of their own.
+    """
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + dp_rank) % 2**63)
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Allow TF32; with `deterministic`, refuse kernels with sums that depend on the order of threads."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
 
 
 def retain_memory(device: torch.device) -> None:
