@@ -12,7 +12,7 @@ from plan import job
 from planning.clusters import load_cluster
 from planning.report import groups_line, groups_of
 from planning.search import best_layouts
-from planning.step_time import StepTime
+from planning.step_time import StepTime, Term
 from tests.planned import run_plan
 
 
@@ -93,9 +93,10 @@ def test_layouts_that_the_band_does_not_tell_apart_are_a_group():
     cluster = load_cluster("a100x64")
     near = best_layouts(work, cluster, 2)
     far = [
-        dataclasses.replace(p, time=StepTime({"matmul": n * 100.0}, 1, 0.0)) for n, p in enumerate(near, 1)
+        dataclasses.replace(p, time=StepTime((Term("matmul", n * 100.0),), 1, 0.0))
+        for n, p in enumerate(near, 1)
     ]
-    ten_times = dataclasses.replace(far[1], time=StepTime({"matmul": 1000.0}, 1, 0.0))
+    ten_times = dataclasses.replace(far[1], time=StepTime((Term("matmul", 1000.0),), 1, 0.0))
     assert groups_of(near, cluster) == groups_of(far, cluster) == [1, 1]
     assert groups_of([*far, ten_times], cluster) == [1, 1, 2]
     assert "these 2 layouts" in groups_line([1, 1, 2]) and "from all others" in groups_line([1, 2])
