@@ -235,7 +235,7 @@ class CostRange:
         return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
 
     def saves(self) -> str:
-        """How often the run saves, and how much."""
+        """Interval and size of the saves, as text."""
         cost = self.planned
         if not cost.stored_bytes:
             return "saved never (checkpoint.enable = false): an interruption begins the run again"

@@ -96,7 +96,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def data_lines(work: Workload, samples_per_second: float, cluster: Cluster) -> str:
-    """What store, network and cores must deliver, a line each, next to what there is.
+    """Rates that store, network and cores must deliver, a line each, next to what there is.
 
     Chunks are taken to hold one date and the levels that the run uses.
     """
