@@ -2,17 +2,18 @@
 
     .venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --cluster a100x64
     .venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --cluster a100x64 --layout auto
-    .venv/bin/python plan.py --job.config_file F --cluster h100x8 --sweep gpus=8,16,...,4096
 
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
 --clusters FILE       your own machines, in the same form; as often as you like
---layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
+--layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best,
+                      grouped where known errors of plans do not tell them apart
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
 --slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
 --json                print one JSON object instead of tables
 
+Days and dollars are ranges: from the fastest to the slowest known run of the same kind, over its plan.
 Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
 """
 
@@ -45,7 +46,7 @@ from config import Config
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import CALIBRATION, load_cluster
-from planning.cost import costs_of
+from planning.cost import cost_range
 from planning.hardware import Cluster
 from planning.report import (
     as_json,
@@ -115,13 +116,13 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = f"no layout of {cluster.devices} devices can share it"
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
-    cost = costs_of(config, made, cluster, options.restart_minutes)
+    cost = cost_range(config, made, cluster, options.restart_minutes)
     fitting = fits(made, cluster)
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost.as_json()), indent=1))
+        print(json.dumps(as_json(made, cluster, cost), indent=1))
         return 0 if fitting else 1
     feed = data_lines(made.work, made.time.samples_per_second, cluster)
-    print("\n\n".join([*tables(plans, made, cluster), feed, cost.table(made.time.total)]))
+    print("\n\n".join([*tables(plans, made, cluster), feed, cost.table()]))
     if not fitting:
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
         print(f"\n{nowhere}{advice(made, cluster)}")
@@ -163,7 +164,7 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:
 
 
 def advice(made: Plan, cluster: Cluster) -> str:
-    """What is missing, and the three cheapest changes with which it fits."""
+    """Missing memory, and the three cheapest changes with which the job fits."""
     missing = (made.memory.peak - capacity(cluster)) / 2**30
     what = f"{missing:.2f} GiB a device are" if missing > 0 else "memory of the host is"
     rows = [f"it does not fit: {what} missing; the cheapest changes with which it does:"]
@@ -213,7 +214,7 @@ def dry_run_table(config: Config, world_size: int) -> None:
 
 
 def grid_of(config: Config) -> "Grid":
-    """From data.grid_shape, which is taken to go round the globe, or from the data themselves."""
+    """Grid of data.grid_shape, which is taken to go round the globe, or of the data themselves."""
     from datasets.grid import global_grid
     from datasets.selection import open_selection
 

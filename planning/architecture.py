@@ -16,7 +16,7 @@ ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # colum
 
 @dataclass(frozen=True)
 class Architecture:
-    """The ViT of models/vit.py, or one of its relatives whose published runs the planner is held against."""
+    """The ViT of models/vit.py, or a relative of it with published runs to compare the planner with."""
 
     tokens: int  # T
     dim: int  # D
@@ -92,19 +92,19 @@ class Architecture:
 
     @property
     def matrix_parameters(self) -> int:
-        """Of the matrices of one block."""
+        """Parameters of the matrices of one block."""
         return sum(math.prod(shape) for shape in self.block().values() if len(shape) == 2)
 
     def matmul_flops(self) -> float:
-        """Of one sample and block, forward: every token passes through each matrix."""
+        """FLOPs of one sample and block, forward: every token passes through each matrix."""
         return sum(2.0 * self.tokens * math.prod(shape) for shape in self.block().values() if len(shape) == 2)
 
     def attention_flops(self) -> float:
-        """Of one sample and block, forward: two products of T x T x D; causal attention needs half."""
+        """FLOPs of one sample and block, forward: two products of T x T x D; causal attention needs half."""
         return 4 * self.tokens**2 * self.dim / (2 if self.causal else 1)
 
     def block_flops(self) -> float:
-        """Of one sample and block, forward."""
+        """FLOPs of one sample and block, forward."""
         return self.matmul_flops() + self.attention_flops()
 
     def end_flops(self) -> float:
@@ -121,7 +121,7 @@ def count(shapes: Shapes) -> int:
 
 
 def cut(shapes: Shapes, tp: int) -> Shapes:
-    """What tensor parallelism leaves of parameters on one of `tp` ranks."""
+    """Parameters of one of `tp` ranks of tensor parallelism."""
     result = {}
     for name, shape in shapes.items():
         part = list(shape)

@@ -47,7 +47,7 @@ JOIN_SECONDS = 120  # that a rank waits for the others
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A block of the ViT, whose operations are measured."""
+    """A block of the ViT: its operations are measured."""
 
     batch: int
     tokens: int
@@ -166,7 +166,7 @@ def attention_operations(
     batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backend: str, device: torch.device
 ) -> Iterator[Operation]:
     """q, k and v lie in one tensor as in models/vit.py: kernels that want them otherwise copy them."""
-    whole = int(MAX_FLOPS[device.type] / (8 * tokens**2 * head_dim))  # heads whose backward may be timed
+    whole = int(MAX_FLOPS[device.type] / (8 * tokens**2 * head_dim))  # heads of which a backward may be timed
     heads = min(heads, max(whole, 1))
     batch = min(batch, max(whole // heads, 1))
     (qkv,) = tensors([(batch, tokens, heads, 3, head_dim)], dtype, device)
@@ -182,7 +182,7 @@ def attention_operations(
 
 
 def elementwise_operations(rows: int, width: int, dtype: str, device: torch.device) -> Iterator[Operation]:
-    """What stands between the products of a block; sizes are bytes read and written, parameters left out."""
+    """Operations between the products of a block; sizes are bytes read and written, without parameters."""
     rows = max(min(rows, MAX_VALUES[device.type] // width), 1)
     x, y, weight, bias = tensors([(rows, width)] * 2 + [(width,)] * 2, dtype, device)
     other = torch.bfloat16 if dtype == "float32" else torch.float32
@@ -293,13 +293,13 @@ def undisturbed(times: Sequence[float]) -> float:
 
 
 def calls_for(operation: Operation, device: torch.device) -> int:
-    """How often an operation is called in one timing, from its second call."""
+    """Number of calls of an operation in one timing, from its second call."""
     seconds_of(operation, 1, device)
     return math.ceil(TIMED_SECONDS / max(seconds_of(operation, 1, device), 1e-7))
 
 
 def seconds_of(operation: Operation, calls: int, device: torch.device) -> float:
-    """Of one call, the mean of `calls`."""
+    """Seconds of one call, the mean of `calls`."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -317,7 +317,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def together(job: Callable[..., Any], world: int, backend: str, *arguments: Any) -> Any:
-    """What job(*arguments) returns on rank 0 of `world` ranks of this host."""
+    """Result of job(*arguments) on rank 0 of `world` ranks of this host."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, get_context("spawn")) as pool:
         ranks = [pool.submit(_rank, job, world, backend, folder, rank, arguments) for rank in range(world)]
         for finished in as_completed(ranks):

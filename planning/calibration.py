@@ -1,4 +1,4 @@
-"""What planning/calibrate.py measured on a machine: stored as JSON, and read at other sizes than measured.
+"""Times that planning/calibrate.py measured on a machine: stored as JSON, read at any size.
 
 Rates depend on the shape, on a CPU by factors, so every measured shape keeps its own time; a shape in between
 takes the rate of its neighbours.
@@ -93,12 +93,12 @@ class Calibration:
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """Of attention between q, k, v of (batch, heads, tokens, head_dim), or of its backward alone."""
+        """Seconds of attention between q, k, v of (batch, heads, tokens, head_dim), or of its backward."""
         kind = f"attention/{backend}/{'backward' if backward else 'forward'}"
         return self._seconds(kind, dtype, (batch, heads, tokens, head_dim))
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
-        """Of an operation that reads and writes `size` bytes in all: one of planning/calibrate.py's."""
+        """Seconds of an operation of planning/calibrate.py that reads and writes `size` bytes in all."""
         return self._seconds(f"elementwise/{operation}", dtype, (max(round(size), 1),))
 
     def _seconds(self, kind: str, dtype: str, sizes: tuple[int, ...]) -> float:
@@ -110,11 +110,11 @@ class Calibration:
 
     @property
     def noise(self) -> float:
-        """How much longer an operation took than undisturbed, of 1: what others did on this machine."""
+        """Fraction by which operations took longer than undisturbed: the load of other programs."""
         return statistics.median([row.median / row.seconds - 1 for row in self.timings])
 
     def table(self) -> str:
-        """What was measured where, one line an operation and shape."""
+        """Table of all measurements, one line an operation and shape."""
         device = self.processor if self.device_type == "cpu" else f"{self.device_name} on {self.processor}"
         link = "one device, no link"
         if self.allreduce:
@@ -205,12 +205,12 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def torch_version() -> str:
-    """Of the installed torch, without its seconds of importing."""
+    """Version of the installed torch, without its seconds of importing."""
     return version("torch")
 
 
 def processor_name() -> str:
-    """As Linux names it, with the number of cores: "AMD EPYC, 2 cores"."""
+    """Name of the processor by Linux, with the number of cores: "AMD EPYC, 2 cores"."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'unknown'}, {os.cpu_count()} cores"

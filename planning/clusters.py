@@ -83,7 +83,7 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
 
 
 def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str | None:
-    """The machine whose `known_as` has torch's name of this device."""
+    """Return the machine that has torch's name of this device in `known_as`."""
     tables = all_machines(files)
     return next((name for name, keys in tables.items() if device_name in keys.get("known_as", ())), None)
 
@@ -92,7 +92,7 @@ def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str 
 
 
 def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
-    """Of clusters.toml and, over it, of the user's files. Raises ConfigError."""
+    """Machines of clusters.toml and, over it, of the user's files. Raises ConfigError."""
     tables: dict[str, Table] = {}
     for file in (MACHINES, *map(Path, files)):
         add_machines(tables, read_machines(file), file)

@@ -53,7 +53,7 @@ class Times(defaultdict[str, float]):
 
 
 def slower_in_a_model(rates: Rates, dtype: str) -> float:
-    """How much longer operations take one after the other than each alone again and again, as calibrated:
+    """Ratio of the time of calibrated operations one after the other to that of each by itself, repeated:
     in a model they find other data in the caches, and memory that is new. 1 where it was not measured.
     """
     timings = getattr(rates, "timings", ())
@@ -63,8 +63,8 @@ def slower_in_a_model(rates: Rates, dtype: str) -> float:
         number, batch, tokens, dim, heads, mlp_dim = row.sizes
         model, backend = Architecture(tokens, dim, number, heads, mlp_dim, 0, 0), row.kind.partition("/")[2]
         work = Workload(model, Degrees(), batch, batch, dtype=dtype, attention=backend)
-        alone = sum(sum(block_seconds(work, rates, backward).values()) for backward in (False, True))
-        ratios.append(row.seconds / (number * alone))
+        separate = sum(sum(block_seconds(work, rates, backward).values()) for backward in (False, True))
+        ratios.append(row.seconds / (number * separate))
     return sum(ratios) / len(ratios) if ratios else 1.0
 
 
@@ -149,17 +149,20 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
 
 
 def axial_units(work: Workload) -> float:
-    """Of turning queries and keys as models/embeddings.py does: one pass each where compiled. Uncompiled, of
-    a value: products 16 bytes, their sums 12, both halves put together 8, and of half precision 12 to
-    float32 and back.
+    """Units of rotating queries and keys as models/embeddings.py does.
+
+    Compiled one pass each. Uncompiled, of a value: products 16 bytes, their sums 12, both halves
+    put together 8, and of half precision 12 to float32 and back.
     """
     uncompiled = (36 + 12 * (work.itemsize < 4)) / work.itemsize
     return 2 * work.model.axial * (2 if work.compiled else uncompiled)
 
 
 def rotary_units(work: Workload) -> float:
-    """Of turning queries and keys: one pass where compiled. Uncompiled it is three in complex float32 (16
-    bytes a value), and RMSNorm is six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much.
+    """Units of rotating queries and keys.
+
+    Compiled one pass. Uncompiled it is three in complex float32 (16 bytes a value), and RMSNorm
+    is six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much.
     """
     model = work.model
     turned = 1 + (model.kv_heads or model.heads) / model.heads
@@ -200,7 +203,7 @@ def weight_cast_bytes(work: Workload) -> float:
 
 
 def recomputed_times(work: Workload, rates: Rates) -> Times:
-    """Of the forward pass: what the mode of activation checkpointing runs again in the backward pass."""
+    """Seconds of the part of the forward pass that activation checkpointing repeats in the backward pass."""
     if work.ac_mode == "none":
         return Times()
     again = Times({"elementwise": elementwise_time(work, rates, backward=False)})
@@ -268,7 +271,7 @@ def orthogonal_seconds(work: Workload, rates: Rates) -> float:
 
 
 def host_update_seconds(work: Workload, cluster: Cluster) -> float:
-    """The same where cpu_offload leaves it to the host, whose memory the ranks of a node divide."""
+    """Seconds of the update on the host (cpu_offload); the ranks of a node share its memory."""
     ranks = min(cluster.devices_per_node, work.degrees.world)
     moved = update_bytes(work) + CLIP_BYTES * shard_parameters(work)
     return moved * ranks / cluster.host_bandwidth
@@ -278,7 +281,7 @@ def host_update_seconds(work: Workload, cluster: Cluster) -> float:
 
 
 def hardware_flops(work: Workload) -> float:
-    """Of one sample, forward and backward, as the kernels run them: torch.utils.flop_counter's number.
+    """FLOPs of one sample, forward and backward, as the kernels run them (torch.utils.flop_counter).
 
     Attention's fused backward computes the scores again: 10 T^2 D, not 8. Patches have no gradient.
     """
@@ -294,7 +297,7 @@ def hardware_flops(work: Workload) -> float:
 
 
 def recomputed_flops(work: Workload) -> float:
-    """Of one sample and pass: blocks again, but for the last product of each that is recomputed as one."""
+    """FLOPs of one sample and pass: blocks again, but for the last product of each recomputed segment."""
     model = work.model
     if work.ac_mode in ("none", "selective"):
         return 0.0

@@ -13,6 +13,7 @@ from typing import Any
 
 from command_line import text_table
 from config import Config
+from planning.error_bands import band_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
@@ -21,6 +22,14 @@ from planning.workload import Workload
 from training.due import Rollouts
 
 HOUR = 3600.0
+COST_ROWS = (  # of the table: title, field of Cost, unit, digits
+    ("days", "hours", 24, 2),
+    ("device-hours", "device_hours", 1, 0),
+    ("kWh", "kwh", 1, 0),
+    ("dollars", "dollars", 1, 0),
+    ("of these lost", "dollars_lost", 1, 0),
+    ("interruptions", "preemptions", 1, 1),
+)
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
 
 
@@ -41,7 +50,7 @@ class Fleet:
 
     @property
     def dollars_an_hour(self) -> float:
-        """Of all devices, whether they compute or wait."""
+        """Price of all devices, whether they compute or wait."""
         return self.on_demand_devices * self.cluster.on_demand + self.spot_devices * self.cluster.spot
 
     @property
@@ -57,7 +66,7 @@ class Fleet:
 
     @property
     def watts(self) -> float:
-        """Of all devices with their part of their nodes and of the centre."""
+        """Power of all devices with their part of their nodes and of the centre."""
         return self.cluster.devices * self.cluster.device.watts * self.cluster.pue
 
 
@@ -73,7 +82,7 @@ def fleets(cluster: Cluster) -> dict[str, Fleet]:
 
 @dataclass(frozen=True)
 class Saves:
-    """How a job saves, and what it takes to go on after a preemption."""
+    """Saves of a job, and the time to go on after a preemption."""
 
     interval: float  # work between two saves
     stall: float = 0.0  # that a save costs training
@@ -97,7 +106,9 @@ class Time:
 
 
 def expected_time(work: float, saves: Saves, rate: float) -> Time:
-    """Of `work` seconds of steps, saved every `saves.interval` and at the end; `rate` preemptions a second.
+    """Expected time of `work` seconds of steps with saves; `rate` preemptions a second.
+
+    A save follows every `saves.interval`, and the end.
 
     Getting through s seconds undisturbed is tried again e^(rate s) - 1 times on average, which takes
     (e^(rate s) - 1)/rate; the same holds for a restart (Daly 2006). Each preemption finds, with probability
@@ -127,7 +138,9 @@ def young_interval(stall: float, rate: float) -> float:
 
 
 def daly_interval(stall: float, rate: float) -> float:
-    """The same to higher order (Daly 2006, eq. 37): sqrt(2 C M) (1 + sqrt(x)/3 + x/9) - C, x = C/(2 M)."""
+    """Best work between saves to higher order (Daly 2006, eq. 37), with x = C/(2 M):
+    sqrt(2 C M) (1 + sqrt(x)/3 + x/9) - C.
+    """
     if not rate:
         return math.inf
     x = stall * rate / 2
@@ -146,7 +159,7 @@ def best_interval(saves: Saves, rate: float) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run on one fleet, expected."""
+    """Expected cost of one run on one fleet."""
 
     hours: float
     device_hours: float
@@ -159,7 +172,7 @@ class Cost:
 
 
 def run_cost(seconds: float, fleet: Fleet, saves: Saves) -> Cost:
-    """Of `seconds` of steps."""
+    """Cost of `seconds` of steps."""
     time = expected_time(seconds, saves, fleet.rate)
     hours, price = time.wall / HOUR, fleet.dollars_an_hour
     return Cost(
@@ -176,7 +189,7 @@ def run_cost(seconds: float, fleet: Fleet, saves: Saves) -> Cost:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Of each fleet, with the configured interval of saves, and what saving takes."""
+    """Cost on each fleet with the configured interval of saves, and the time and bytes of saving."""
 
     fleets: dict[str, Cost]
     interval_seconds: float
@@ -185,46 +198,87 @@ class RunCost:
     checkpoint_bytes: int
     stored_bytes: int
 
-    def table(self, step_seconds: float) -> str:
-        """A line a fleet; then how often to save."""
-        heads = ("the run", "days", "device-hours", "kWh", "$", "interrupted", "lost $", "best save every")
-        rows: list[tuple[object, ...]] = [heads]
-        for name, cost in self.fleets.items():
-            often = interval_text(cost.best_interval_seconds, step_seconds)
-            run = (cost.hours / 24, cost.device_hours, cost.kwh, cost.dollars)
-            rows.append((f"  {name}", *run, cost.preemptions, cost.dollars_lost, often))
-        fleets = text_table("<22 >8.2f >14,.0f >10,.0f >12,.0f >13.1f >10,.0f >24", rows)
-        interval = self.interval_seconds
-        if not self.stored_bytes:
-            return (
-                f"{fleets}\n  saved never (checkpoint.enable = false): an interruption begins the run again"
-            )
-        return (
-            f"{fleets}\n"
-            f"  saved every {interval / step_seconds:,.0f} steps ({interval / HOUR:,.2f} h): "
-            f"{self.checkpoint_bytes / 1e9:.1f} GB each, {self.stored_bytes / 1e9:.0f} GB kept, "
-            f"{self.stall_seconds:.2f} s of a stall, written in {self.write_seconds:.1f} s"
-        )
-
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: null."""
         return json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda infinity: None)
 
 
+@dataclass(frozen=True)
+class CostRange:
+    """Costs of a run with steps as fast as planned, and as fast and as slow as known runs of its kind."""
+
+    planned: RunCost
+    ends: tuple[RunCost, RunCost] | None  # None: no run of its kind is known
+    fleets: dict[str, Fleet]
+    steps: int
+    step_seconds: float  # as planned
+
+    def table(self) -> str:
+        """A column for each fleet; then how often the run saves."""
+        best = [cost.best_interval_seconds for cost in self.planned.fleets.values()]
+        rows = [
+            ("dollars an hour", *(f"{fleet.dollars_an_hour:,.2f}" for fleet in self.fleets.values())),
+            *(
+                (what, *(self.between(fleet, name, unit, digits) for fleet in self.fleets))
+                for what, name, unit, digits in COST_ROWS
+            ),
+            ("best save every", *(interval_text(seconds, self.step_seconds) for seconds in best)),
+        ]
+        title = (f"the run of {self.steps:,} steps", *self.fleets)
+        lines = ((f"  {what}", *values) for what, *values in rows)
+        table = text_table("<26" + " >24" * len(self.fleets), [title, *lines])
+        return f"{table}\n  {self.saves()}"
+
+    def between(self, fleet: str, name: str, unit: float, digits: int) -> str:
+        """A figure of a run's cost, from the fastest to the slowest."""
+        values = [getattr(cost.fleets[fleet], name) / unit for cost in self.ends or (self.planned,)]
+        return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
+
+    def saves(self) -> str:
+        """Interval and size of the saves, as text."""
+        cost = self.planned
+        if not cost.stored_bytes:
+            return "saved never (checkpoint.enable = false): an interruption begins the run again"
+        return (
+            f"saved every {cost.interval_seconds / self.step_seconds:,.0f} steps "
+            f"({cost.interval_seconds / HOUR:,.2f} h): {cost.checkpoint_bytes / 1e9:.1f} GB each, "
+            f"{cost.stored_bytes / 1e9:.0f} GB kept, {cost.stall_seconds:.2f} s of a stall, "
+            f"written in {cost.write_seconds:.1f} s"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "dollars_an_hour": {name: fleet.dollars_an_hour for name, fleet in self.fleets.items()},
+            "cost": self.planned.as_json(),
+            "cost_band": [end.as_json() for end in self.ends] if self.ends else None,
+        }
+
+
 def interval_text(seconds: float, step_seconds: float) -> str:
-    """ "-" where nothing is lost that a save could keep, or nothing is saved."""
+    """Work between saves; "-" where nothing is lost that a save could keep, or nothing is saved."""
     if math.isinf(seconds) or seconds <= 0:
         return "-"
     return f"{max(seconds / step_seconds, 1):,.0f} steps, {max(seconds, step_seconds) / 60:,.0f} min"
 
 
-def costs_of(config: Config, plan: Plan, cluster: Cluster, restart_minutes: float) -> RunCost:
-    """`training.steps` steps of the global batch. A save costs what the copy to the host takes; without
-    asynchrony, what writing takes.
+def cost_range(config: Config, plan: Plan, cluster: Cluster, restart_minutes: float) -> CostRange:
+    """Costs of `training.steps` steps within the error band of the plan's step."""
+    band, settings = band_of(plan.work, cluster), (config, plan, cluster, restart_minutes)
+    ends = (costs_of(*settings, band.fastest), costs_of(*settings, band.slowest)) if band else None
+    return CostRange(costs_of(*settings), ends, fleets(cluster), config.training.steps, plan.time.total)
+
+
+def costs_of(
+    config: Config, plan: Plan, cluster: Cluster, restart_minutes: float, slower: float = 1.0
+) -> RunCost:
+    """Costs of `training.steps` steps that take `slower` times as long as planned.
+
+    A save costs what the copy to the host takes; without asynchrony, what writing takes.
     """
     work, degrees, settings = plan.work, plan.work.degrees, config.checkpoint
-    step, steps, restart = plan.time.total, config.training.steps, restart_minutes * 60
-    whole = run_seconds(config, plan, cluster)
+    step, steps, restart = slower * plan.time.total, config.training.steps, restart_minutes * 60
+    whole = slower * run_seconds(config, plan, cluster)
     size = checkpoint_size(work)
     writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
     saves, stored = Saves(whole, restart=restart), 0  # without saves all is lost

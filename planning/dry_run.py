@@ -8,6 +8,7 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
@@ -40,7 +42,7 @@ NO_HOOK = RemovableHandle(OrderedDict())
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank holds and sends in a step, in bytes."""
+    """Memory and communication of one rank in a step, in bytes."""
 
     degrees: Degrees
     total_parameters: int  # bytes of the whole model in float32
@@ -54,7 +56,7 @@ class DryRun:
 
     @property
     def padding(self) -> int:
-        """What is left beyond an even part: shards whose first dim the ranks do not divide."""
+        """Bytes beyond an even part: of shards that have a first dim which the ranks do not divide."""
         even = self.total_parameters // (self.degrees.world // (self.degrees.dp_replicate * self.degrees.pp))
         return max(self.parameters - self.replicated - even, 0) if self.degrees.pp == 1 else 0
 
@@ -116,7 +118,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
         run = Run.of(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
         run.noise_scale = None  # which looks at values
         with batches.record:
-            with tracker:
+            with tracking(tracker):
                 loss = accumulate_gradients(run, 1, batches)
             gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
             # Not tracked: as fake tensors, operators in place have temporaries.
@@ -141,7 +143,13 @@ def _run(config: Config, fields: Fields) -> DryRun:
 
 
 class StepTracker(MemTracker):
-    """torch's, which waits for every parameter's gradient: a frozen one (LoRA) cannot be asked."""
+    """torch's tracker of memory, for one step of a layout.
+
+    torch waits for every parameter's gradient: a frozen one (LoRA) has none. DTensor computes the shape of a
+    result that it has not seen before on whole tensors, under the same FakeTensorMode: these are no memory.
+    """
+
+    in_propagation = False
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -151,9 +159,47 @@ class StepTracker(MemTracker):
                 self._param_to_grad_hook_handles.setdefault(parameter, (NO_HOOK, NO_HOOK))
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.in_propagation:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _update_peak_stats(self, peak_state: object) -> None:
+        """Keep the peak of the step alone: torch walks all modules at every operator to keep theirs."""
+        for device, snapshot in self._curr_mem_snap.items():
+            if self._peak_mem.get(device, 0) < snapshot["Total"]:
+                self._peak_mem[device] = snapshot["Total"]
+                self._peak_mem_snap[device] = dict(snapshot)
+
+
+class Propagation:
+    """A context in which a tracker counts nothing."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self.tracker = tracker
+
+    def __enter__(self) -> None:
+        self.tracker.in_propagation = True
+
+    def __exit__(self, *args: object) -> None:
+        self.tracker.in_propagation = False
+
+
+@contextmanager
+def tracking(tracker: StepTracker) -> Iterator[None]:
+    """Track memory, but for DTensor's computation of shapes."""
+    lock = getattr(ShardingPropagator, "_fake_mode_lock", nullcontext())
+    # torch's hook around that computation, meant for a lock (torch 2.13, _sharding_prop.py).
+    ShardingPropagator._fake_mode_lock = Propagation(tracker)  # type: ignore[assignment]
+    try:
+        with tracker:
+            yield
+    finally:
+        ShardingPropagator._fake_mode_lock = lock
+
 
 def followed(tracker: MemTracker, passes: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The tracker follows one pass through each module: it begins anew before every other."""
+    """Reset the tracker before each pass: it follows one pass through each module."""
 
     def run(*arguments: Any, **options: Any) -> Tensor:
         tracker.reset_mod_stats()
@@ -182,7 +228,7 @@ class FakeBatches:
             yield Batch(torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64))
 
     def count_repeated(self) -> None:
-        """Of every micro-batch that the first one stood for."""
+        """Count the collectives of every micro-batch that the first one represents."""
         for call, number in self.first.items():
             self.record.calls[call] += number * (self.accumulation - 2)
 
@@ -218,7 +264,7 @@ def reduced_bucket(
     state: None,
     bucket: dist.GradBucket,  # type: ignore[reportPrivateImportUsage]
 ) -> torch.futures.Future[Tensor]:
-    """What DDP does by itself: the fake group's own answer is not a tensor, which DDP insists on."""
+    """All-reduce as DDP does by itself: the fake group's own answer is not a tensor, which DDP needs."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     dist.all_reduce(bucket.buffer())
     done.set_result(bucket.buffer())
@@ -226,7 +272,7 @@ def reduced_bucket(
 
 
 def make_states(model: ParallelModel, state: TrainState) -> None:
-    """As after the first step: the peak of a run is that of its second."""
+    """Allocate the optimizer states, as after the first step: the peak of a run is that of its second."""
     for parameter in model.own_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()

@@ -1,5 +1,5 @@
-"""How far runs were from what was planned for them, by class: planning/error_bands.toml, which
-benchmarks/planner_published.py writes and planning/report.py prints beside every predicted time.
+"""Errors of plans of known runs, by class: planning/error_bands.toml, which
+benchmarks/planner_published.py writes and planning/report.py prints next to every predicted time.
 """
 
 import tomllib
@@ -29,9 +29,13 @@ class Band:
         """Between what a step that is planned to take `seconds` may take."""
         return seconds * self.fastest, seconds * self.slowest
 
+    def overlaps(self, first: float, second: float) -> bool:
+        """Return True if steps that are planned to take so many seconds may take as long as each other."""
+        return max(first, second) * self.fastest <= min(first, second) * self.slowest
+
 
 def classes_of(work: Workload, cluster: Cluster) -> list[str]:
-    """All that apply, of which each adds its errors; none for a CPU that nobody calibrated."""
+    """Return all classes that apply: each adds its errors. None for a CPU that is not calibrated."""
     if cluster.measured:
         return [CALIBRATED]
     if cluster.shared:
@@ -65,8 +69,8 @@ def band_line(work: Workload, cluster: Cluster, seconds: float) -> str:
     if not band:
         return "error band: unknown, no published run is of such a machine; measure it with --calibrate"
     low, high = band.around(seconds)
-    whose = ", ".join(f"{error_bands()[kind].runs} of {kind}" for kind in classes_of(work, cluster))
+    kinds = ", ".join(f"{error_bands()[kind].runs} of {kind}" for kind in classes_of(work, cluster))
     return (
-        f"error band: {low:,.3f} to {high:,.3f} s a step: known runs ({whose}) took {band.fastest:.2f} to "
+        f"error band: {low:,.3f} to {high:,.3f} s a step: known runs ({kinds}) took {band.fastest:.2f} to "
         f"{band.slowest:.2f} times what was planned, median {band.median:.2f}"
     )

@@ -42,7 +42,7 @@ class Device:
         return (2 if backward else 1) * self.product_seconds(1, rows, inputs, outputs, dtype)
 
     def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
-        """Of `number` products of matrices, launched at once."""
+        """Seconds of `number` products of matrices, launched at once."""
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
         moved = (4 if dtype == "float32" else 2) * (rows * inputs + inputs * outputs + rows * outputs)
         each = max(2 * rows * inputs * outputs / rate, moved / self.bandwidth)
@@ -123,7 +123,7 @@ class Cluster:
         return -(-self.devices // self.devices_per_node)
 
     def with_devices(self, devices: int) -> "Cluster":
-        """The same machine with another number of devices (of a shared machine: of ranks)."""
+        """Return the machine with another number of devices (of a shared machine: of ranks)."""
         if devices < 1:
             raise ConfigError(f"cluster {self.name} with {devices} devices: give at least 1")
         if not self.shared:

@@ -1,6 +1,6 @@
-"""What a rank holds in a training step, in bytes, by component and by moment of the step.
+"""Bytes of a rank in a training step, by component and by moment of the step.
 
-Every formula is beside its component; docs/planning.md derives them. s below is a unit: the tokens of a
+Every formula is next to its component; docs/planning.md derives them. s below is a unit: the tokens of a
 micro-batch that a rank holds between blocks, x width, in the precision of matrices.
 """
 
@@ -36,7 +36,7 @@ class Memory:
 
 
 def memory(work: Workload) -> Memory:
-    """Of the rank that needs most: with a pipeline the first stage or the last."""
+    """Memory of the rank that needs most: with a pipeline the first stage or the last."""
     if work.degrees.pp == 1:
         return stage_memory(work, first=True, last=True)
     ends = [stage_memory(work, first=True, last=False), stage_memory(work, first=False, last=True)]
@@ -194,14 +194,14 @@ def fresh_gradients(work: Workload) -> bool:
 
 
 def gradients_alive(work: Workload, done: int) -> int:
-    """Of how many blocks, when `done` have theirs."""
+    """Number of blocks with gradients, when `done` have passed their backward pass."""
     if not fresh_gradients(work):
         return work.rank_layers
     return max(done, 0)
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
-    """Bytes of a stage's unsharded gradients while batches accumulate, whose micro-batches exchange nothing.
+    """Bytes of a stage's unsharded gradients while batches accumulate: its micro-batches exchange nothing.
 
     Without a pipeline FSDP reduces and scatters the gradients of every pass.
     """
@@ -221,7 +221,7 @@ def unit_bytes(work: Workload) -> float:
 
 
 def block_activations(work: Workload, mode: str) -> float:
-    """What a block keeps between its forward and backward pass (docs/activation_checkpointing.md).
+    """Bytes that a block stores between its forward and backward pass (docs/activation_checkpointing.md).
 
     Tensor parallelism keeps what it gathered: the inputs of qkv and up in mode "none", and the partial sums
     of projection in mode "selective", are of the tokens of all its ranks.
@@ -241,8 +241,8 @@ def block_activations(work: Workload, mode: str) -> float:
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     statistics = 16 * work.states_at_once * work.rank_tokens
-    kept = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
-    return s * kept + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
+    units = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
+    return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
 
 def scores_bytes(work: Workload) -> float:
@@ -255,12 +255,12 @@ def scores_bytes(work: Workload) -> float:
 
 
 def stored_bytes(work: Workload) -> float:
-    """Of all blocks, from their forward pass to their backward pass."""
+    """Bytes of all blocks, from their forward pass to their backward pass."""
     return work.rank_layers * block_activations(work, work.ac_mode)
 
 
 def recomputed(work: Workload) -> float:
-    """What a block's backward pass makes again, beside what was kept.
+    """Bytes that a block's backward pass computes again, in addition to those that were stored.
 
     "selective": norms, the middle of the residual stream, GELU, while the output of projection is no longer
     needed. "full" and "every_n_blocks": all that mode "none" keeps of the blocks that are recomputed as one.
@@ -289,7 +289,7 @@ def field_bytes(work: Workload) -> float:
 
 
 def batch_bytes(work: Workload) -> float:
-    """Of a micro-batch as the loader gives it, in float32; a store of float16 has half."""
+    """Bytes of a micro-batch as the loader gives it, in float32; a store of float16 has half."""
     return FLOAT32 * work.local_batch * work.states_read * work.field_values
 
 

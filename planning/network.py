@@ -19,8 +19,9 @@ Calls = Counter[Collective]  # how many of each
 
 
 def tensor_collectives(work: Workload) -> Calls:
-    """Of a micro-batch: two gathers and two reduce-scatters a block, forward and backward alike; the ends
-    exchange tokens for width.
+    """Collectives of a micro-batch: two gathers and two reduce-scatters a block, forward and backward.
+
+    The ends exchange tokens for width.
 
     Where a backend has no all-to-all (gloo) that exchange is a gather of the whole, twice at either end.
     """
@@ -34,8 +35,8 @@ def tensor_collectives(work: Workload) -> Calls:
 
 
 def context_collectives(work: Workload) -> Calls:
-    """Of a micro-batch. ulysses: two exchanges a block and pass; all_gather: one gather, one reduce-scatter;
-    ring: sends.
+    """Collectives of a micro-batch. ulysses: two exchanges a block and pass; all_gather: one gather, one
+    reduce-scatter; ring: sends.
 
     The ring's forward passes keys and values on cp - 1 times, its backward again, and their gradients cp
     times, home.
@@ -91,7 +92,7 @@ class Route:
 
 
 def route(cluster: Cluster, work: Workload, axis: str) -> Route:
-    """Where the ranks of a workload's mesh axis stand; "fsdp" is dp_shard and cp together."""
+    """Route of a workload's mesh axis; "fsdp" is dp_shard and cp together."""
     return route_of(cluster, work.degrees, axis)
 
 
@@ -111,7 +112,7 @@ def route_of(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
-    """Of one collective of `kind` (parallelisms/collectives.py)."""
+    """Seconds of one collective of `kind` (parallelisms/collectives.py)."""
     if on.ranks == 1:
         return 0.0
     if kind == "all-reduce":

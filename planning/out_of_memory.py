@@ -1,4 +1,4 @@
-"""Memory has run out: where, what the planner expects to lie there, and the cheapest changes to save some."""
+"""Errors of allocators explained: the place, the planned memory, and the cheapest changes that save some."""
 
 import gc
 import os
@@ -58,11 +58,11 @@ def memory_explained(config: Config, selection: Callable[[], Selection | None]) 
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RunFailed) or not is_out_of_memory(error):
             raise
-        asked, held, doing = asked_for(error), memory_held(), doing_now()
+        asked, used, doing = asked_for(error), memory_used(), doing_now()
         traceback.clear_frames(error.__traceback__)  # what their variables hold is room to explain in
         gc.collect()
         raise OutOfMemory(
-            f"{doing}: out of memory{asked}, with {held}; {expected(config, selection())}"
+            f"{doing}: out of memory{asked}, with {used}; {expected(config, selection())}"
         ) from None
 
 
@@ -82,17 +82,17 @@ def is_room() -> bool:
 
 
 def asked_for(error: BaseException) -> str:
-    """Where the error says it."""
+    """Text of the size that the error names, or nothing."""
     found = ASKED.search(str(error))
     return f", asked for {in_gib(float(found[1]) * UNITS[found[2].lower()])} more" if found else ""
 
 
-def memory_held() -> str:
-    """By this rank."""
+def memory_used() -> str:
+    """Text of the memory of this rank."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        held = in_gib(torch.cuda.memory_allocated())
-        return f"{held} of its tensors on a device of {in_gib(total)}, {in_gib(free)} free"
+        used = in_gib(torch.cuda.memory_allocated())
+        return f"{used} of its tensors on a device of {in_gib(total)}, {in_gib(free)} free"
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return f"{in_gib(pages * os.sysconf('SC_PAGE_SIZE'))} held by this process"
 
@@ -103,7 +103,7 @@ def doing_now() -> str:
 
 
 def expected(config: Config, selection: Selection | None) -> str:
-    """What the planner says of this run on this machine: the peak, its components, the cheapest changes."""
+    """Plan of this run on this machine, as text: the peak, its components, the cheapest changes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if selection is None:
         return "the data were being opened"
@@ -122,7 +122,7 @@ def expected(config: Config, selection: Selection | None) -> str:
 
 
 def with_room(cluster: Cluster, size: float) -> Cluster:
-    """The same machine with so many bytes a device that a step may use."""
+    """Return the machine with `size` bytes a device that a step may use."""
     device = replace(cluster.device, memory=round(size + cluster.device.reserved))
     return replace(cluster, device=device)
 

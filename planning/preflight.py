@@ -64,7 +64,7 @@ LONG_GAP = np.timedelta64(30, "D")
 @dataclass(frozen=True)
 class Row:
     name: str
-    verdict: str
+    result: str
     found: str
     fix: str = ""
 
@@ -149,28 +149,28 @@ def disk_row(config: Config, made: Plan | None) -> Row:
 
 def network_row(cluster: Cluster | None, device: torch.device) -> Row:
     """Time an all-reduce over all ranks, which call this together."""
-    buffer, taken = torch.zeros(REDUCED // 4, device=device), float("inf")
+    buffer, fastest = torch.zeros(REDUCED // 4, device=device), float("inf")
     for _ in range(4):
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(buffer)
         float(buffer[0])  # waits for a GPU
-        taken = min(taken, time.perf_counter() - started)
-    found = f"all-reduce of {REDUCED / 2**20:.0f} MiB over {num_ranks()} ranks: {1e3 * taken:.1f} ms"
+        fastest = min(fastest, time.perf_counter() - started)
+    found = f"all-reduce of {REDUCED / 2**20:.0f} MiB over {num_ranks()} ranks: {1e3 * fastest:.1f} ms"
     if cluster is None or cluster.shared:  # links of a CPU are assumed in the file
         return Row("network", PASS, found)
     degrees = Degrees(dp_shard=num_ranks())
     planned = seconds("all-reduce", REDUCED, route_of(cluster, degrees, "dp_shard"))
-    verdict = PASS if planned > SLOW * taken else WARN
-    return Row("network", verdict, f"{found}, {1e3 * planned:.1f} planned", "nccl-tests: docs/launch.md")
+    result = PASS if planned > SLOW * fastest else WARN
+    return Row("network", result, f"{found}, {1e3 * planned:.1f} planned", "nccl-tests: docs/launch.md")
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return a line for each row, and one with the fix where it does not pass."""
     cells = []
     for row in rows:
-        cells.append((row.verdict, row.name, row.found))
-        if row.verdict != PASS:
+        cells.append((row.result, row.name, row.found))
+        if row.result != PASS:
             cells.append(("", "", f"fix: {row.fix}"))
     return text_table("<6 <20 <1", cells)
 
@@ -211,7 +211,7 @@ def main(argv: list[str]) -> None:
             dist.destroy_process_group()
         if os.environ.get("RANK", "0") == "0":
             print(table(rows))
-        end_process(BAD_INPUT if any(row.verdict == FAIL for row in rows) else 0)
+        end_process(BAD_INPUT if any(row.result == FAIL for row in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What plan.py prints: memory by component, the step by class, speed, and what the whole run costs."""
+"""Tables of plan.py: memory by component, the step by class, speed, layouts."""
 
 from typing import Any
 
 from command_line import text_table
 from planning.compute import hardware_flops
+from planning.cost import CostRange
 from planning.error_bands import band_line, band_of, classes_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32, GIB, Memory
@@ -60,11 +61,11 @@ def memory_table(memory: Memory, cluster: Cluster) -> str:
     room = capacity(cluster)
     least = 0.005 * GIB if memory.peak >= GIB else 0.0
     parts = sorted(memory.components.items(), key=lambda item: -item[1])
-    verdict = "fits" if memory.peak <= room else "DOES NOT FIT"
+    fitting = "fits" if memory.peak <= room else "DOES NOT FIT"
     rows = [
         ("memory of a rank", "GiB", f"   at the peak: {memory.peak_moment}"),
         *((f"  {name}", size / GIB) for name, size in parts if size > least),
-        ("  peak", memory.peak / GIB, f"   {verdict}: {room / GIB:.2f} of a device can be used"),
+        ("  peak", memory.peak / GIB, f"   {fitting}: {room / GIB:.2f} of a device can be used"),
     ]
     moments = {name: sum(parts.values()) for name, parts in memory.moments.items()}
     lines = [text_table("<36 >10.2f <0", rows), f"  moments: {in_gib(moments)}"]
@@ -95,7 +96,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def data_lines(work: Workload, samples_per_second: float, cluster: Cluster) -> str:
-    """What store, network and cores must deliver, a line each, next to what there is.
+    """Rates that store, network and cores must deliver, a line each, next to what there is.
 
     Chunks are taken to hold one date and the levels that the run uses.
     """
@@ -121,17 +122,56 @@ def read_rate(work: Workload, samples_per_second: float) -> float:
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     rows: list[tuple[object, ...]] = [
-        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", "step s", "band s", "MFU", "exposed")
+        (
+            "",
+            "",
+            "layout",
+            "batch",
+            "accum",
+            "checkpointing",
+            "GiB",
+            "step s",
+            "band s",
+            "MFU",
+            "exposed",
+            "group",
+        )
     ]
-    for number, plan in enumerate(plans, 1):
+    groups = groups_of(plans, cluster)
+    for number, (plan, group) in enumerate(zip(plans, groups, strict=True), 1):
         work, time = plan.work, plan.time
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         batch = (work.micro_batch, work.accumulation, checkpointing(work))
         band = band_of(work, cluster)
         around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
         times = (time.total, around, mfu, exposed)
-        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times))
-    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >9.1%", rows)
+        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times, group))
+    table = text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1% >6", rows)
+    return f"{table}\n{groups_line(groups)}"
+
+
+def groups_of(plans: list[Plan], cluster: Cluster) -> list[int]:
+    """Return the number of each plan's group: plans that the error band does not tell from its first one."""
+    firsts: list[Plan] = []
+    groups = []
+    for plan in plans:
+        band = band_of(plan.work, cluster)
+        near = (
+            i
+            for i, first in enumerate(firsts, 1)
+            if band and band.overlaps(first.time.total, plan.time.total)
+        )
+        group = next(near, len(firsts) + 1)
+        firsts += [plan] if group > len(firsts) else []
+        groups.append(group)
+    return groups
+
+
+def groups_line(groups: list[int]) -> str:
+    first = groups.count(groups[0])
+    if first == 1:
+        return "the error band tells the first layout from all others"
+    return f"group 1: the error band does not tell these {first} layouts apart; a run of each would"
 
 
 def reason(first: Plan, second: Plan) -> str:
@@ -169,7 +209,7 @@ def keys(work: Workload) -> str:
     return " ".join(f"--{key} {value}" for key, (value, default) in options.items() if value != default)
 
 
-def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any]:
+def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:
     """Everything in base units: bytes, seconds, dollars."""
     work, time = plan.work, plan.time
     return {
@@ -202,5 +242,5 @@ def as_json(plan: Plan, cluster: Cluster, cost: dict[str, Any]) -> dict[str, Any
         "read_bytes_per_second": read_rate(work, time.samples_per_second),
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
-        "cost": cost,
+        **cost.as_json(),
     }

@@ -29,12 +29,12 @@ class Plan:
 
     @property
     def device_seconds(self) -> float:
-        """Of a step, of all devices: what is paid for."""
+        """Seconds of a step, of all devices: these are paid for."""
         return self.time.total * self.work.degrees.world
 
     @property
     def techniques(self) -> int:
-        """How many things beside DDP, or FSDP over all ranks, are switched on."""
+        """Number of techniques that are on, besides DDP, or FSDP over all ranks."""
         d, w = self.work.degrees, self.work
         axes = [d.pp > 1, d.cp > 1, d.tp > 1, d.dp_shard * d.cp > 1, d.dp_replicate > 1 and d.dp_shard > 1]
         return sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
@@ -58,8 +58,8 @@ def check_device(work: Workload, cluster: Cluster) -> None:
 def fits(made: Plan, cluster: Cluster) -> bool:
     """On the device and, with cpu_offload, in the host's memory, which the ranks of a node share."""
     ranks = min(cluster.devices_per_node, made.work.degrees.world)
-    held = sum(made.memory.host.values()) * ranks if made.work.offload else 0.0
-    return made.memory.peak <= capacity(cluster) and held <= cluster.host_memory
+    on_host = sum(made.memory.host.values()) * ranks if made.work.offload else 0.0
+    return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
 
 
 def capacity(cluster: Cluster) -> float:
@@ -122,7 +122,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
 
 
 def micro_batches(samples: int, degrees: Degrees) -> list[int]:
-    """How many of its `samples` a rank takes at once: divisors; of a pipeline the smaller ones."""
+    """Sizes of micro-batches of a rank with `samples`: divisors; of a pipeline the smaller ones."""
     found = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
     if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
         return [n for n in found if samples // n >= degrees.pp][:3] or found[:1]

@@ -157,8 +157,8 @@ def check_model(config: Config, grid: Grid) -> None:
         reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
         refuse("training.spectral_fraction", fraction, reason)
     check_globe(config, grid)
-    told = num_channels(config.model.conditions)
-    model = build_model(config.model, 1, told, grid.shape, grid.periodic)
+    conditioning = num_channels(config.model.conditions)
+    model = build_model(config.model, 1, conditioning, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
         choose_tiles(config.parallelism.context_parallel_degree, model.padded_shape, model.multiple)
     elif config.float8.enable:

@@ -1,4 +1,4 @@
-"""Seconds of a training step by class: what computes, what is sent in the open, what waits.
+"""Seconds of a training step by class: computation, exposed communication, waits.
 
 A block computes while the next one's parameters are gathered and the last one's gradients are reduced; only
 what takes longer than the computation is exposed. Tensor parallelism's collectives, and those of attention,
@@ -7,6 +7,7 @@ stand between operations and are exposed whole, but for the ring's.
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from statistics import NormalDist
 
 from parallelisms.degrees import num_stages
@@ -35,31 +36,53 @@ SPREAD, NODE = 0.05, 8
 # Collectives take 24 of an H100's 132 multiprocessors (a profile of FSDP's all-gather in
 # forums.developer.nvidia.com/t/337991): what computes meanwhile takes longer on the rest. NCCL opens as many
 # channels as its links can use: slower ones take fewer.
-TAKEN = 24 / (132 - 24)
+NCCL_SLOWDOWN = 24 / (132 - 24)
 BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once
+
+
+class Kind(Enum):
+    COMPUTES = "computes"
+    EXPOSED = "communication that nothing hides"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a step, in seconds."""
+
+    name: str
+    seconds: float
+    kind: Kind = Kind.COMPUTES
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimiser step on the slowest rank; classes add up to `total`."""
+    """Seconds of an optimiser step on the slowest rank; terms add up to `total`."""
 
-    classes: dict[str, float]
+    terms: tuple[Term, ...]
     samples: int  # of the global batch
     communication: float  # seconds of all collectives of a rank, hidden or not
 
     @property
+    def classes(self) -> dict[str, float]:
+        """Name -> seconds of the terms that take any."""
+        return {term.name: term.seconds for term in self.terms if term.seconds > 0}
+
+    def of_kind(self, kind: Kind) -> float:
+        return sum(term.seconds for term in self.terms if term.kind == kind)
+
+    @property
     def total(self) -> float:
-        return sum(self.classes.values())
+        return sum(term.seconds for term in self.terms)
 
     @property
     def exposed(self) -> float:
         """Seconds of communication that nothing hides."""
-        return sum(value for name, value in self.classes.items() if name.startswith("exposed"))
+        return self.of_kind(Kind.EXPOSED)
 
     @property
     def computation(self) -> float:
-        waits = ("exposed", "bubble", "host", "stragglers")
-        return sum(value for name, value in self.classes.items() if not name.startswith(waits))
+        return self.of_kind(Kind.COMPUTES)
 
     @property
     def samples_per_second(self) -> float:
@@ -71,50 +94,69 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
-    rates = cluster.rates
+    rates, through = cluster.rates, work.passes + work.forecasts / 2  # half of a pass is forward
     routes = {axis: route(cluster, work, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
     slower = slower_in_a_model(rates, work.dtype)
-    forward, backward = (block_seconds(work, rates, backward) * slower for backward in (False, True))
-    ends = (end_seconds(work, rates, backward) for backward in (False, True))
-    passes, layers = work.passes, work.rank_layers
+    blocks = [block_seconds(work, rates, backward) * slower for backward in (False, True)]
+    in_block = [sum(times.values()) for times in blocks]
+    computing = computing_seconds(work, rates, blocks)
+    inside, inside_all = inner_communication(work, rates, routes)
+    sharding, sharding_all = sharding_communication(work, cluster, routes, in_block)
+    hidden = max(sharding_all - sharding.get("exposed data parallel", 0.0), 0.0)
+    slowest = work.slowest * (1.0 if cluster.shared else spread(work.degrees.world))
+    idle = bubble(work, in_block, sum(inside.values()))
+    copies = exposed_copies(work, cluster, sum(computing.values()))
+    terms = [
+        *(Term(name, value) for name, value in computing.items()),
+        Term("exposed copies from the host", copies, Kind.EXPOSED),
+        *(Term(name, through * value, Kind.EXPOSED) for name, value in inside.items()),
+        *(Term(name, value, Kind.EXPOSED) for name, value in sharding.items()),
+        Term("bubble", slowest * idle, Kind.WAITS),  # stages wait for the slowest rank of the one before
+        Term("exposed rollout", rollout_communication(work, routes), Kind.EXPOSED),
+        Term("exposed pipeline", pipeline_sends(work, routes["pp"]), Kind.EXPOSED),
+        Term("host", host_seconds(work, rates, in_block), Kind.WAITS),
+        update_term(work, cluster, routes),
+        Term("exposed gathers of Muon", muon_gathers(work, routes), Kind.EXPOSED),
+        Term("slowed by collectives", slowed_seconds(work, cluster, routes, hidden)),
+    ]
+    # All ranks wait for the one that computes longest.
+    busy = sum(term.seconds for term in terms if term.kind == Kind.COMPUTES)
+    terms.append(Term("stragglers", (slowest - 1) * busy, Kind.WAITS))
+    return StepTime(tuple(terms), work.global_batch, inside_all * through + sharding_all)
+
+
+def computing_seconds(work: Workload, rates: Rates, blocks: list[Times]) -> Times:
+    """Seconds of all passes by class of kernel. `blocks`: those of one block, forward and backward."""
+    ends = [end_seconds(work, rates, backward) for backward in (False, True)]
     total = Times()
-    for parts, number in (((forward, backward), layers), (ends, 1)):
-        for times, through in zip(parts, (passes + work.forecasts, passes), strict=True):
-            total.add(times * (number * through))
+    for parts, number in ((blocks, work.rank_layers), (ends, 1)):
+        for times, passes in zip(parts, (work.passes + work.forecasts, work.passes), strict=True):
+            total.add(times * (number * passes))
     total["fields"] += field_seconds(work, rates) * work.accumulation
-    in_the_way = max(copy_seconds(work, cluster) - sum(total.values()) / work.accumulation, 0.0)
-    total["exposed copies from the host"] += in_the_way * work.accumulation
-    inside, everything = inner_communication(work, rates, routes)
-    through = passes + work.forecasts / 2  # half of it is forward
-    total.add(inside * through)
-    in_block = [sum(forward.values()), sum(backward.values())]
-    exposed, hidden = sharding_communication(work, cluster, routes, in_block)
-    total.add(exposed)
-    total["bubble"] += bubble(work, (in_block[0] + in_block[1]) * layers + sum(inside.values()))
-    total["bubble"] += (work.degrees.pp - 1) * work.forecasts * in_block[0] * layers  # a stage at a time
-    total["exposed rollout"] += rollout_communication(work, routes)
-    total["exposed pipeline"] += pipeline_sends(work, routes["pp"])
-    total["host"] += host_seconds(work, rates, in_block) * (passes + work.forecasts) * layers
+    return total
+
+
+def exposed_copies(work: Workload, cluster: Cluster, computing: float) -> float:
+    """Seconds that states come later from the host than the micro-batch before them is computed."""
+    return max(copy_seconds(work, cluster) - computing / work.accumulation, 0.0) * work.accumulation
+
+
+def update_term(work: Workload, cluster: Cluster, routes: dict[str, Route]) -> Term:
     if work.offload:
-        total["update on the host"] += host_update_seconds(work, cluster) + norm_seconds(work, routes)
-    else:
-        total["update"] += update_seconds(work, rates) + norm_seconds(work, routes)
-    total["exposed gathers of Muon"] += muon_gathers(work, routes)
-    if not cluster.shared:
-        ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
-        concealed = max(hidden - exposed["exposed data parallel"], 0.0)
-        total["slowed by collectives"] += TAKEN * ring.bandwidth / cluster.inside.bandwidth * concealed
-    usual = 1.0 if cluster.shared else spread(work.degrees.world)
-    # All ranks wait for the one that computes longest; idle stages of a pipeline do, too.
-    busy = sum(v for k, v in total.items() if not k.startswith(("exposed", "bubble", "host")))
-    total["stragglers"] += (work.slowest * usual - 1) * busy
-    total["bubble"] *= work.slowest * usual
-    classes = {name: value for name, value in total.items() if value > 0}
-    return StepTime(classes, work.global_batch, everything * through + hidden)
+        return Term("update on the host", host_update_seconds(work, cluster) + norm_seconds(work, routes))
+    return Term("update", update_seconds(work, cluster.rates) + norm_seconds(work, routes))
+
+
+def slowed_seconds(work: Workload, cluster: Cluster, routes: dict[str, Route], hidden: float) -> float:
+    """Seconds that computation is longer for `hidden` seconds of collectives at the same time."""
+    if cluster.shared:
+        return 0.0
+    ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
+    return NCCL_SLOWDOWN * ring.bandwidth / cluster.inside.bandwidth * hidden
 
 
 def spread(devices: int) -> float:
-    """How much longer the slowest of `devices` computes than the one that rates are of.
+    """Ratio of the slowest of `devices` to the one that rates are of, in time.
 
     Speeds are normally distributed: the slowest of n lies z(n) deviations below the mean, the fastest of a
     node z(8) above it, and a node's difference is 2 z(8) deviations.
@@ -139,7 +181,8 @@ def copy_seconds(work: Workload, cluster: Cluster) -> float:
 def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
     """A block takes at least as long as handing its operators to the device, one after the other."""
     operators = OPERATORS_COMPILED if work.compiled else OPERATORS
-    return sum(max(n * rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
+    late = sum(max(n * rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
+    return late * (work.passes + work.forecasts) * work.rank_layers
 
 
 def norm_seconds(work: Workload, routes: dict[str, Route]) -> float:
@@ -169,11 +212,13 @@ def muon_gathers(work: Workload, routes: dict[str, Route]) -> float:
 # -- within a sample
 
 
-def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> tuple[Times, float]:
-    """Of one micro-batch: exposed seconds by class, and seconds in all."""
+def inner_communication(
+    work: Workload, rates: Rates, routes: dict[str, Route]
+) -> tuple[dict[str, float], float]:
+    """Exposed seconds of one micro-batch by class, and seconds in all."""
     part = work.rank_layers / work.model.layers  # of the blocks
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
-    found = Times()
+    found: dict[str, float] = {}
     for name, axis, calls_of in (
         ("tensor", "tp", tensor_collectives),
         ("context", "cp", context_collectives),
@@ -211,8 +256,8 @@ def rollout_communication(work: Workload, routes: dict[str, Route]) -> float:
 
 def sharding_communication(
     work: Workload, cluster: Cluster, routes: dict[str, Route], in_block: list[float]
-) -> tuple[Times, float]:
-    """Of a step: exposed seconds of data parallelism, and seconds in all. `in_block`: seconds that a block
+) -> tuple[dict[str, float], float]:
+    """Exposed seconds of data parallelism in a step, and seconds in all. `in_block`: seconds that a block
     computes, forward and backward.
 
     cpu_offload copies a rank's shard to the device before each gather, and its gradients back: what is
@@ -226,7 +271,7 @@ def sharding_communication(
     shard = block / work.fsdp_ranks
     all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, routes["dp_replicate"])
     exposed = exposed_sharding(work, gather, scatter, all_reduce, in_block)
-    found = Times({"exposed data parallel": exposed})
+    found = {"exposed data parallel": exposed}
     if work.offload:
         copy = FLOAT32 * shard / cluster.host_link
         offloaded = exposed_sharding(work, gather + copy, scatter + copy, all_reduce, in_block)
@@ -259,38 +304,40 @@ def exposed_sharding(
     return forwards * in_forward + rest * again * max(gather - backward, 0.0) + reducing
 
 
-def replica_communication(work: Workload, on: Route, backward: float) -> tuple[Times, float]:
+def replica_communication(work: Workload, on: Route, backward: float) -> tuple[dict[str, float], float]:
     """DDP: buckets of gradients are reduced while backward goes on; nothing hides the last one.
 
     ZeRO-1 does the same and then gathers the updated weights, in the open.
     """
     if on.ranks == 1:
-        return Times(), 0.0
+        return {}, 0.0
     total = 4 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
     buckets = max(round(total / BUCKET), 1)
     bucket = seconds("all-reduce", total / buckets, on)
     exposed = bucket + max((buckets - 1) * bucket - backward * work.rank_layers, 0.0)
     gathered = seconds("all-gather", total, on) if work.zero1 else 0.0
-    return Times({"exposed data parallel": exposed + gathered}), buckets * bucket + gathered
+    return {"exposed data parallel": exposed + gathered}, buckets * bucket + gathered
 
 
 # -- pipelines
 
 
-def bubble(work: Workload, batch_seconds: float) -> float:
-    """Seconds of an idle stage, of a step; `batch_seconds`: a micro-batch through a stage, and back.
+def bubble(work: Workload, in_block: list[float], inside: float) -> float:
+    """Seconds of an idle stage in a step. `inside`: communication of a micro-batch within a sample.
 
     Idle for p - 1 micro-batches; interleaved stages are half as long; zero-bubble schedules fill all but the
-    gradients of inputs, a third.
+    gradients of inputs, a third. The forecasts of a rollout pass one stage at a time.
     """
-    pp, batches = work.degrees.pp, work.accumulation * work.gradient_steps
+    pp, layers = work.degrees.pp, work.rank_layers
     if pp == 1:
         return 0.0
     idle = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
-    return batches * (pp - 1) * batch_seconds * idle
+    micro_batch = (in_block[0] + in_block[1]) * layers + inside
+    training = work.accumulation * work.gradient_steps * (pp - 1) * micro_batch * idle
+    return training + (pp - 1) * work.forecasts * in_block[0] * layers
 
 
 def pipeline_sends(work: Workload, on: Route) -> float:
-    """A micro-batch's way through all stages and back; the sends of others go beside computation."""
+    """Sends of a micro-batch through all stages and back; those of the others are hidden."""
     hops = 2 * (num_stages(work.schedule, work.degrees.pp) - 1) if work.degrees.pp > 1 else 0
     return work.accumulation * work.gradient_steps * hops * seconds("send", unit_bytes(work), on)

@@ -1,4 +1,4 @@
-"""A job as the planner sees it: an architecture, a layout, and what is kept in which precision."""
+"""A job as the planner sees it: an architecture, a layout and precisions."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ COPIES_AHEAD = 2  # batches that are on their way to a GPU: training/batches.py,
 
 @dataclass(frozen=True)
 class Workload:
-    """What memory, time and communication of a step depend on."""
+    """Everything that memory, time and communication of a step depend on."""
 
     model: Architecture
     degrees: Degrees
@@ -65,7 +65,7 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Of one batch that passes through the pipeline; 1 without a pipeline."""
+        """Number of those of one batch that passes through the pipeline; 1 without a pipeline."""
         return max(self.local_batch // self.pipeline_micro_batch, 1) if self.degrees.pp > 1 else 1
 
     @property
@@ -96,7 +96,7 @@ class Workload:
 
     @property
     def states_read(self) -> int:
-        """Of a sample: the window it starts from, and the truth of every step of its rollout."""
+        """States of a sample: the window it starts from, and the truth of every step of its rollout."""
         return self.history + self.rollout_steps
 
     @property
@@ -106,7 +106,7 @@ class Workload:
 
     @property
     def states_at_once(self) -> int:
-        """That the model sees: all members of those samples."""
+        """Number of states that the model sees at once: all members of those samples."""
         return self.micro_batch * self.members
 
     @property
@@ -121,7 +121,7 @@ class Workload:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations the first stage of a pipeline holds at once."""
+        """Number of micro-batches with activations in the first stage of a pipeline at once."""
         if self.degrees.pp == 1:
             return 1
         if self.schedule == "GPipe":
@@ -155,7 +155,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     channels = history * num_variables + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
-    told = num_channels(config.model.conditions)  # which the patch embedding does not see
+    conditioning = num_channels(config.model.conditions)  # which the patch embedding does not see
     model = architecture_of(config.model, grid_shape, channels, num_variables)
     rollouts = Rollouts.of(training)
     return Workload(
@@ -166,7 +166,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
-        input_values=(channels + told) * cells,
+        input_values=(channels + conditioning) * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
         compiled=config.compile.enable,
@@ -192,7 +192,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
 
 
 def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
-    """Of a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
+    """Bytes a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
     momentum, both = 4.0, 8.0
     if optimizer.name == "Muon":
         return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters

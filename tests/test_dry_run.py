@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from datasets.grid import global_grid
 from models.registry import build_model
 from parallelisms.degrees import Degrees
-from planning.dry_run import DryRun, dry_run
+from planning.dry_run import DryRun, StepTracker, dry_run
 from planning.workload import Workload, architecture_of, workload_of
 from tests.collective_formulas import step_collectives
 from training.config_checks import load_checked
@@ -79,6 +81,29 @@ def test_accumulated_gradients_stay_sharded(monkeypatch):
     }
     units = 4 + 1  # blocks, and the rest
     assert sums == {"fsdp": 4 * units, "dp_replicate": units}
+
+
+@pytest.mark.parametrize("depth", (1, 2, 5))
+@pytest.mark.parametrize(
+    "layout",
+    (
+        "",
+        "--activation_checkpoint.mode=selective --parallelism.tensor_parallel_degree=2",
+        "--activation_checkpoint.mode=full --training.global_batch_size=64 --training.local_batch_size=2",
+        "--activation_checkpoint.mode=every_n_blocks --parallelism.data_parallel_replicate_degree=8",
+        "--parallelism.pipeline_parallel_degree=2 --training.local_batch_size=8",
+        "--model.name=unet --model.num_heads=2",
+    ),
+)
+def test_the_peak_is_that_of_torchs_tracker(monkeypatch, depth: int, layout: str):
+    """The tracker leaves out the peaks of modules, which take most of its time, and nothing else."""
+    if depth == 1 and "pipeline" in layout:
+        pytest.skip("a stage has a block")
+    options = [*layout.split(), f"--model.num_layers={depth}"]
+    _clear_sharding_prop_cache()  # shapes that DTensor computes for the first time are no memory
+    found = run(monkeypatch, *options)
+    monkeypatch.setattr(StepTracker, "_update_peak_stats", MemTracker._update_peak_stats)
+    assert found == run(monkeypatch, *options)
 
 
 def test_a_pipeline_shows_its_first_stage(monkeypatch):

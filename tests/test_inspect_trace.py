@@ -1,6 +1,7 @@
 """Traces: classes that add up to the step, on a CPU and on a GPU; stalls that are found and named."""
 
 import gzip
+import json
 import re
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from traces.advice import advice
 from traces.classes import COMPUTE
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main
-from traces.report import comparison, ranks_table, tasks
+from traces.report import collectives_table, comparison, ranks_table, tasks
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of, work_by_class, work_of
 from train import train
@@ -153,6 +154,19 @@ def test_two_traces_side_by_side(stalled, gpu, capsys):
     assert "Rank 1 is 0.2 ms a step behind rank 0" in advice(gpu, rates_of(gpu), [gpu, slow])
 
 
+def test_the_rank_that_comes_last_waits_least(gpu):
+    """A step of the trace has 120 us of a collective, hidden or not."""
+    assert gpu.collective_milliseconds == pytest.approx(0.12)
+    ranks = [build_timeline(read_trace(gpu.trace.path)) for _ in range(12)]
+    for number, timeline in enumerate(ranks):
+        timeline.trace.rank, timeline.collective_milliseconds = number, 12.0 - number
+    lines = collectives_table(ranks).splitlines()
+    assert lines[1].split(maxsplit=4) == ["rank", "11", "1.00", "+0.00", "comes last, the others wait for it"]
+    assert lines[5] == "..." and len(lines) == 10
+    assert lines[-1].split(maxsplit=4)[:4] == ["rank", "0", "12.00", "+11.00"]
+    assert "comes last" not in collectives_table([gpu, gpu])
+
+
 def test_kernels_are_listed_with_their_calls(gpu):
     found = tasks(gpu)
     assert found.index[0] == "nvjet_hsh"
@@ -181,9 +195,48 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"traceEvents": []}')
     assert "no step was recorded" in complain([str(tmp_path / "a.json")], capsys)
     (tmp_path / "a.json").write_text('{"loss": 1}')
-    assert "no trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
-    (tmp_path / "a.json").write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm"}]}')
-    assert "no trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
+    assert "not a trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
     whole = gzip.compress(b'{"traceEvents": []}' * 100)
     (tmp_path / "a.json.gz").write_bytes(whole[: len(whole) // 2])
     assert "cannot be read as a trace" in complain([str(tmp_path / "a.json.gz")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dur": None}, "not a trace of torch.profiler (an event: TypeError"),
+        ({"dur": -5}, "has a duration of -5.0 us"),
+        ({"ts": "NaN"}, "not a trace of torch.profiler (an event: ValueError"),
+        ({"name": "forward"}, "no step was recorded"),
+        ({"dur": 0}, "no step was recorded"),
+        *(({key: ...}, f"KeyError('{key}')") for key in ("name", "pid", "tid", "ts", "dur")),
+    ],
+)
+def test_a_damaged_event_is_one_line(tmp_path, capsys, changes, message):
+    """... removes a key."""
+    event = {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": "ProfilerStep#1",
+        "pid": 1,
+        "tid": 1,
+        "ts": 5,
+        "dur": 9,
+    }
+    changed = {key: value for key, value in {**event, **changes}.items() if value is not ...}
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": [changed]}))
+    assert message in complain([str(tmp_path / "a.json")], capsys)
+
+
+def test_odd_arguments_of_an_event_are_left_out(gpu):
+    record = json.loads(gpu.trace.path.read_text())
+    for event in record["traceEvents"]:
+        event["args"] = {"Input Dims": "?"} if "Input Dims" in event["args"] else event["args"]
+    record |= {"distributedInfo": [], "deviceProperties": ["?"]}
+    gpu.trace.path.write_text(json.dumps(record))
+    main([str(gpu.trace.path)])
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(gpu, capsys):
+    (gpu.trace.path.parent / "trace-step-00000002-rank0.png").mkdir()
+    assert "trace-step-00000002-rank0.png: cannot be written" in complain([str(gpu.trace.path)], capsys)

@@ -1,11 +1,18 @@
 """plan.py as it is called: what reaches its tables, and what it refuses in one line."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from command_line import load_config
+from plan import job
+from planning.clusters import load_cluster
+from planning.report import groups_line, groups_of
+from planning.search import best_layouts
+from planning.step_time import StepTime, Term
 from tests.planned import run_plan
 
 
@@ -60,8 +67,44 @@ def test_a_storage_that_is_too_slow_is_said(tmp_path):
 def test_without_checkpoints_no_interval_is_advised():
     text = plan("--cluster", "a100x8", "--checkpoint.enable", "false")
     assert "0 steps" not in text and "saved never (checkpoint.enable = false)" in text
-    rows = [line for line in text.splitlines() if line.startswith(("  on demand", "  spot"))]
-    assert len(rows) == 2 and all(row.endswith(" -") for row in rows)
+    (row,) = [line for line in text.splitlines() if line.startswith("  best save every")]
+    assert row.split()[3:] == ["-", "-"]
+
+
+def test_days_and_dollars_are_ranges_of_known_runs():
+    """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
+    made, text = figures(), plan("--cluster", "a100x64")
+    planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
+    low, high = (end["fleets"]["on demand"] for end in ends)
+    band, step = made["step_seconds_band"], made["step_seconds"]
+    assert low["hours"] / planned["hours"] == pytest.approx(band[0] / step, rel=0.02)
+    assert high["hours"] / planned["hours"] == pytest.approx(band[1] / step, rel=0.05)  # and more is lost
+    assert made["steps"] == 5697 and made["dollars_an_hour"]["on demand"] == 224.0
+    assert "the run of 5,697 steps" in text
+    (days,), (dollars,) = (re.findall(f"^  {what} .*", text, re.MULTILINE) for what in ("days", "dollars "))
+    assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} " in days
+    assert f"{low['dollars']:,.0f} to {high['dollars']:,.0f} " in dollars
+    unknown = plan("--cluster", "cpu2", config="demo")
+    assert re.search(r"^  days +[\d.]+ +[\d.]+$", unknown, re.MULTILINE)
+
+
+def test_layouts_that_the_band_does_not_tell_apart_are_a_group():
+    work = job(load_config(["--job.config_file", "train_configs/vit1b.toml"]), 64)
+    cluster = load_cluster("a100x64")
+    near = best_layouts(work, cluster, 2)
+    far = [
+        dataclasses.replace(p, time=StepTime((Term("matmul", n * 100.0),), 1, 0.0))
+        for n, p in enumerate(near, 1)
+    ]
+    ten_times = dataclasses.replace(far[1], time=StepTime((Term("matmul", 1000.0),), 1, 0.0))
+    assert groups_of(near, cluster) == groups_of(far, cluster) == [1, 1]
+    assert groups_of([*far, ten_times], cluster) == [1, 1, 2]
+    assert "these 2 layouts" in groups_line([1, 1, 2]) and "from all others" in groups_line([1, 2])
+
+
+def test_help_fits_a_screen_before_the_keys():
+    done = run_plan("--help")
+    assert done.returncode == 0 and done.stdout.splitlines().index("[job]") <= 40
 
 
 SHIPPED = ("vit1b", "vit1b_4096", "vit1b_12heads", "vit1b_rollout", "vit1b_adamw", "vit1b_muon")

@@ -54,7 +54,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_sound_machine_passes(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     rows = rows_of(config)
-    assert {name: row.verdict for name, row in rows.items()} == dict.fromkeys(
+    assert {name: row.result for name, row in rows.items()} == dict.fromkeys(
         ("data", "data, train", "memory", "checkpoints"), PASS
     )
     assert not config.dump_folder.exists()  # it leaves nothing
@@ -102,7 +102,7 @@ def test_a_fault_is_named(
     config = config_in(tmp_path, *options)
     spoil(tmp_path)
     row = rows_of(config)[name]
-    assert row.verdict == verdict and re.search(found, row.found), row
+    assert row.result == verdict and re.search(found, row.found), row
     assert row.fix and f"fix: {row.fix}" in table([row])
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
     folder = ["--job.dump_folder", str(small / "run"), "--training.steps=1000", "--checkpoint.interval=10"]
     for keep, verdict in (("2", PASS), ("20", FAIL)):
         rows = rows_of(config_in(tmp_path, *folder, "--checkpoint.keep_latest_k", keep))
-        assert rows["checkpoints"].verdict == verdict
+        assert rows["checkpoints"].result == verdict
     (small / "others").write_bytes(bytes(2**20 - 2**14))
     assert rows_of(config_in(tmp_path, *folder))["checkpoints"].found.startswith("0.000 GiB free")
 
@@ -126,7 +126,7 @@ def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
     """On 4 GiB, 96 blocks of width 1,024 with their moments: 1.2 billion parameters x 16 bytes."""
     size = ("--model.dim=1024", "--model.num_layers=96", "--model.num_heads=16")
     row, _ = planned(config_in(tmp_path, *size, "--training.global_batch_size=16"), 2**32)
-    assert row.verdict == FAIL and row.found.startswith("does not fit: 1") and "8 devices" in row.fix
+    assert row.result == FAIL and row.found.startswith("does not fit: 1") and "8 devices" in row.fix
 
 
 def test_memory_that_is_taken_is_not_promised(tmp_path: Path) -> None:
@@ -151,17 +151,17 @@ def dates(first: str, last: str) -> np.ndarray:
 def test_missing_dates_of_a_period() -> None:
     whole = dates("2001-01-01", "2001-01-26")
     ends = whole[0], np.datetime64("2001-01-25T23:59:59")
-    assert period_row("train", whole, *ends).verdict == PASS
+    assert period_row("train", whole, *ends).result == PASS
     row = period_row("train", np.delete(whole, [10, 11, 40]), *ends)
-    assert row.verdict == WARN and "3 missing, the first after 2001-01-03T06:00:00" in row.found
-    assert period_row("train", whole, ends[1], ends[1] + np.timedelta64(30, "D")).verdict == FAIL
+    assert row.result == WARN and "3 missing, the first after 2001-01-03T06:00:00" in row.found
+    assert period_row("train", whole, ends[1], ends[1] + np.timedelta64(30, "D")).result == FAIL
 
 
 def test_a_season_of_every_year_is_no_gap() -> None:
     """As the simulated weather is: 100 days from 1 January on."""
     days = [np.datetime64(f"{year}-01-01", "s") for year in (2003, 2004, 2005)]
     there = np.concatenate([dates(str(day), str(day + np.timedelta64(100, "D"))) for day in days])
-    assert period_row("train", there, there[0], there[-1]).verdict == PASS
+    assert period_row("train", there, there[0], there[-1]).result == PASS
 
 
 @pytest.mark.slow

@@ -36,21 +36,23 @@ def advice(timeline: Timeline, rates: Rates, ranks: Sequence[Timeline] = ()) -> 
     losses = [data(timeline), communication(timeline), between(timeline), around(timeline), *gaps(timeline)]
     losses += [*slow_classes(timeline, rates), *uneven_ranks(ranks)]
     worth = sorted((loss for loss in losses if loss[0] > WORTH_TELLING * step), reverse=True)
-    told = [f"{sentence} (up to {time / step:.0%} of a step)." for time, sentence in worth[:SENTENCES]]
-    if not told:
-        told = [f"Nothing that waits, or that is far from its floor, takes {WORTH_TELLING:.0%} of a step."]
-    return " ".join(told)
+    sentences = [f"{sentence} (up to {time / step:.0%} of a step)." for time, sentence in worth[:SENTENCES]]
+    if not sentences:
+        sentences = [
+            f"Nothing that waits, or that is far from its floor, takes {WORTH_TELLING:.0%} of a step."
+        ]
+    return " ".join(sentences)
 
 
 def data(timeline: Timeline) -> Loss:
     """The loop waits for a batch."""
-    who = "the loader's threads or processes are slower than the step"
+    cause = "the loader's threads or processes are slower than the step"
     fix = "raise data.num_workers"
     if any("SingleProcess" in event.name for event in timeline.trace.loop_events):
-        who = "the training process reads them itself (data.num_workers = 0)"
+        cause = "the training process reads them itself (data.num_workers = 0)"
         fix = "read ahead with data.num_workers, or keep all in memory with data.cache_gib"
     time = timeline.by_class[DATA_WAIT]
-    return time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {who}; {fix}"
+    return time, f"The loop waits {time:.1f} ms a step for data (span {DATA}): {cause}; {fix}"
 
 
 def communication(timeline: Timeline) -> Loss:

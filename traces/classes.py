@@ -1,4 +1,4 @@
-"""What an operator or a kernel does: GEMM, attention, norms and other elementwise work, optimiser, ...
+"""Classes of operators and kernels: GEMM, attention, norms and other elementwise work, optimiser, ...
 
 On a CPU the operator's name tells; on a GPU the kernel belongs to the operator that launched it, and where
 that is not known (a CUDA graph, a compiled kernel) its own name has to do.
@@ -40,7 +40,7 @@ HOST = re.compile(
 )
 OPERATOR_RULES = [(name, re.compile(pattern)) for name, pattern in OPERATORS]
 
-# Names of kernels, for those whose operator is not known.
+# Names of kernels, where the operator is not known.
 KERNELS = [
     (COMMUNICATION, r"nccl|all_?reduce|all_?gather|reduce_?scatter|multimem|symm_mem"),
     (ATTENTION, r"flash|fmha|attention|sdpa|softmax"),
@@ -57,7 +57,7 @@ READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 
 @cache
 def operator_class(name: str) -> str | None:
-    """Of an operator by its name; None for what computes nothing itself, and for what is no operator."""
+    """Class of an operator by its name; None for one that computes nothing itself, and for other events."""
     if "::" not in name or name.startswith(("autograd::", "torch::")):
         return None
     short = name.removeprefix("aten::")
@@ -86,13 +86,13 @@ def working_operator(event: Event | None) -> tuple[str | None, Event | None]:
 
 
 def compiled_class(name: str) -> str:
-    """Of what inductor has written: fused elementwise work, or a GEMM or softmax by its name."""
+    """Class of code by inductor: fused elementwise work, or a GEMM or softmax by its name."""
     named = kernel_class(name)
     return named if named in (GEMM, ATTENTION) and not name.startswith("##") else ELEMENTWISE
 
 
 def kernel_class(name: str) -> str:
-    """Of a kernel by its own name."""
+    """Class of a kernel by its own name."""
     return next((found for found, pattern in KERNEL_RULES if pattern.search(name)), ELEMENTWISE)
 
 
@@ -104,13 +104,13 @@ def classify_kernel(kernel: Event, launch: Event | None) -> tuple[str, Event | N
     if named == COMMUNICATION:
         return COMMUNICATION, None
     found, operator = working_operator(launch)
-    if found is None or found == COMMUNICATION:  # what a collective launches beside its own kernel
+    if found is None or found == COMMUNICATION:  # launched by a collective, besides its own kernel
         return (COPIES if kernel.kind == "copy" else named), None
     return found, operator
 
 
 def is_inside_operator(event: Event) -> bool:
-    """Whether another operator does it (fused AdamW reads its step numbers), not the loop itself."""
+    """Return True if another operator does it (fused AdamW reads its step numbers), not the loop itself."""
     return any(
         outer.kind == "op" and not outer.name.startswith(("Torch-Compiled", "autograd::"))
         for outer in event.chain()

@@ -47,10 +47,10 @@ class Event:
     start: float  # microseconds
     end: float
     args: dict[str, Any]
-    parent: "Event | None" = None  # the innermost event on the same thread that it lies in
+    parent: "Event | None" = None  # the innermost event on the same thread that contains it
 
     def chain(self) -> Iterator["Event"]:
-        """The event itself, what it lies in, and so on outwards."""
+        """The event itself, the event around it, and so on outwards."""
         event: Event | None = self
         while event is not None:
             yield event
@@ -58,7 +58,7 @@ class Event:
 
 
 class Part(NamedTuple):
-    """A span of the loop (data, forward, ...), or what lies between two."""
+    """A span of the loop (data, forward, ...), or the time between two."""
 
     start: float
     end: float
@@ -109,7 +109,7 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """Of the file, without its ending."""
+        """Name of the file, without its ending."""
         return self.path.name.partition(".")[0]
 
     @property
@@ -147,7 +147,7 @@ def read_trace(path: Path) -> Trace:
     try:
         events = list(_events(record["traceEvents"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: no trace of torch.profiler (an event has {error!r})") from error
+        raise DataError(f"{path}: not a trace of torch.profiler (an event: {error!r})") from error
     threads: dict[Hashable, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in ("op", "span", "call"):
@@ -155,10 +155,10 @@ def read_trace(path: Path) -> Trace:
     for thread in threads.values():
         nest(thread)
     steps = [e for e in events if e.kind == "span" and e.name.startswith(STEP)]
-    if not steps:
+    if not any(step.end > step.start for step in steps):
         raise DataError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
-    distributed = record.get("distributedInfo", {})
+    distributed = as_dict(record.get("distributedInfo"))
     match = FILE_NAME.fullmatch(path.name)
     return Trace(
         path,
@@ -179,7 +179,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a trace ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
-        raise DataError(f"{path}: no trace of torch.profiler (it has no list traceEvents)")
+        raise DataError(f"{path}: not a trace of torch.profiler (it has no list traceEvents)")
     return record
 
 
@@ -187,22 +187,29 @@ def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
     for record in records:
         kind = KINDS.get(record.get("cat", ""))
         if kind and record.get("ph") == "X":
-            thread, start = (record["pid"], record["tid"]), float(record["ts"])
-            yield Event(
-                record["name"], kind, thread, start, start + float(record["dur"]), record.get("args", {})
-            )
+            thread, name = (str(record["pid"]), str(record["tid"])), str(record["name"])
+            start, length = float(record["ts"]), float(record["dur"])
+            if not (math.isfinite(start) and 0 <= length < math.inf):
+                raise ValueError(f"{name} at {start} has a duration of {length} us")
+            yield Event(name, kind, thread, start, start + length, as_dict(record.get("args")))
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return the value, or an empty dict where it is none."""
+    return value if isinstance(value, dict) else {}
 
 
 def _device_name(record: dict[str, Any], kernels: list[Event]) -> str:
     if not kernels:
         return "CPU"
     number = kernels[0].args.get("device", 0)
-    names = {gpu.get("id"): gpu.get("name") for gpu in record.get("deviceProperties", [])}
-    return names.get(number) or "GPU"
+    properties = record.get("deviceProperties")
+    listed = map(as_dict, properties) if isinstance(properties, list) else ()
+    return next((str(gpu["name"]) for gpu in listed if gpu.get("id") == number and gpu.get("name")), "GPU")
 
 
 def nest(events: list[Event]) -> None:
-    """Sorts the events of one thread and gives each its parent; what outlives its parent is cut."""
+    """Sort the events of one thread and give each its parent; an event that outlives its parent is cut."""
     events.sort(key=lambda e: (e.start, -e.end))
     open_events: list[Event] = []
     for event in events:
@@ -215,8 +222,8 @@ def nest(events: list[Event]) -> None:
 
 
 def stretches(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
-    """What a thread was in, moment by moment: (start, end, innermost event), in order, without the time in
-    none. `events` have been nested.
+    """Stretches of time of a thread, (start, end, innermost event), in order, without the time outside of
+    events. `events` have been nested.
     """
     open_events: list[Event] = []
     now = 0.0
@@ -235,7 +242,7 @@ def stretches(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
 
 
 class Loop:
-    """Which part of the loop the main thread is in at a given time."""
+    """Parts of the loop on the main thread, by time."""
 
     def __init__(self, trace: Trace) -> None:
         self.parts: list[Part] = []

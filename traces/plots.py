@@ -26,7 +26,7 @@ MAX_BARS = 16
 
 
 def plot_breakdown(timelines: Sequence[Timeline], target: Path) -> None:
-    """Bars by step and class, one step of each timeline drawn out, and classes beside their floors."""
+    """Bars by step and class, one step of each timeline drawn out, and classes with their floors."""
     rows = len(timelines)
     figure = plt.figure(figsize=(13, 5.2 + 1.1 * rows), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[4.4, 0.6 + 1.1 * rows])[:, 0]
@@ -46,7 +46,7 @@ def plot_breakdown(timelines: Sequence[Timeline], target: Path) -> None:
 
 
 def labels_of(timelines: Sequence[Timeline]) -> list[str]:
-    """Short: what tells them apart, runs or the ranks of one."""
+    """Short labels of timelines: their runs, or the ranks of one."""
     runs = [timeline.trace.run_name for timeline in timelines]
     same = len(timelines) > 1 and len(set(runs)) == 1
     return [f"rank {timeline.trace.rank}" for timeline in timelines] if same else runs
@@ -58,10 +58,11 @@ def draw_bars(axes: Axes, timelines: Sequence[Timeline]) -> None:
     for timeline, label in zip(timelines, labels_of(timelines), strict=True):
         by_step = timeline.table.pivot_table(index="step", columns="name", values="ms", aggfunc="sum")
         by_step.index = [step_number(timeline, i) for i in by_step.index]
-        shown = by_step.head(max(MAX_BARS // len(timelines), 1))
+        first_steps = by_step.head(max(MAX_BARS // len(timelines), 1))
         if len(timelines) > 1:
-            shown = shown.rename(index={shown.index[0]: f"{shown.index[0]}\n{label}"})
-        bars += [shown, pd.DataFrame(index=[""])]
+            first = first_steps.index[0]
+            first_steps = first_steps.rename(index={first: f"{first}\n{label}"})
+        bars += [first_steps, pd.DataFrame(index=[""])]
     table: Table = pd.concat(bars[:-1]).reindex(columns=list(COLOURS))
     table.plot.bar(stacked=True, ax=axes, color=COLOURS, legend=False, width=0.8, rot=0, fontsize=8)
     axes.set(xlabel="step", ylabel="ms", title="by step")

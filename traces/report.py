@@ -1,4 +1,4 @@
-"""What inspect_trace prints: tables of one timeline, of the ranks of a run, of two traces side by side."""
+"""Tables that inspect_trace prints: of one timeline, of the ranks of a run, of two traces side by side."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def short(name: str) -> str:
 
 
 def percent(milliseconds: float, timeline: Timeline) -> str:
-    """Of a step."""
+    """Fraction of a step, as text."""
     return f"{100 * milliseconds / timeline.step_milliseconds:.1f} %"
 
 
@@ -73,7 +73,7 @@ def si(value: float, unit: str) -> str:
 
 
 def remarks(timeline: Timeline, rates: Rates) -> str:
-    """Where floors are from, how much communication is hidden, how fast data came."""
+    """Source of the floors, hidden communication, rate of the data."""
     lines = []
     if logged := logged_milliseconds(timeline.trace):
         lines.append(
@@ -115,13 +115,13 @@ def causes(timeline: Timeline) -> str:
     """Idle time by what the host did."""
     least = SMALL * timeline.step_milliseconds
     found = timeline.idle_by_cause
-    shown = {short(name): time for name, time in list(found.items())[:TOP] if time > least}
-    if not shown:
+    largest = {short(name): time for name, time in list(found.items())[:TOP] if time > least}
+    if not largest:
         return ""
-    if (rest := sum(found.values()) - sum(shown.values())) > least:
-        shown["others"] = rest
+    if (rest := sum(found.values()) - sum(largest.values())) > least:
+        largest["others"] = rest
     nothing = "no kernel runs" if timeline.trace.on_gpu else "no operator runs"
-    rows = [(name, time, percent(time, timeline)) for name, time in shown.items()]
+    rows = [(name, time, percent(time, timeline)) for name, time in largest.items()]
     return text_table("<52 >10.2f >9", [(f"idle ({nothing}), by cause", "ms a step", "fraction"), *rows])
 
 
@@ -140,8 +140,8 @@ def waits(timeline: Timeline) -> str:
 
 
 def tasks(timeline: Timeline) -> Table:
-    """What takes the time, the longest first: operators with their shapes, on a GPU kernels. Columns:
-    milliseconds (`ms`) and `calls` of a step, and `gflops` a second (0 where they are not known).
+    """Operators with their shapes, on a GPU kernels, the longest first. Columns: milliseconds (`ms`) and
+    `calls` of a step, and `gflops` a second (0 where they are not known).
     """
     table, steps = timeline.table, len(timeline.windows)
     table = table[~table["name"].isin([DATA_WAIT, AROUND, IDLE])]
@@ -186,13 +186,30 @@ def tasks_table(timeline: Timeline) -> str:
 
 def ranks_table(timelines: Sequence[Timeline]) -> str:
     """Milliseconds a step by class, a column a rank."""
-    shown = timelines[:MAX_RANKS]
+    first = timelines[:MAX_RANKS]
     rows = [
-        ("ms a step", *(f"rank {t.trace.rank}" for t in shown)),
-        *((name, *(t.by_class[name] for t in shown)) for name in CLASSES),
-        ("sum", *(t.step_milliseconds for t in shown)),
+        ("ms a step", *(f"rank {t.trace.rank}" for t in first)),
+        *((name, *(t.by_class[name] for t in first)) for name in CLASSES),
+        ("sum", *(t.step_milliseconds for t in first)),
     ]
-    return text_table("<22" + " >10.2f" * len(shown), rows)
+    return text_table("<22" + " >10.2f" * len(first), rows)
+
+
+def collectives_table(timelines: Sequence[Timeline]) -> str:
+    """Milliseconds a step that ranks spend in collectives, the least first: all wait there for the last."""
+    ranks = sorted(timelines, key=lambda timeline: timeline.collective_milliseconds)
+    times = [timeline.collective_milliseconds for timeline in ranks]
+    least, notes = times[0], [""] * len(ranks)
+    if times[-1] - least > SMALL * ranks[0].step_milliseconds:
+        notes[0], notes[-1] = "  comes last, the others wait for it", "  comes first, and waits longest"
+    rows: list[tuple[object, ...]] = [
+        (f"rank {t.trace.rank}", time, time - least, note)
+        for t, time, note in zip(ranks, times, notes, strict=True)
+    ]
+    if len(rows) > MAX_RANKS:
+        rows[MAX_RANKS // 2 : -MAX_RANKS // 2] = [("...",)]
+    head = ("in collectives", "ms a step", "+ ms", "")
+    return text_table("<22 >10.2f >+10.2f <0", [head, *rows])
 
 
 def comparison(first: Timeline, second: Timeline) -> str:

@@ -44,12 +44,12 @@ class Segment(NamedTuple):
     end: float
     name: str  # its class
     what: str = ""
-    operator: Event | None = None  # that computes it, whose arguments say how much work it is
+    operator: Event | None = None  # that computes it; its arguments say how much work it is
     kernel: Event | None = None  # of a GPU; of a collective on a CPU, the collective
 
 
 class Wait(NamedTuple):
-    """Where the host waited for the device, or on a CPU would have: it read a value."""
+    """A place where the host waited for the device, or on a CPU would have: it read a value."""
 
     what: str  # the operator, or the call of the runtime
     where: str  # the part of the loop
@@ -94,10 +94,16 @@ class Timeline:
 
     @cached_property
     def hidden_communication(self) -> float:
-        """Milliseconds a step in which a collective ran beside computation."""
+        """Milliseconds a step in which a collective ran at the same time as computation."""
         computing = [Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE]
         hidden, _ = fill(computing, collectives(self.trace))
         return sum(p.end - p.start for p in hidden) / 1000 / len(self.windows)
+
+    @cached_property
+    def collective_milliseconds(self) -> float:
+        """Milliseconds a step in which a collective ran, or waited for another rank, hidden or not."""
+        running, _ = fill(self.windows, collectives(self.trace))
+        return sum(p.end - p.start for p in running) / 1000 / len(self.windows)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -106,8 +112,8 @@ def build_timeline(trace: Trace) -> Timeline:
     layers = gpu_layers(trace) if trace.on_gpu else cpu_layers(trace, loop)
     free, segments = list(windows), []
     for layer in layers:
-        taken, free = fill(free, layer)
-        segments += taken
+        filled, free = fill(free, layer)
+        segments += filled
     waits = Waits(trace, loop)
     idle = gpu_idle(trace, loop, free, waits) if trace.on_gpu else cpu_idle(trace, loop, free)
     segments = sorted([*segments, *idle], key=lambda segment: segment.start)
@@ -115,8 +121,8 @@ def build_timeline(trace: Trace) -> Timeline:
 
 
 def step_windows(trace: Trace) -> list[Interval]:
-    """From the end of one step to the end of the next, on the host and on the GPU: a step has ended when the
-    host has left it and the kernels that it launched so far are done.
+    """Windows from the end of one step to the end of the next, on the host and on the GPU: a step has ended
+    when the host has left it and the kernels that it launched so far are done.
     """
     if not trace.on_gpu:
         return [Interval(step.start, step.end) for step in trace.steps]
@@ -129,10 +135,10 @@ def step_windows(trace: Trace) -> list[Interval]:
 
 
 def fill(free: list[Interval], layer: Iterable[Segment]) -> tuple[list[Segment], list[Interval]]:
-    """Gives free time to the segments of a layer, first come, first served; what of them fitted, and the time
-    still free. `free` and `layer` are sorted by start; segments may overlap.
+    """Give free time to the segments of a layer, first come, first served. Return the parts of segments that
+    fitted, and the time still free. `free` and `layer` are sorted by start; segments may overlap.
     """
-    taken, left, waiting, i = [], [], list(free), 0
+    filled, left, waiting, i = [], [], list(free), 0
     for segment in layer:
         while i < len(waiting) and waiting[i].end <= segment.start:
             left.append(waiting[i])
@@ -143,28 +149,28 @@ def fill(free: list[Interval], layer: Iterable[Segment]) -> tuple[list[Segment],
             if begin > start:
                 left.append(Interval(start, begin))
             if stop > begin:
-                taken.append(segment._replace(start=begin, end=stop))
+                filled.append(segment._replace(start=begin, end=stop))
             if stop < end:
                 waiting[i] = Interval(stop, end)
                 break
             i += 1
-    return taken, left + waiting[i:]
+    return filled, left + waiting[i:]
 
 
 # -- what runs
 
 
 def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Segment]]:
-    """Parts that count as a whole; operators of the main thread; of others; collectives."""
+    """Parts that count as a whole; operators of the main thread; of other threads; collectives."""
     yield [Segment(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
     yield list(operators(trace.loop_events))
-    others = [
+    elsewhere = [
         segment
         for thread, events in trace.threads.items()
         if thread != trace.main and not any(is_gloo(event) for event in events)
         for segment in operators(events)
     ]
-    yield sorted(others, key=lambda p: p.start)
+    yield sorted(elsewhere, key=lambda p: p.start)
     yield collectives(trace)
 
 
@@ -180,7 +186,7 @@ def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
 
 
 def operators(events: list[Event]) -> Iterator[Segment]:
-    """What a thread of the host computes."""
+    """Segments in which a thread of the host computes."""
     for start, end, event in stretches(events):
         name, operator = working_operator(event)
         if name and operator:
@@ -188,7 +194,7 @@ def operators(events: list[Event]) -> Iterator[Segment]:
 
 
 def collectives(trace: Trace) -> list[Segment]:
-    """Of the GPU, or of gloo's threads."""
+    """Segments of collectives on the GPU, or on gloo's threads."""
     if trace.on_gpu:
         found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
     else:
@@ -216,7 +222,7 @@ def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment
 
 
 def idle(part: Part, detail: str = "") -> Segment:
-    """Why nothing runs: Python between two operators, or a gap, whose detail is then given."""
+    """Segment in which nothing runs: Python between two operators, or a gap with its detail."""
     if part.end - part.start < LONG:
         return Segment(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
     return Segment(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
@@ -248,7 +254,7 @@ def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> 
 
 
 def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
-    """What the thread that launches next did for most of a gap: an operator, or a call that blocks."""
+    """Operator or blocking call in which the thread that launches next was for most of a gap."""
     thread = launch.thread if launch and launch.thread in trace.threads else trace.main
     half = (gap.end - gap.start) / 2
     inside = [
@@ -260,7 +266,7 @@ def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
 
 
 class Waits:
-    """Where the host waits for the device: on a GPU the runtime's calls, on a CPU values read by Python."""
+    """Waits of the host for the device: on a GPU calls of the runtime, on a CPU values read by Python."""
 
     def __init__(self, trace: Trace, loop: Loop) -> None:
         self.loop, self.on_gpu = loop, trace.on_gpu
@@ -290,7 +296,7 @@ class Waits:
         return ended[0] if ended else None
 
     def found(self, segments: list[Segment]) -> list[Wait]:
-        """Those that need not be, by operator and part of the loop; the most harmful first."""
+        """Avoidable waits by operator and part of the loop, the most harmful first."""
         idle = dict.fromkeys(self.events, 0.0)
         for segment in segments:
             if segment.name == IDLE and segment.operator:

@@ -1,4 +1,4 @@
-"""How much work an operator is, by the shapes that the trace has of its inputs, and how long it need take.
+"""Work of an operator by the shapes that the trace has of its inputs, and how long it need take.
 
 FLOPs count a multiplication and an addition as two; recomputed ones count, for the device does them. Bytes
 are those of the inputs and of an output as large as the largest of them: what must pass through memory.
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What the device can do in a second, and the source of that. 0: not known."""
+    """FLOPs and bytes that the device can do in a second, and the source of that. 0: not known."""
 
     flops: float
     bytes: float
@@ -46,10 +46,10 @@ class Rates(NamedTuple):
 
 
 class ClassWork(NamedTuple):
-    """Of a class, a step."""
+    """Work and time of a class in a step."""
 
     work: Work
-    milliseconds: float  # in operators whose work is known
+    milliseconds: float  # in operators of known work
     floor: float | None  # milliseconds it need take; None where too little is known
 
 
@@ -57,7 +57,8 @@ class ClassWork(NamedTuple):
 
 
 def dims(event: Event) -> list[list[int]]:
-    return event.args.get("Input Dims", [])
+    found = event.args.get("Input Dims")
+    return found if isinstance(found, list) else []
 
 
 def product(shape: Any) -> int:
@@ -92,7 +93,7 @@ SUMS_OF_PRODUCTS = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
 
 
 def flops_of(event: Event) -> float | None:
-    """None for a product of matrices whose arguments are not known here."""
+    """FLOPs of an operator; None for a product of matrices with arguments that are not known here."""
     if event.name in PRODUCTS + SUMS_OF_PRODUCTS:
         first = 1 if event.name in SUMS_OF_PRODUCTS else 0
         left, right = dims(event)[first : first + 2]
@@ -113,11 +114,11 @@ def work_of(event: Event) -> Work | None:
     shapes, types = dims(event), event.args.get("Input type", [])
     try:
         flops = flops_of(event) if any(shapes) else None
-    except (IndexError, ValueError, SyntaxError, RuntimeError):  # not the arguments of the torch that is here
-        flops = None
+        sizes = [product(s) * _item_bytes(kind) for s, kind in zip(shapes, types, strict=False) if s]
+    except (IndexError, ValueError, TypeError, SyntaxError, RuntimeError):
+        return None  # not the arguments of the torch that is here
     if flops is None:
         return None
-    sizes = [product(s) * _item_bytes(kind) for s, kind in zip(shapes, types, strict=False) if s]
     output = 0 if event.name in SMALL_OUTPUT else max(sizes, default=0)
     return Work(flops, float(sum(sizes) + output))
 
@@ -162,8 +163,8 @@ def operator_table(timeline: Timeline) -> Table:
 
 
 def reached_rates(timeline: Timeline) -> Rates:
-    """What the best call of this trace reaches, where the device is not known: of those shapes that take a
-    hundredth of the time at least. Bytes: of calls without a FLOP.
+    """Rates of the best call of this trace, where the device is not known, among shapes that take a hundredth
+    of the time at least. Bytes: of calls without a FLOP.
     """
     known = operator_table(timeline).dropna().query("ms > 0")
     rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
@@ -177,7 +178,7 @@ def reached_rates(timeline: Timeline) -> Rates:
 
 
 def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
-    """Of the classes that compute; floors at `rates`."""
+    """Work of the classes that compute; floors at `rates`."""
     known, steps, result = operator_table(timeline).dropna(), len(timeline.windows), {}
     for name in COMPUTE:
         rows = known[known["class"] == name]
@@ -202,6 +203,10 @@ def loaded_bytes(trace: Trace) -> float:
     handed = [
         product(dims(e)[0]) * _item_bytes(e.args["Input type"][0])
         for e in trace.loop_events
-        if e.name == "aten::to" and e.parent and e.parent.name == DATA and dims(e)
+        if e.name == "aten::to"
+        and e.parent
+        and e.parent.name == DATA
+        and dims(e)
+        and e.args.get("Input type")
     ]
     return sum(handed) / len(trace.steps)
