@@ -100,7 +100,7 @@ def products(anomalies: Tensor, area: Tensor) -> Tensor:
 class AnalysesForecast:
     """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
 
-    num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
+    num_members, block, blown_up = 0, (1, 2**20), ()  # all leads of a date come from one analysis
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class AnalysesForecast:
         if odd is not None:
             raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
-        self.times, self.leads, self.step = times, leads, step
+        self.times, self.leads, self.step, self.units = times, leads, step, archive.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W) float32; NaN for dates without an analysis."""
