@@ -9,6 +9,8 @@ import pytest
 import xarray as xr
 
 import evaluate as program
+import forecast as forecast_program
+from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.remote import NO_OPTIONS
 from datasets.selection import Selection
@@ -193,3 +195,16 @@ def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path
         assert text.endswith(f"data.validation_period: {counts}")
         samples = selection.samples_by_lead("validation", [1, 4], np.zeros(0, int), history=history)
         assert f"6 h {(samples[:, history] >= 0).sum()}" in text
+
+
+# -- exports that would replace something --------------------------------------------------------------
+
+
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_text("another's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/thesis.tex").write_text("another's")
+    for name, reason in (("model.pt2", "exists"), ("folder", "contains thesis.tex")):
+        with pytest.raises(ValueError, match=reason):
+            forecast_program.export(Config(), tmp_path / name)
+    assert (tmp_path / "model.pt2").read_text() == "another's"

@@ -86,14 +86,14 @@ class Details:
             dist.all_reduce(total)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
-        """Dims (lead_time[, level], latitude, longitude): forecast - truth at the last of the leads, mean over
-        the dates, of which coordinate `num_dates` (lead_time) has the number, here as in the others.
+        """Dims (lead_time[, level], latitude, longitude): forecast - truth at the last lead, mean over the
+        dates, of which coordinate `num_dates` (lead_time) has the number, here as in the others.
         """
         coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
         return self._dataset(self.error / self.valid, leads[-1:], ["variable", *coords], coords)
 
     def energy(self, leads: np.ndarray) -> xr.Dataset | None:
-        """Dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over the dates without a missing
+        """Dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over the dates that lack no
         value on the circle of latitude; None on a grid that does not go round the globe.
         """
         if not self.spectra:

@@ -50,7 +50,7 @@ class StoreIndex:
 
 
 def finished_marks(path: Path) -> dict[str, str] | None:
-    """Return the problem ("": none) by mark of a store's finished forecasts, None for a store without marks."""
+    """Return the problem ("": none) by mark of the finished forecasts, None for a store without marks."""
     folder = path / FINISHED
     if not folder.is_dir():
         return None

@@ -80,7 +80,7 @@ def _values(scores: xr.Dataset, metric: str, variable: str, leads: np.ndarray) -
 
 
 def _has_metric(scores: Mapping[str, xr.Dataset], metric: str, variable: str) -> bool:
-    """Return True if any forecast has such a score; of an RMSE that is not finite, a row of nan is printed."""
+    """Return True if any forecast has such a score; an RMSE that is not finite is printed as nan."""
     leads = next(iter(scores.values()))["lead_time"].values
     values = [_values(each, metric, variable, leads) for each in scores.values()]
     return metric == "rmse" or bool(np.isfinite(values).any())
