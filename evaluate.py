@@ -54,7 +54,7 @@ import xarray as xr
 from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.dates import is_inside
-from datasets.field_dataset import FieldDataset
+from datasets.field_dataset import FieldDataset, window_steps
 from datasets.grid import area_weights
 from datasets.options import parse_selection
 from datasets.remote import Access
@@ -115,7 +115,11 @@ def open_forecasts(
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
             raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
-        found[name] = open_forecast(path, picks, access)
+        stored = found[name] = open_forecast(path, picks, access)
+        if stored.num_unfinished:
+            total = len(stored.times) * max(1, stored.num_members)
+            reason = f"{stored.num_unfinished} of its {total} forecasts are not finished and not scored"
+            logger.warning("--forecast %r: %s; start forecast.py again to complete them", path, reason)
     return found
 
 
@@ -242,18 +246,18 @@ def score_all(
                 lead_hours=hours,
                 dates=dates,
                 regions=regions,
-                detailed_hours=longest_with_truth(hours, dates, truth),
+                detailed_hours=printed_hours(hours, dates, truth),
                 device=device,
                 progress=bar.update,
             )
     return found
 
 
-def longest_with_truth(hours: list[int], dates: np.ndarray, truth: Archive) -> list[int]:
-    """The longest lead at which any of the initial dates (n,) has a truth: the one to map."""
+def printed_hours(hours: list[int], dates: np.ndarray, truth: Archive) -> list[int]:
+    """Return the leads of the printed tables: those of some at which an initial date (n,) has a truth."""
     leads = np.array(hours, "timedelta64[h]").astype("timedelta64[s]")
-    there = [bool(np.isin(dates + lead, truth.times).any()) for lead in leads]
-    return [hour for hour, scored in zip(hours, there, strict=True) if scored][-1:]
+    scored = [lead for lead in leads if np.isin(dates + lead, truth.times).any()]
+    return (shown_leads(np.array(scored)) // np.timedelta64(1, "h")).tolist() if scored else []
 
 
 def write(
@@ -293,13 +297,18 @@ def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
 
     There the truth lies in the period too; here it may lie outside, as forecasts from any dates are scored.
     """
-    leads, inside = shown_leads(scores["lead_time"].values), selection.archive.times[selection.validation]
+    leads, inside = shown_leads(scores["lead_time"].values), selection.validation
     here = scores["num_dates"].sel(lead_time=leads).values
-    said = f"initial dates by lead, truth anywhere in the data: {_counts(leads, here)}"
-    if len(inside):
-        there = [np.isin(inside + lead.astype("timedelta64[s]"), inside).sum() for lead in leads]
-        said += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, there)}"
-    return said
+    text = f"initial dates by lead, truth anywhere in the data: {_counts(leads, here)}"
+    leads = leads[leads % selection.step == np.timedelta64(0, "s")]
+    if len(inside) and len(leads):
+        window = window_steps(selection.history)
+        offsets = [*window, *(leads // selection.step).tolist()]
+        available = np.intersect1d(inside, np.flatnonzero(selection.archive.has(selection.variables)))
+        there = selection.around(inside, offsets, available) >= 0
+        counts = (there[:, : len(window)].all(axis=1, keepdims=True) & there[:, len(window) :]).sum(axis=0)
+        text += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, counts)}"
+    return text
 
 
 def _counts(leads: np.ndarray, counts: Sequence[int] | np.ndarray) -> str:

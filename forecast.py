@@ -55,7 +55,7 @@ from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
-from verification.export import Description, OneStep, export_step, write_safetensors
+from verification.export import Description, OneStep, check_target, export_step, write_safetensors
 from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
@@ -304,6 +304,7 @@ def export(config: Config, target: Path) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
     check_folder("--export", target.parent)
+    check_target(target)
     check_export(target)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
     asked, plain = config, replace(config.model, attention_backend="sdpa")

@@ -27,7 +27,7 @@ OF_LEVELS = ("geopotential", "u_component_of_wind", "v_component_of_wind")
 WEATHER = (*(f"{name}:{level}" for name in OF_LEVELS for level in (300, 850)), "total_column_water_vapour")
 TASKS = {
     "winds": Task("gfs_winds", WINDS, (6, 24), "damped_persistence"),
-    "simulated": Task("demo_unet", WEATHER, (6, 24), "climatology"),
+    "simulated": Task("demo_unet", WEATHER, (6, 24), "training_mean"),
 }
 
 

@@ -18,7 +18,7 @@ from datasets.variables import units
 ROWS = [("geopotential:300", hours) for hours in (6, 24, 72)]
 ROWS += [("u_component_of_wind:850", hours) for hours in (6, 24, 72)]
 COLUMNS = {"model": "", "persistence": "_persistence", "damped persistence": "_damped_persistence"}
-COLUMNS |= {"climatology": "_climatology"}
+COLUMNS |= {"training mean": "_training_mean"}
 PLOTS = {"rmse.png": "demo_rmse.png", "maps.png": "demo_maps.png"}
 BLOCK = re.compile(r"(<!-- demo: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 

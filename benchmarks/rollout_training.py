@@ -122,10 +122,10 @@ def relative(row: dict, to: dict, who: str = "") -> list[float]:
 
 
 def line(row: dict, first: dict) -> str:
-    """A run beside the first one of its seed, and beside damped persistence and climatology."""
+    """A run beside the first one of its seed, and beside damped persistence and the training mean."""
     ratios = relative(row, first)
     text = "  ".join(f"{n} h {ratio:.3f}" for n, ratio in zip(LEADS, ratios, strict=True))
-    for who in ("damped_persistence", "climatology"):
+    for who in ("damped_persistence", "training_mean"):
         beside = relative(row, row, f"_{who}")
         text += f" | x {who.replace('_', ' ')} " + " ".join(f"{ratio:.2f}" for ratio in beside)
     return f"seed {row['seed']} {row['kind']:<18} {row['steps']:>5} steps {row['seconds']:>5.0f} s  {text}"

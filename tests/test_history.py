@@ -156,7 +156,7 @@ def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
 
 def test_two_states_say_where_a_standing_wave_goes(config_file, trained, tmp_path) -> None:
     """From one, the best guess errs by sin(w) times the deviation of the wave."""
-    deviation = trained[1][f"val/rmse_climatology/{U}"]
+    deviation = trained[1][f"val/rmse_training_mean/{U}"]
     assert trained[1][f"val/rmse/{U}"] < 0.2 * np.sin(FREQUENCY) * deviation
     alone = run(config_file, tmp_path / "alone", "--data.history", "1")
     assert alone[f"val/rmse/{U}"] > 0.8 * np.sin(FREQUENCY) * deviation

@@ -12,7 +12,7 @@ from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 from verification import baselines
-from verification.baselines import climatology, fit_baselines, persistence, products
+from verification.baselines import fit_baselines, persistence, products, training_mean
 from verification.scores import mean_squared_error, rmse
 from verification.validation import Validation
 
@@ -161,9 +161,9 @@ def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
         selection.samples_by_lead("train", [1, 5], np.zeros(0, int))
 
 
-def test_climatology_is_the_same_for_every_date():
+def test_the_training_mean_is_the_same_for_every_date():
     field = torch.randn(3, 4, 5)
-    assert torch.equal(climatology(field)(torch.zeros(2, 3, 4, 5), torch.zeros(2), [1, 4])[1, 1], field)
+    assert torch.equal(training_mean(field)(torch.zeros(2, 3, 4, 5), torch.zeros(2), [1, 4])[1, 1], field)
 
 
 def test_root_after_the_mean_over_time():

@@ -16,6 +16,8 @@ from datasets.loader import EvaluationSampler, build_loader
 from verification.rollout import Forecast
 
 LEADS_BYTES = 2**30  # of a sample's truths that are read at once: 40 leads at 1024 x 2048 are 6 GB
+# A climatology without annual and daily cycle: not the one that evaluate.py computes.
+TRAINING_MEAN = "training mean"
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
 
@@ -24,7 +26,7 @@ def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
     return fields[:, None].expand(-1, len(leads), -1, -1, -1)
 
 
-def climatology(mean_field: Tensor) -> Forecast:
+def training_mean(mean_field: Tensor) -> Forecast:
     """The mean of the training period, (V, H, W), whatever the date."""
 
     def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
@@ -66,7 +68,7 @@ def fit_baselines(
     return {
         "persistence": persistence,
         "damped persistence": damped_persistence(mean_field, dict(zip(leads, factors, strict=True))),
-        "climatology": climatology(mean_field),
+        TRAINING_MEAN: training_mean(mean_field),
     }
 
 
@@ -100,7 +102,7 @@ def products(anomalies: Tensor, area: Tensor) -> Tensor:
 class AnalysesForecast:
     """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
 
-    num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
+    num_members, block, blown_up = 0, (1, 2**20), ()  # all leads of a date come from one analysis
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class AnalysesForecast:
         if odd is not None:
             raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
-        self.times, self.leads, self.step = times, leads, step
+        self.times, self.leads, self.step, self.units = times, leads, step, archive.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W) float32; NaN for dates without an analysis."""

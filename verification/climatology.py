@@ -181,12 +181,12 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
 class ClimatologyForecast:
     """The climatology of the valid time as a forecast, from any initial date."""
 
-    num_members, block = 0, (1, 1)
+    num_members, block, blown_up = 0, (1, 1), ()
 
     def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
         """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
         self.climatology, self.times, self.leads = climatology, times, leads
-        self.grid, self.variables = climatology.grid, climatology.variables
+        self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W) float32; NaN at hours of the day that the climatology has not."""

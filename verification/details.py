@@ -7,6 +7,7 @@ the sum over k is the integral of f^2 along the circle, in units of f^2 times me
 details, V variables, M members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -37,18 +38,21 @@ class Details:
         device: torch.device | str,
         units: Mapping[str, str] | None = None,
     ) -> None:
-        """leads: positions of the leads that get details; units: those of variables that we do not know."""
+        """leads: positions of the leads that get spectra and ranks; the last of them gets a map of errors.
+        units: those of variables that the project does not know.
+        """
         self.units = units or {}
         self.row, self.variables, self.grid = {lead: i for i, lead in enumerate(leads)}, variables, grid
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(len(leads), len(variables), *shape, dtype=torch.float64, device=device)
 
-        self.dates = torch.zeros(len(leads), dtype=torch.float64, device=device)
-        self.error, self.valid = zeros(*grid.shape), zeros(*grid.shape)
+        self.dates = zeros()
+        self.error, self.valid = (zeros(*grid.shape)[-1:].clone() for _ in range(2))
         self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
         self.spectra = {name: zeros(*waves) for name in ("forecast", "truth")} if grid.periodic else {}
+        self.whole_rows = zeros(grid.shape[0])  # dates without a missing value on a circle of latitude
         self.ranks = zeros(num_members + 1) if num_members > 1 else None
         self.everywhere = RegionMeans(grid, ["global"], device)
 
@@ -56,39 +60,46 @@ class Details:
         if pair.truth is None or pair.lead not in self.row:
             return
         row = self.row[pair.lead]
-        self.dates[row] += 1
         for v, truth in enumerate(pair.truth.double()):  # one at a time: members and waves are large
             members = pair.forecast[..., v, :, :].double()
             state = members.mean(dim=0) if members.ndim == 3 else members
             valid = torch.isfinite(truth)
-            self.valid[row, v] += valid
-            self.error[row, v] += torch.where(valid, state - truth, 0.0)
+            if not valid.any():
+                continue
+            self.dates[row, v] += 1
+            if row == len(self.row) - 1:
+                self.valid[0, v] += valid
+                self.error[0, v] += torch.where(valid, state - truth, 0.0)
+            whole = valid.all(dim=-1)
+            self.whole_rows[row, v] += whole
             for name, fields in {"forecast": members, "truth": truth}.items() if self.spectra else ():
                 energy = zonal_energy_spectrum(fields, self.length)  # of members: their mean is too smooth
-                self.spectra[name][row, v] += energy.mean(dim=0) if energy.ndim == 3 else energy
+                energy = energy.mean(dim=0) if energy.ndim == 3 else energy
+                self.spectra[name][row, v] += torch.where(whole[:, None], energy, 0.0)
             if self.ranks is not None:
                 self.ranks[row, v] += rank_frequencies(members, truth, self.everywhere)
 
     def reduce(self) -> None:
         """The sums of all ranks, on all ranks; equal to one rank's to rounding."""
         ranks = [] if self.ranks is None else [self.ranks]
-        for total in (self.dates, self.error, self.valid, *self.spectra.values(), *ranks):
+        for total in (self.dates, self.error, self.valid, self.whole_rows, *self.spectra.values(), *ranks):
             dist.all_reduce(total)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
-        """Dims (lead_time[, level], latitude, longitude): forecast - truth, mean over the dates, of which
-        coordinate `num_dates` (lead_time) says how many, here as in the others.
+        """Dims (lead_time[, level], latitude, longitude): forecast - truth at the last lead, mean over the
+        dates, of which coordinate `num_dates` (lead_time) has the number, here as in the others.
         """
         coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
-        return self._dataset(self.error / self.valid, leads, ["variable", *coords], coords)
+        return self._dataset(self.error / self.valid, leads[-1:], ["variable", *coords], coords)
 
     def energy(self, leads: np.ndarray) -> xr.Dataset | None:
-        """Dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over dates; None on a grid that
-        does not go round the globe.
+        """Dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over the dates that lack no
+        value on the circle of latitude; None on a grid that does not go round the globe.
         """
         if not self.spectra:
             return None
-        mean = torch.stack(list(self.spectra.values()), dim=-1) / self.dates.view(-1, 1, 1, 1, 1)
+        mean = torch.stack(list(self.spectra.values()), dim=-1)
+        mean = mean / self.whole_rows[..., None, None]
         waves = ("latitude", "zonal_wavenumber")
         length = wavelengths(self.grid.latitude, self.grid.shape[1])
         coords = {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
@@ -99,12 +110,13 @@ class Details:
         """Dims (lead_time[, level], rank): how often so many members lie below the truth, of sum 1."""
         if self.ranks is None:
             return None
-        mean = self.ranks / self.dates[:, None, None]
+        mean = self.ranks / self.dates[..., None]
         return self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
-        coords["num_dates"] = ("lead_time", self.dates.long().cpu().numpy())
+        num_dates = self.dates.amax(dim=1)[-len(leads) :]
+        coords["num_dates"] = ("lead_time", num_dates.long().cpu().numpy())
         return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords, self.units)
 
 
@@ -148,7 +160,8 @@ def mean_over_latitudes(spectrum: xr.DataArray, bands: Sequence[tuple[float, flo
 
     spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` and `wavelength` instead.
     Frequencies run over what all these rows have, and rows are interpolated linearly between their own
-    (WeatherBench2, interpolate_spectral_frequencies). DataError where no row lies inside.
+    (WeatherBench2, interpolate_spectral_frequencies). Rows without a value (NaN) are left out. Raises
+    DataError if no row is inside.
     """
     north = spectrum.latitude.values
     inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
@@ -162,11 +175,10 @@ def mean_over_latitudes(spectrum: xr.DataArray, bands: Sequence[tuple[float, flo
         np.apply_along_axis(lambda e, f=f: np.interp(common, f, e), -1, row)
         for row, f in zip(rows.values, own, strict=True)
     ]
-    mean = (
-        rows.isel(latitude=0, drop=True)
-        .copy(data=np.mean(at, axis=0))
-        .drop_vars("zonal_wavenumber", errors="ignore")
-    )
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # no row has a value: NaN
+        averaged = np.nanmean(at, axis=0)
+    mean = rows.isel(latitude=0, drop=True).copy(data=averaged)
+    mean = mean.drop_vars("zonal_wavenumber", errors="ignore")
     mean = mean.drop_vars("wavelength", errors="ignore").rename(zonal_wavenumber="frequency")
     with np.errstate(divide="ignore"):
         return mean.assign_coords(frequency=common, wavelength=("frequency", 1 / common))

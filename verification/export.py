@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
+from errors import ConfigError
 from models.weather_model import WeatherModel
 
 
@@ -57,6 +58,19 @@ class OneStep(nn.Module):
         output = self.model.predict(self.conditions.append(window, times, *drawn))
         states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
         return self.normalizer.denormalize(states).flatten(1, 2)
+
+
+def check_target(target: Path) -> None:
+    """Raise ConfigError if an export would replace a file or mix with the content of another folder."""
+    if target.is_dir():
+        other = sorted(
+            path.name for path in target.iterdir() if path.name not in ("checkpoints", "config.toml")
+        )
+        if other or target.suffix:
+            content = other[0] if other else "a folder"
+            raise ConfigError(f"--export {target}: exists and contains {content}; name another")
+    elif target.exists():
+        raise ConfigError(f"--export {target}: exists; remove it, or name another")
 
 
 def export_step(target: Path, step: OneStep, description: Description) -> None:

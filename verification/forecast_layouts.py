@@ -7,6 +7,7 @@ is a lead of 0 h. All of it is found out from the content, by the code that read
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from datasets.files import ROLE_OF, OpenFile, coordinate_times, find_files
 from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
 from errors import DataError
+from verification.forecast_writer import BLOWN_UP, finished_marks
 from verification.stores import FieldsByName
 
 FORECAST_ROLES = {
@@ -36,7 +38,8 @@ FORECAST_ROLES = {
 class StoredForecast(FieldsByName):
     """Forecasts of one store: initial dates `times` (n,), `leads` (L,), and a grid, north to south.
 
-    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together.
+    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together. Of a
+    store that forecast.py writes: `num_unfinished` forecasts, and the initial dates `blown_up`.
     """
 
     def __init__(
@@ -53,6 +56,12 @@ class StoredForecast(FieldsByName):
         self.num_members = members if members > 1 else 0
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
+        marks = finished_marks(Path(path))
+        self.num_unfinished = 0 if marks is None else len(times) * max(1, members) - len(marks)
+        stamps = [
+            mark.rpartition("-")[0] for mark, text in (marks or {}).items() if text.startswith(BLOWN_UP)
+        ]
+        self.blown_up = {np.datetime64(pd.Timestamp(stamp), "s") for stamp in stamps}
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""

@@ -31,6 +31,7 @@ from verification.stores import all_levels, create_store
 
 logger = logging.getLogger(__name__)
 FINISHED = ".finished"
+BLOWN_UP = "blew up"  # how the problem of a forecast that diverged begins
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
 NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
 LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
@@ -46,6 +47,14 @@ class StoreIndex:
     leads: Sequence[int]
     num_members: int = 1
     units: Mapping[str, str] = field(default_factory=dict)  # of each variable
+
+
+def finished_marks(path: Path) -> dict[str, str] | None:
+    """Return the problem ("": none) by mark of the finished forecasts, None for a store without marks."""
+    folder = path / FINISHED
+    if not folder.is_dir():
+        return None
+    return {mark.name: mark.read_text() for mark in folder.iterdir() if mark.suffix != ".partial"}
 
 
 class ForecastStore:
@@ -118,9 +127,9 @@ class ForecastStore:
     def finished(self) -> dict[tuple[int, int], str]:
         """(date, member) -> "" or what is wrong with it, of all whose leads are all written."""
         pairs = [(date, m) for date in range(len(self.index.dates)) for m in range(self.index.num_members)]
-        marks = {path.name: path for path in self.finished_folder.iterdir()}
+        marks = finished_marks(self.path) or {}
         found = {pair: marks.get(self._mark(*pair).name) for pair in pairs}
-        return {pair: path.read_text() for pair, path in found.items() if path}
+        return {pair: problem for pair, problem in found.items() if problem is not None}
 
     def finish(self, date: int, member: int, problem: str = "") -> None:
         """All leads of this date and member are written."""

@@ -6,7 +6,7 @@ a block ahead of the scores. Shapes: M members, V variables, H latitudes, W long
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +20,8 @@ from datasets.archive import Archive
 from datasets.grid import Grid
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
+from datasets.variables import CONVERSIONS, UnitConversion, plain_units
+from errors import DataError
 from verification.climatology import Climatology
 
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more only if a single field is larger
@@ -34,12 +36,15 @@ class ForecastFields(Protocol):
     leads: np.ndarray  # (L,) timedelta64[s], ascending
     num_members: int  # 0: not an ensemble
     block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
+    blown_up: Collection[np.datetime64]  # initial dates from which the model diverged
 
     @property
     def grid(self) -> Grid: ...
 
     @property
     def variables(self) -> Sequence[str]: ...
+
+    def units(self, name: str) -> str: ...
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
@@ -99,18 +104,24 @@ class Matcher:
     ) -> None:
         self.forecast, self.variables, self.leads = forecast, list(variables), list(leads)
         self.device, self.grid = torch.device(device), grid
-        self.regrid_forecast = self._regridding(forecast.grid)
-        self.truth = KeptFields(truth_reader(truth, self.variables), self._regridding(truth.grid))
+        # All fields are compared in the units of the truth.
+        self.units = {name: truth.units(name) for name in self.variables}
+        self.regrid_forecast = self._regridding(forecast)
+        self.truth = KeptFields(truth_reader(truth, self.variables), self._regridding(truth))
         self.climatology = None
         if climatology is not None:
             read = lambda time: iter([(time, climatology.field(time, self.variables))])  # noqa: E731
-            self.climatology = KeptFields(read, self._regridding(climatology.grid))
+            self.climatology = KeptFields(read, self._regridding(climatology))
 
-    def _regridding(self, source: Grid) -> Callable[[np.ndarray], Tensor]:
-        if source.same_as(self.grid):
-            return lambda fields: torch.from_numpy(fields).to(self.device)
-        regridder = Regridder(source, self.grid, self.device)
-        return lambda fields: regridder(torch.from_numpy(fields).to(self.device))
+    def _regridding(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
+        """Return the function from fields (..., V, H, W) of a source to those in the evaluation's units,
+        grid and device. Raises DataError for units that cannot be converted.
+        """
+        convert = unit_converter(self.variables, source.units, self.units)
+        if source.grid.same_as(self.grid):
+            return lambda fields: torch.from_numpy(convert(fields)).to(self.device)
+        regridder = Regridder(source.grid, self.grid, self.device)
+        return lambda fields: regridder(torch.from_numpy(convert(fields)).to(self.device))
 
     def blocks(self, dates: Sequence[int]) -> list[list[int]]:
         """The dates in groups that are stored together and not too large to be read at once."""
@@ -147,8 +158,51 @@ class Matcher:
                 truth = self.truth.get(valid_time)
                 clim = self.climatology.get(valid_time) if self.climatology and truth is not None else None
                 ours = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
+                if truth is not None and times[date] not in source.blown_up:
+                    truth = mask_missing(truth, ours)
                 pairs.append(Pair(date, lead, ours, truth, clim))
         return pairs
+
+
+def mask_missing(truth: Tensor, forecast: Tensor) -> Tensor:
+    """Return the truth (V, H, W), NaN where the forecast, or a member of it, has no value (NaN).
+
+    A date or cell that a forecast lacks is left out of its scores. An infinite value is not missing.
+    """
+    missing = torch.isnan(forecast)
+    if not missing.any():
+        return truth
+    missing = missing.any(dim=0) if forecast.ndim > truth.ndim else missing
+    return torch.where(missing, torch.nan, truth)
+
+
+def unit_converter(
+    variables: Sequence[str], theirs: Callable[[str], str], ours: Mapping[str, str]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function that converts fields (..., V, H, W) from one source's units to the truth's.
+
+    Units that a source does not name are taken for the truth's. Raises DataError for a pair of units that
+    datasets.variables cannot convert.
+    """
+    pairs = [conversion_between(name, theirs(name), ours[name]) for name in variables]
+    if all(pair == UnitConversion() for pair in pairs):
+        return lambda fields: fields
+    factor, offset = (np.array(column, np.float32)[:, None, None] for column in zip(*pairs, strict=True))
+    return lambda fields: fields * factor + offset
+
+
+def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
+    """Return the conversion of a variable's units, in either direction of the table. Raises DataError."""
+    source, target = plain_units(theirs), plain_units(ours)
+    if source == target or not source or not target:
+        return UnitConversion()
+    if (source, target) in CONVERSIONS:
+        return CONVERSIONS[source, target]
+    if (target, source) in CONVERSIONS:
+        factor, offset = CONVERSIONS[target, source]
+        return UnitConversion(1 / factor, -offset / factor)
+    reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
+    raise DataError(f"{name}: its units are {reason}, and there is no conversion; correct the attribute")
 
 
 def truth_reader(

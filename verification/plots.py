@@ -26,6 +26,7 @@ STYLES = {
     "persistence": {"color": "C0", "marker": "s", "linestyle": "--"},
     "damped persistence": {"color": "C2", "marker": "^", "linestyle": "--"},
     "climatology": {"color": "0.4", "linestyle": ":"},
+    "training mean": {"color": "0.6", "linestyle": "-."},
 }
 MAX_MAPS = 4
 

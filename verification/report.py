@@ -18,7 +18,6 @@ from errors import ConfigError
 from verification.details import MIDLATITUDES, mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.score_tables import (
-    date_counts,
     lead_hours,
     one_variable,
     power_of_units,
@@ -36,27 +35,29 @@ HIGHER_IS_BETTER = ("acc", "acc_ratio_of_means")
 
 
 def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
-    """A row a variable and lead with the number of dates, a column a forecast; the best of each row has a
-    star. Geopotential also in geopotential metres. Leads without any date are left out.
+    """A row a variable and lead with the number of dates ("46-47": the fewest and the most of a forecast), a
+    column a forecast; the best of each row has a star. Geopotential also in geopotential metres. Leads
+    without any date are left out.
     """
     first = next(iter(scores.values()))
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads = shown_leads(first["lead_time"].values[scored.values])
-    names = [name for name in variable_names(first) if np.isfinite(select(first, metric, name)).any()]
+    names = [name for name in variable_names(first) if _has_metric(scores, metric, name)]
     width = max([len(name) for name in names] + [8]) + 2
-    head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>7}"
+    head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>9}"
     head += "".join(f"{name:>20}" for name in scores) + "   units"
     lines = [title, head, "-" * len(head)]
     for name in names:
         values = np.stack([_values(each, metric, name, leads) for each in scores.values()], axis=1)
-        units, dates = units_of(first, name, metric), date_counts(first, name).sel(lead_time=leads).values
+        counts = np.stack([_values(each, "num_dates", name, leads) for each in scores.values()], axis=1)
+        units, dates = units_of(first, name, metric), [_range(row) for row in counts]
         rows = [(*row, units) for row in zip(leads, dates, values, strict=True)]
         if units == "m2 s-2":
             rows.append((leads[-1], dates[-1], values[-1] / GRAVITY, "gpm"))
         for lead, count, row, unit in rows:
             hours = int(lead / np.timedelta64(1, "h"))
-            lines.append(f"{name:<{width}}{hours:>4} h{count:>7}{_cells(row, metric)}   {unit}".rstrip())
+            lines.append(f"{name:<{width}}{hours:>4} h{count:>9}{_cells(row, metric)}   {unit}".rstrip())
     return "\n".join(lines)
 
 
@@ -76,6 +77,19 @@ def _values(scores: xr.Dataset, metric: str, variable: str, leads: np.ndarray) -
         return select(scores, metric, variable).reindex(lead_time=leads).values
     except KeyError:
         return np.full(len(leads), np.nan)
+
+
+def _has_metric(scores: Mapping[str, xr.Dataset], metric: str, variable: str) -> bool:
+    """Return True if any forecast has such a score; an RMSE that is not finite is printed as nan."""
+    leads = next(iter(scores.values()))["lead_time"].values
+    values = [_values(each, metric, variable, leads) for each in scores.values()]
+    return metric == "rmse" or bool(np.isfinite(values).any())
+
+
+def _range(counts: np.ndarray) -> str:
+    """Return "47", or "46-47" where forecasts have different numbers of dates."""
+    numbers = [int(count) for count in counts if np.isfinite(count)]
+    return "-".join(map(str, sorted({min(numbers), max(numbers)}))) if numbers else "0"
 
 
 def _cells(values: Sequence[float], metric: str) -> str:

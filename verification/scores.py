@@ -186,7 +186,11 @@ def date_statistics(
         members = forecast[..., block, :, :]
         clim = None if climatology is None else climatology[block]
         fields = cell_statistics(members, truth[block].double(), clim)
-        parts.append(mean(fields, truth[block]))
+        values, present = mean(fields, truth[block])
+        if clim is not None and (missing := torch.isnan(clim)).any():
+            rows = slice(len(ERRORS), len(ERRORS) + len(ANOMALIES))
+            values[rows] = mean(fields[rows], torch.where(missing, torch.nan, truth[block]))[0]
+        parts.append((values, present))
     values, present = zip(*parts, strict=True)
     return torch.cat(values, dim=1), torch.cat(present)
 

@@ -30,6 +30,10 @@ class FieldsByName:
         self._fields = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
         self.variables = list(self._fields)
 
+    def units(self, name: str) -> str:
+        """Return the units of what is read, "" if the file does not name any."""
+        return self._fields[name][0].units if name in self._fields else ""
+
     def read_fields(
         self, variables: Sequence[str], axes: Sequence[str], slices: Mapping[str, slice]
     ) -> np.ndarray:

@@ -1,0 +1,210 @@
+"""Scores of incomplete data: other units, missing dates and cells, unfinished forecasts, histories."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import evaluate as program
+import forecast as forecast_program
+from config import Config
+from datasets.archive import Archive, open_archive
+from datasets.remote import NO_OPTIONS
+from datasets.selection import Selection
+from tests.forecasts import analyses, climatology, forecasts, grid, write
+from verification.baselines import AnalysesForecast, persistence
+from verification.climatology import open_climatology
+from verification.evaluation import evaluate
+from verification.forecast_layouts import open_forecast
+from verification.forecast_writer import FINISHED
+from verification.report import table
+
+LEADS = [6, 24]
+STEP = np.timedelta64(6, "h")
+HOUR = np.timedelta64(1, "h")
+
+
+@pytest.fixture
+def truth() -> xr.Dataset:
+    return analyses(grid(6, 8, poles=False), 20)
+
+
+def rmse(scores: xr.Dataset, name: str) -> np.ndarray:
+    return scores[name].sel(metric="rmse").squeeze().values
+
+
+# -- units ---------------------------------------------------------------------------------------------
+
+
+def stores(folder: Path, truth: xr.Dataset, units: dict[str, str], factors: dict[str, float]) -> list[Any]:
+    """Forecast, truth and climatology of a variable that the project does not know, in units of their own."""
+    parts = {"forecast": forecasts(truth, 4, LEADS), "truth": truth, "climatology": climatology(truth)}
+    for name, part in parts.items():
+        gust = part[["2m_temperature"]].rename({"2m_temperature": "gust"}) * factors.get(name, 1.0)
+        gust["gust"].attrs["units"] = units.get(name, "m s-1")
+        write(gust, folder / f"{name}.zarr")
+    paths = [str(folder / f"{name}.zarr") for name in parts]
+    return [open_forecast(paths[0]), open_archive(paths[1]), open_climatology(paths[2])]
+
+
+def test_units_are_converted_to_those_of_the_truth(tmp_path: Path, truth: xr.Dataset) -> None:
+    (tmp_path / "same").mkdir()
+    same = evaluate(*stores(tmp_path / "same", truth, {}, {})).scores
+    knots = 3600 / 1852
+    found = evaluate(*stores(tmp_path, truth, {"truth": "knots"}, {"truth": knots})).scores
+    np.testing.assert_allclose(rmse(found, "gust"), knots * rmse(same, "gust"), rtol=1e-5)
+    np.testing.assert_allclose(found["gust"].sel(metric="acc"), same["gust"].sel(metric="acc"), rtol=1e-5)
+
+
+def test_units_without_a_conversion_are_refused(tmp_path: Path, truth: xr.Dataset) -> None:
+    with pytest.raises(ValueError, match="gust: its units are 'm s-1' .* 'furlong d-1' in the truth"):
+        evaluate(*stores(tmp_path, truth, {"truth": "furlong d-1"}, {}))
+
+
+# -- dates and cells that are missing ------------------------------------------------------------------
+
+
+def persisted(truth: xr.Dataset, path: Path) -> tuple[AnalysesForecast, Archive]:
+    archive = open_archive(write(truth, path))
+    leads = np.array(LEADS, "m8[h]").astype("m8[s]")
+    return AnalysesForecast(archive, persistence, archive.variables, archive.times[:8], leads, STEP), archive
+
+
+def test_a_date_without_a_variable_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:
+    whole = evaluate(*persisted(truth, tmp_path / "whole.zarr"))
+    lacking = truth.copy(deep=True)
+    lacking["2m_temperature"][3] = np.nan
+    found = evaluate(*persisted(lacking, tmp_path / "lacking.zarr"))
+    # Neither as the initial state of date 3 nor as the truth 6 h after date 2.
+    kept = whole.by_date["2m_temperature"].sel(metric="mse").squeeze().values
+    dates = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7]]
+    expected = [kept[rows, lead].mean() ** 0.5 for lead, rows in enumerate(dates)]
+    np.testing.assert_allclose(rmse(found.scores, "2m_temperature"), expected, rtol=1e-12)
+    counts = found.scores["2m_temperature"].sel(metric="num_dates").squeeze()
+    assert counts.values.tolist() == [6, 7]
+    np.testing.assert_array_equal(rmse(found.scores, "geopotential"), rmse(whole.scores, "geopotential"))
+
+
+def test_a_missing_cell_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:
+    whole = evaluate(*persisted(truth, tmp_path / "whole.zarr"))
+    lacking = truth.copy(deep=True)
+    lacking["2m_temperature"][3, 2, 5] = np.nan
+    found = evaluate(*persisted(lacking, tmp_path / "lacking.zarr")).scores
+    assert found["2m_temperature"].sel(metric="num_dates").squeeze().values.tolist() == [8, 8]
+    np.testing.assert_allclose(rmse(found, "2m_temperature"), rmse(whole.scores, "2m_temperature"), rtol=0.01)
+
+
+def test_a_cell_that_the_climatology_lacks_is_left_out_of_anomalies(
+    tmp_path: Path, truth: xr.Dataset
+) -> None:
+    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    means = climatology(truth)
+    means["2m_temperature"][..., 1, 1] = np.nan
+    found = evaluate(forecast, archive, open_climatology(write(means, tmp_path / "means.zarr"))).scores
+    plain = evaluate(forecast, archive).scores
+    np.testing.assert_array_equal(rmse(found, "2m_temperature"), rmse(plain, "2m_temperature"))
+    assert np.isfinite(found["2m_temperature"].sel(metric=["acc", "truth_activity"])).all()
+
+
+def test_the_table_has_the_number_of_dates_of_every_forecast(tmp_path: Path, truth: xr.Dataset) -> None:
+    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
+    lacking = truth.copy(deep=True)
+    lacking["2m_temperature"][0] = np.nan
+    baseline, archive = persisted(lacking, tmp_path / "lacking.zarr")
+    dates = forecast.times
+    parts = {"model": evaluate(forecast, archive).scores}
+    parts["persistence"] = evaluate(baseline, archive, dates=dates[np.isin(dates, baseline.times)]).scores
+    rows = [line.split() for line in table(parts, "rmse", "").splitlines()]
+    assert ["2m_temperature", "6", "h", "3-4"] in [row[:4] for row in rows]
+    assert ["geopotential:500", "6", "h", "4"] in [row[:4] for row in rows]
+
+
+def test_an_infinite_value_is_no_missing_one(tmp_path: Path, truth: xr.Dataset) -> None:
+    broken = forecasts(truth, 4, LEADS)
+    broken["2m_temperature"][1, 1, 2, 2] = np.inf
+    forecast = open_forecast(write(broken, tmp_path / "broken.zarr"))
+    found = rmse(
+        evaluate(forecast, open_archive(write(truth, tmp_path / "truth.zarr"))).scores, "2m_temperature"
+    )
+    assert np.isfinite(found[0]) and not np.isfinite(found[1])
+
+
+def test_spectra_leave_out_rows_with_missing_values(tmp_path: Path, truth: xr.Dataset) -> None:
+    lacking = truth.copy(deep=True)
+    lacking["2m_temperature"][5, 2, 3] = np.nan
+    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
+    options: dict[str, Any] = {"detailed_hours": LEADS}
+    whole = evaluate(forecast, open_archive(write(truth, tmp_path / "truth.zarr")), **options).spectra
+    found = evaluate(forecast, open_archive(write(lacking, tmp_path / "lacking.zarr")), **options).spectra
+    assert found is not None and whole is not None and found.sizes["lead_time"] == len(LEADS)
+    assert np.isfinite(found["2m_temperature"]).all()
+    same = found.latitude != truth.latitude.values[2]
+    xr.testing.assert_allclose(found.isel(latitude=same), whole.isel(latitude=same), rtol=1e-12)
+
+
+# -- forecasts that are not there ----------------------------------------------------------------------
+
+
+def finish(path: Path, stored: xr.Dataset, problems: dict[int, str]) -> None:
+    """Write the marks of finished forecasts, as forecast.py does; problems: by number of the date."""
+    (path / FINISHED).mkdir()
+    for number, problem in problems.items():
+        stamp = str(stored.time.values[number].astype("M8[s]")).replace("-", "").replace(":", "")
+        (path / FINISHED / f"{stamp}-000").write_text(problem)
+
+
+def test_an_unfinished_store_is_reported_in_one_line(
+    tmp_path: Path, truth: xr.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, stored = tmp_path / "forecast.zarr", forecasts(truth, 4, LEADS)
+    write(stored, path)
+    finish(path, stored, {0: "", 1: ""})
+    with caplog.at_level(logging.WARNING):
+        program.open_forecasts([str(path)], tmp_path, {}, NO_OPTIONS)
+    assert len(caplog.messages) == 1
+    assert "2 of its 4 forecasts are not finished" in caplog.text
+
+
+def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Dataset) -> None:
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    for name, problem in (("missing", "the analysis has no value"), ("diverged", "blew up at 24 h")):
+        stored = forecasts(truth, 4, LEADS)
+        stored["2m_temperature"][1, 1] = np.nan
+        write(stored, tmp_path / f"{name}.zarr")
+        finish(tmp_path / f"{name}.zarr", stored, {0: "", 1: problem, 2: "", 3: ""})
+        found = evaluate(open_forecast(str(tmp_path / f"{name}.zarr")), archive).scores
+        assert np.isfinite(rmse(found, "2m_temperature")).tolist() == [True, name == "missing"]
+
+
+# -- the dates that count ------------------------------------------------------------------------------
+
+
+def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path, truth: xr.Dataset) -> None:
+    """Of 20 dates the first has no state before it: 18 have a window and 6 h after them."""
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    everything = np.arange(len(archive.times))
+    leads = (np.array(LEADS) * HOUR).astype("timedelta64[ns]")
+    scores = xr.Dataset(coords={"lead_time": leads, "num_dates": ("lead_time", [20, 20])})
+    for history, counts in ((1, "6 h 19, 24 h 16"), (2, "6 h 18, 24 h 15")):
+        selection = Selection(archive, archive.variables, {}, STEP, everything, everything, history)
+        text = program.scored_dates(scores, selection)
+        assert text.endswith(f"data.validation_period: {counts}")
+        samples = selection.samples_by_lead("validation", [1, 4], np.zeros(0, int), history=history)
+        assert f"6 h {(samples[:, history] >= 0).sum()}" in text
+
+
+# -- exports that would replace something --------------------------------------------------------------
+
+
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_text("another's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/thesis.tex").write_text("another's")
+    for name, reason in (("model.pt2", "exists"), ("folder", "contains thesis.tex")):
+        with pytest.raises(ValueError, match=reason):
+            forecast_program.export(Config(), tmp_path / name)
+    assert (tmp_path / "model.pt2").read_text() == "another's"
