@@ -1,4 +1,4 @@
-"""Scores of any forecasts beside persistence, damped persistence and climatology.
+"""Scores of any forecasts, compared with persistence, damped persistence and climatology.
 
     .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
     .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr \\
@@ -24,12 +24,11 @@ import sys
 from command_line import answer_early, own_options, split_options, start
 from training.config_checks import check
 
-BASELINES = ("persistence", "damped_persistence", "climatology")
 OPTIONS = own_options(
     forecast=[],
     truth="",
     climatology="",
-    baselines=",".join(BASELINES),
+    baselines="persistence,damped_persistence,climatology",
     regions="global",
     against="",
     gate=[],
@@ -66,7 +65,7 @@ from parallelisms.mesh import from_first_rank, start_ranks
 from planning.start_checks import check_folder
 from training.progress_bar import progress_bar
 from training.shared_statistics import load_or_count
-from verification.baselines import FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
+from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
     Climatology,
     ClimatologyForecast,
@@ -75,61 +74,30 @@ from verification.climatology import (
     stored_fingerprint,
 )
 from verification.evaluation import Evaluation, evaluate
-from verification.forecast_layouts import open_forecast
+from verification.evaluation_options import (
+    BASELINES,
+    check_options,
+    choose_regions,
+    common_variables,
+    open_forecasts,
+    scorecard_reference,
+)
 from verification.maps import Land
 from verification.matching import ForecastFields
 from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
 from verification.rollout import Forecast
 from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
-from verification.scores import REGIONS, regions_on
 
 logger = logging.getLogger("rossby")
 OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
 
 
 def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """This verb's own options, and the rest, which is the configuration's. Raises ConfigError."""
+    """Return this program's own options, checked, and the rest, which is the configuration's."""
     options, rest = split_options(argv, OPTIONS)
-    options.gates = [Gate.parse(text) for text in options.gate]
-    for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
-        names = [name for name in getattr(options, key).split(",") if name]
-        setattr(options, key, names)
-        for name in names:
-            if name not in valid:
-                raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
-    if not options.regions:
-        raise ConfigError(f"--regions '': name one of {', '.join(REGIONS)}, or all")
+    check_options(options)
     return options, rest
-
-
-def open_forecasts(
-    texts: list[str], folder: Path, picks: dict[str, str], access: Access
-) -> dict[str, ForecastFields]:
-    """Name -> forecast. ConfigError where a path is not there or a name stands twice."""
-    found: dict[str, ForecastFields] = {}
-    for text in texts or [f"model={folder / 'forecast.zarr'}"]:
-        name, equals, path = text.rpartition("=")
-        name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
-        if "://" not in path and not Path(path).exists():
-            raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
-        if name in found:
-            raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
-        stored = found[name] = open_forecast(path, picks, access)
-        if stored.num_unfinished:
-            total = len(stored.times) * max(1, stored.num_members)
-            reason = f"{stored.num_unfinished} of its {total} forecasts are not finished and not scored"
-            logger.warning("--forecast %r: %s; start forecast.py again to complete them", path, reason)
-    return found
-
-
-def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]) -> list[str]:
-    """Those of the configuration that forecast and truth both have. ConfigError: none."""
-    names = [name for name in wanted if name in forecast.variables and name in truth.variables]
-    if not names:
-        reason = f"the forecast has {', '.join(forecast.variables)}; name some of them that the truth has"
-        raise ConfigError(f"data.variables = {wanted}: {reason}")
-    return names
 
 
 def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
@@ -155,7 +123,7 @@ def find_climatology(
     truth: Archive,
     access: Access,
 ) -> Climatology | None:
-    """The one named or computed. None where nobody asks for one or it lacks hours of the day, said why."""
+    """Return the climatology named or computed, None if none is wanted or it lacks hours of the day."""
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
         return None
@@ -184,19 +152,26 @@ def build_baselines(
     leads = leads[[bool(np.isin(first.times + lead, selection.archive.times).any()) for lead in leads]]
 
     def build(name: str) -> ForecastFields | None:
-        forecast = persistence
+        forecast, caveat = persistence, ""
         if name == "climatology":
             return ClimatologyForecast(climatology, first.times, leads) if climatology else None
         if name == "damped_persistence":
-            forecast = fit_damping(selection, (leads // step).tolist(), config)
-        return AnalysesForecast(selection.archive, forecast, selection.variables, first.times, leads, step)
+            forecast, number = fit_damping(selection, (leads // step).tolist(), config)
+            caveat = (
+                f"fitted on {number} dates, fewer than {MIN_FIT_SAMPLES}" if number < MIN_FIT_SAMPLES else ""
+            )
+        times, names = first.times, selection.variables
+        return AnalysesForecast(selection.archive, forecast, names, times, leads, step, caveat)
 
     found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
     return {name: baseline for name, baseline in found.items() if baseline is not None}
 
 
-def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forecast:
-    """As in train.py, on the same dates. Leads that the training period cannot hold end in a ConfigError."""
+def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple[Forecast, int]:
+    """Fit damped persistence as train.py does, on the same dates; return it and the number of dates.
+
+    Raises ConfigError for a lead that is longer than the training period.
+    """
     archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
     source = Source(archive, variables, selection.train, selection.step, area)
@@ -207,7 +182,7 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> Forec
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
-    return fitted["damped persistence"]
+    return fitted["damped persistence"], len(samples)
 
 
 def dates_inside(times: np.ndarray, period: tuple[str, ...]) -> np.ndarray:
@@ -263,7 +238,7 @@ def printed_hours(hours: list[int], dates: np.ndarray, truth: Archive) -> list[i
 def write(
     evaluations: dict[str, Evaluation], against: str, chosen: Sequence[str], land: Land | None, folder: Path
 ) -> None:
-    """NetCDF, CSV, scorecard and plots into a folder, their numbers beside them. chosen: what plots show."""
+    """Write scores, scorecard, plots and their numbers into a folder. chosen: variables of plots."""
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(evaluations))
     write_netcdf({name: each.scores for name, each in evaluations.items()}, folder / "scores.nc")
@@ -275,7 +250,7 @@ def write(
         card = build_scorecard(first, against, evaluations)
         plot_scorecard(card, folder / "scorecard.png")
         write_scorecard(card, folder / "scorecard.csv")
-    plot_by_lead(evaluations, "rmse", folder / "rmse.png", chosen, with_published=True)
+    plot_by_lead(evaluations, "rmse", folder / "rmse.png", chosen)
     if "acc" in scores[first]["metric"]:
         plot_by_lead(evaluations, "acc", folder / "acc.png", chosen)
     plot_spectra(evaluations, folder / "spectra.png", chosen)
@@ -283,17 +258,8 @@ def write(
     plot_reliability(first, evaluations[first], folder / "reliability.png", chosen)
 
 
-def opponent(asked: str, forecasts: dict[str, ForecastFields], num_given: int) -> str:
-    """What the scorecard compares with: the second forecast, or the hardest baseline. ConfigError."""
-    if asked and asked not in forecasts:
-        raise ConfigError(f"--against {asked!r}: there are {', '.join(forecasts)}")
-    hardest = ("damped persistence", "persistence", "climatology")
-    others = [*list(forecasts)[1:num_given], *hardest]
-    return asked or next((name for name in others if name in forecasts), "")
-
-
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
-    """How many initial dates each lead has here, and in train.py's validation.
+    """Return the number of initial dates of each lead, here and in train.py's validation.
 
     There the truth lies in the period too; here it may lie outside, as forecasts from any dates are scored.
     """
@@ -316,13 +282,21 @@ def _counts(leads: np.ndarray, counts: Sequence[int] | np.ndarray) -> str:
     return ", ".join(f"{hour} h {count}" for hour, count in zip(hours, counts, strict=True))
 
 
-def say(evaluations: dict[str, Evaluation], gates: list[Gate], target: Path, selection: Selection) -> int:
-    """Tables and gates on the terminal; 1 when a gate is missed."""
+def print_scores(
+    evaluations: dict[str, Evaluation],
+    gates: list[Gate],
+    target: Path,
+    selection: Selection,
+    caveats: dict[str, str],
+    climatology: Climatology | None,
+) -> int:
+    """Print tables and gates; return 1 if a gate is missed. caveats: by name of a forecast."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     first = next(iter(scores.values()))
-    print(table(scores, "rmse", describe(evaluations)))
-    if "acc" in first["metric"]:
-        print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
+    print(table(scores, "rmse", describe(evaluations), caveats))
+    if climatology is not None:
+        kind = f"not WeatherBench2's: {climatology.caveat}" if climatology.caveat else "WeatherBench2's"
+        print("\n" + table(scores, "acc", f"anomaly correlation ({kind})", caveats))
     print(f"\n{scored_dates(first, selection)}\n\nwritten to {target}")
     judged = [gate.judge(first) for gate in gates]
     for _, line in judged:
@@ -345,12 +319,13 @@ def run(config: Config, options: Namespace) -> int:
     variables = common_variables(first, truth, selection.variables)
     for gate in options.gates:
         gate.check(variables, first.leads)
-    regions = regions_on(truth.grid) if "all" in options.regions else options.regions
+    grid = min(first.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
+    regions = choose_regions(options.regions, grid)
 
     device = start_ranks(config.comm.timeout_seconds)
     climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
-    against = opponent(options.against, forecasts, len(options.forecast))
+    against = scorecard_reference(options.against, list(forecasts), len(options.forecast))
     period = () if config.forecast.period else config.data.test_period
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period)
 
@@ -358,7 +333,8 @@ def run(config: Config, options: Namespace) -> int:
         own = selection.land()
         land = None if own is None else Land(selection.archive.grid, own)
         write(evaluations, against, config.validation.plot_variables, land, target)
-        return say(evaluations, options.gates, target, selection)
+        caveats = {name: each.caveat for name, each in forecasts.items() if each.caveat}
+        return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
 
     code = from_first_rank(report)
     dist.destroy_process_group()

@@ -12,15 +12,18 @@ import evaluate as program
 import forecast as forecast_program
 from config import Config
 from datasets.archive import Archive, open_archive
+from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS
 from datasets.selection import Selection
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.baselines import AnalysesForecast, persistence
-from verification.climatology import open_climatology
+from verification.climatology import compute_climatology, describe_shortage, open_climatology
 from verification.evaluation import evaluate
+from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import open_forecast
 from verification.forecast_writer import FINISHED
 from verification.report import table
+from verification.scorecard import build_scorecard, dates_needed
 
 LEADS = [6, 24]
 STEP = np.timedelta64(6, "h")
@@ -164,7 +167,7 @@ def test_an_unfinished_store_is_reported_in_one_line(
     write(stored, path)
     finish(path, stored, {0: "", 1: ""})
     with caplog.at_level(logging.WARNING):
-        program.open_forecasts([str(path)], tmp_path, {}, NO_OPTIONS)
+        open_forecasts([str(path)], tmp_path, {}, NO_OPTIONS)
     assert len(caplog.messages) == 1
     assert "2 of its 4 forecasts are not finished" in caplog.text
 
@@ -208,3 +211,37 @@ def test_an_export_replaces_nothing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             forecast_program.export(Config(), tmp_path / name)
     assert (tmp_path / "model.pt2").read_text() == "another's"
+
+
+# -- what is too little --------------------------------------------------------------------------------
+
+
+def test_regions_without_a_point_are_refused_or_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    europe = Grid(np.arange(70.0, 35, -1.0), np.arange(-10.0, 40))
+    with pytest.raises(ValueError, match="--regions tropics: no point of this grid is in it"):
+        choose_regions(["tropics"], europe)
+    with caplog.at_level(logging.INFO):
+        assert choose_regions(["tropics", "europe", "ausnz"], europe) == ["europe"]
+    assert "left out, as no point of this grid is in it: tropics, ausnz" in caplog.text
+
+
+def test_a_climatology_of_few_dates_has_a_caveat(tmp_path: Path, truth: xr.Dataset) -> None:
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    compute_climatology(archive, ["2m_temperature"], np.arange(20), str(tmp_path / "means.zarr"))
+    caveat = open_climatology(str(tmp_path / "means.zarr")).caveat
+    assert caveat.startswith("a mean by hour of day of 20 dates, 2019-12-25")
+    assert not open_climatology(write(climatology(truth), tmp_path / "others.zarr")).caveat
+    assert "3 years or more" in describe_shortage("1460 dates, 2001-01-01T00:00 to 2001-12-31T18:00", True)
+    assert not describe_shortage("4383 dates, 2001-01-01T00:00 to 2003-12-31T18:00", True)
+
+
+def test_few_dates_are_never_significant(tmp_path: Path, truth: xr.Dataset) -> None:
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    stored = forecasts(truth, 8, LEADS)
+    worse = stored.assign(geopotential=stored["geopotential"] + 500)
+    found = {}
+    for name, each in (("model", stored), ("worse", worse)):
+        found[name] = evaluate(open_forecast(write(each, tmp_path / f"{name}.zarr")), archive)
+    assert dates_needed(found["model"].by_date) == 60  # six times five days, twice a day
+    card = build_scorecard("model", "worse", found)
+    assert (card["percent"] < 0).any() and not card["significant"].any()

@@ -2,13 +2,15 @@
 
 import csv
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import xarray as xr
 
+from verification.evaluation import Evaluation
 from verification.report import Gate, shown_leads, table, write_csv, write_netcdf
-from verification.score_plots import headline, published
-from verification.score_tables import power_of_units, select, squared, variable_names
+from verification.score_plots import draw_published, headline, published
+from verification.score_tables import power_of_units, select, squared, times_metres, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -163,10 +165,42 @@ def test_plots_show_what_was_chosen():
     assert headline(names, 2, ["snow"]) == headline(names, 2)
 
 
-def test_published_scores_say_grid_and_year():
-    found = published("geopotential:500", "rmse")
-    ifs = next(rows for label, rows in found.items() if label.startswith("IFS HRES"))
-    assert ifs[["lead_hours", "value"]].values.tolist() == [[120, 333.7]]
-    assert all("degrees" in label and "201" in label for label in found)
-    assert not published("geopotential:500", "acc")
+def evaluated(spacing: float, year: int, region: str = "global") -> Evaluation:
+    """Scores at 6, 12 and 120 h on a grid of that spacing, from dates of that year."""
+    times = np.array([f"{year}-02-01", f"{year}-02-02"], "datetime64[ns]")
+    north = np.arange(90 - spacing / 2, -90, -spacing)
+    found = scores().assign_coords(region=[region], num_dates=("lead_time", [2, 2, 2]))
+    by_date, bias = xr.Dataset(coords={"time": times}), xr.Dataset(coords={"latitude": north})
+    return Evaluation(found, by_date, bias)
+
+
+def test_published_scores_are_drawn_only_where_they_are_comparable():
+    found = published(evaluated(5.625, 2018), "geopotential:500", "rmse")
+    assert len(found) == 4 and all("5.625 degrees, 2017-2018" in label for label in found)
+    ifs = next(rows for label, rows in found.items() if label.startswith("IFS T63"))
+    assert ifs[["lead_hours", "value"]].values.tolist() == [[72, 268], [120, 463]]
+    for other in (evaluated(2.8125, 2018), evaluated(5.625, 2020), evaluated(5.625, 2018, "europe")):
+        assert not published(other, "geopotential:500", "rmse")
+    assert not published(evaluated(5.625, 2018), "geopotential:500", "acc")
     assert select(scores(), "rmse", "2m_temperature")[0] == 1
+
+
+def test_published_scores_do_not_stretch_the_axes():
+    figure, axes = plt.subplots()
+    axes.plot([0.25, 4], [10, 200])
+    before = axes.get_xlim(), axes.get_ylim()
+    draw_published(axes, published(evaluated(5.625, 2018), "geopotential:500", "rmse"))
+    assert (axes.get_xlim(), axes.get_ylim()) == before
+    assert [str(line.get_label()).split(",")[0] for line in axes.lines[1:]] == ["IFS (5.625)"]  # 154 at 72 h
+    plt.close(figure)
+
+
+def test_a_caveat_is_a_footnote():
+    lines = table({"model": scores(), "climatology": scores(2)}, "rmse", "", {"climatology": "of 5 dates"})
+    head, *_, star, note = lines.splitlines()[1:]
+    assert "climatology†" in head and star == "* the best of its row" and note == "† climatology: of 5 dates"
+
+
+@pytest.mark.parametrize(("squares", "energy"), [("m2 s-2", "m3 s-2"), ("K2", "K2 m"), ("1", "m"), ("", "m")])
+def test_units_of_spectra(squares, energy):
+    assert times_metres(squares) == energy

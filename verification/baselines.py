@@ -18,6 +18,7 @@ from verification.rollout import Forecast
 LEADS_BYTES = 2**30  # of a sample's truths that are read at once: 40 leads at 1024 x 2048 are 6 GB
 # A climatology without annual and daily cycle: not the one that evaluate.py computes.
 TRAINING_MEAN = "training mean"
+MIN_FIT_SAMPLES = 30  # fewer give factors of chance
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
 
@@ -112,6 +113,7 @@ class AnalysesForecast:
         times: np.ndarray,
         leads: np.ndarray,
         step: np.timedelta64,
+        caveat: str = "",
     ) -> None:
         """times (n,) and leads (L,) as the forecast it is compared with has them; step: what the leads of
         `forecast` count in. ValueError where a lead is no multiple of it.
@@ -121,6 +123,7 @@ class AnalysesForecast:
             raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units
+        self.caveat = caveat
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W) float32; NaN for dates without an analysis."""

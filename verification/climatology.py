@@ -10,6 +10,7 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from errors import DataError
 from verification.stores import FieldsByName, all_levels, create_store
 
 DAYS, WINDOW = 366, 61
+MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
 SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "fingerprint"  # attribute of a store
@@ -53,7 +55,7 @@ def days_of(time: np.datetime64) -> list[int]:
 
 
 def covers_a_year(times: np.ndarray) -> bool:
-    """Whether every day of the year has dates within half a window around it, at each hour of the day."""
+    """Return True if every day of the year has dates within half a window, at each hour of the day."""
     index, weights = pd.DatetimeIndex(times), smoothing()
     days, hours = np.asarray(index.day_of_year), np.asarray(index.hour)
     there = [np.isin(np.arange(1, DAYS + 1), days[hours == hour]) for hour in np.unique(hours)]
@@ -106,7 +108,7 @@ def compute_climatology(
 def groups(
     hours: Sequence[int], variables: Sequence[str], grid: Grid
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Hours and variables whose sums are held at once: all hours of as many variables as fit, or one hour."""
+    """Yield hours and variables to sum together: all hours of as many variables as fit, or one hour."""
     size = SUMS_BYTES // (12 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int32 a cell and day
     together = [list(hours)] if size >= len(hours) else [[hour] for hour in hours]
     width = max(1, size // len(together[0]))
@@ -132,19 +134,34 @@ def day_sums(
 
 
 def stored_fingerprint(path: Path) -> str | None:
-    """Of what a climatology was computed from; None where there is none that says so."""
+    """Fingerprint of the data of a stored climatology, None if there is none."""
     try:
         return json.loads((path / ".zattrs").read_text()).get(FINGERPRINT)
     except (OSError, ValueError):
         return None
 
 
+def describe_shortage(period: str, by_day: bool) -> str:
+    """Return why a climatology of a period ("N dates, A to B") is not one, "" if it has dates enough."""
+    dates = f" of {period}" if period else ""
+    if not by_day:
+        return f"a mean by hour of day{dates}; one by day of year needs dates all round the year"
+    ends = re.findall(r"\d{4}-\d\d-\d\d", period)
+    shortest = np.timedelta64(365 * MIN_YEARS - 1, "D")
+    if len(ends) == 2 and np.datetime64(ends[1]) - np.datetime64(ends[0]) < shortest:
+        return f"a climatology{dates}; it needs {MIN_YEARS} years or more"
+    return ""
+
+
 class Climatology(FieldsByName):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray) -> None:
+    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray, period: str = "") -> None:
+        """period: description of its dates, "" if the store has none."""
         super().__init__(path, fields)
         self.hours = hours
+        by_day = any("dayofyear" in field.roles for field in fields)
+        self.caveat = describe_shortage(period, by_day)
 
     def missing_hours(self, times: np.ndarray) -> list[int]:
         """The hours of the day of these dates that it has not."""
@@ -175,7 +192,7 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     except (RuntimeError, ValueError, OSError) as error:
         reason = f"its hours cannot be read ({error}); remove it, and it is computed again"
         raise DataError(f"{path!r}: {reason}") from None
-    return Climatology(path, fields, hours)
+    return Climatology(path, fields, hours, str(file.attrs.get("period", "")))
 
 
 class ClimatologyForecast:
@@ -185,7 +202,7 @@ class ClimatologyForecast:
 
     def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
         """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
-        self.climatology, self.times, self.leads = climatology, times, leads
+        self.climatology, self.times, self.leads, self.caveat = climatology, times, leads, climatology.caveat
         self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:

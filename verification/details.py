@@ -1,4 +1,4 @@
-"""What plots need beside scores, for a few leads: maps of errors, zonal spectra, ranks of the truth.
+"""Maps of errors, zonal spectra and ranks of the truth at some leads, for plots.
 
 Sums over dates, so that memory does not grow with them. Spectra are WeatherBench2's
 (derived_variables.ZonalEnergySpectrum): on a circle of latitude of circumference C with values f[l], l = 0 ..

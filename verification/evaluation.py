@@ -6,7 +6,7 @@
   where both components are there), dims (metric, region, lead_time[, level]), float64. `lead_time` is
   timedelta64[ns]; `metric` holds the names of scores.final_scores: mse, rmse, rmse_sqrt_before_time_avg, mae,
   bias; with a climatology acc (WeatherBench2's), acc_ratio_of_means (WeatherBench-X's), forecast_activity,
-  truth_activity; for ensembles, whose mean the former score, crps, spread, spread_skill_ratio,
+  truth_activity; for ensembles (the former score their mean) crps, spread, spread_skill_ratio,
   unbiased_spread_skill_ratio. NaN where a score is not defined (a wind vector has mse and rmse only), where a
   region has no cell on the grid, and where a forecast is not finite though the truth is. Metric `num_dates`:
   how many initial dates had a truth, and so are in the other scores; coordinate `num_dates` (lead_time): the
@@ -60,7 +60,7 @@ class Evaluation:
 
 
 class Request(NamedTuple):
-    """What is scored: variables (wind vectors last), positions of leads and dates, regions."""
+    """Variables to score (wind vectors last), positions of leads and dates, regions."""
 
     variables: list[str]
     winds: dict[str, tuple[int, int]]
@@ -72,7 +72,7 @@ class Request(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the table of a date, (L, S + 1, V, R): statistics, then 1 where there is a truth, else 0."""
+        """Shape (L, S + 1, V, R) of the table of a date: statistics, then 1 with a truth, else 0."""
         return len(self.leads), len(self.statistics) + 1, len(self.variables), len(self.regions)
 
 
@@ -110,17 +110,17 @@ def evaluate(
     if detailed_hours:
         detailed = positions(whole_hours(forecast.leads), detailed_hours)
         details = Details(detailed, fields, grid, forecast.num_members, device, units)
-    total, kept = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
+    total, date_values = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
-        for table in date_tables(matcher, asked, scorer):  # in the order of dates, whoever scored them
+        for table in date_tables(matcher, asked, scorer):  # in the order of dates, on any number of ranks
             present = table[:, -1:] > 0
             total += torch.where(present, table, 0.0)
-            kept.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
+            date_values.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
             progress(1)
     if not total[:, -1].any():
         first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
-    return collect(forecast, asked, total, kept, details)
+    return collect(forecast, asked, total, date_values, details)
 
 
 def whole_hours(leads: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ def whole_hours(leads: np.ndarray) -> np.ndarray:
 
 
 def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[int]:
-    """Of the wanted values on an ascending axis, all of which are there; None: of all."""
+    """Positions of the wanted values, which must exist, on an ascending axis; None: all positions."""
     if wanted is None:
         return list(range(len(axis)))
     found = np.flatnonzero(np.isin(axis, wanted)).tolist()
@@ -204,10 +204,10 @@ def collect(
     forecast: ForecastFields,
     asked: Request,
     total: Tensor,
-    kept: Sequence[np.ndarray],
+    date_values: Sequence[np.ndarray],
     details: Details | None,
 ) -> Evaluation:
-    """Tensors to Datasets; `kept` are the statistics of each date in the first region, (L, S, V) each."""
+    """Return Datasets; date_values: statistics of each date in the first region, (L, S, V) each."""
     means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
     num_dates = total[:, -1]
     final = {"num_dates": num_dates, **final_scores(means, forecast.num_members)}  # (L, V, R) each
@@ -220,7 +220,7 @@ def collect(
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
     coords["power"] = ("metric", [power_of_units(metric) for metric in asked.statistics])
-    statistics = np.stack(kept).transpose(0, 2, 1, 3)[:, :, None]
+    statistics = np.stack(date_values).transpose(0, 2, 1, 3)[:, :, None]
     dims = ("time", "metric", "region", "lead_time", "variable")
     by_date = by_variable(statistics, dims, names, coords, asked.units)
     if details is None:

@@ -21,7 +21,7 @@ from models.weather_model import WeatherModel
 
 @dataclass(frozen=True)
 class Description:
-    """What stands in the file beside the numbers, so that nobody has to guess."""
+    """Metadata of an exported file."""
 
     variables: Sequence[str]  # in the order of the state's channels
     units: Sequence[str]

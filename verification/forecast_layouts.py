@@ -42,6 +42,8 @@ class StoredForecast(FieldsByName):
     store that forecast.py writes: `num_unfinished` forecasts, and the initial dates `blown_up`.
     """
 
+    caveat = ""
+
     def __init__(
         self,
         path: str,
@@ -61,7 +63,7 @@ class StoredForecast(FieldsByName):
         stamps = [
             mark.rpartition("-")[0] for mark, text in (marks or {}).items() if text.startswith(BLOWN_UP)
         ]
-        self.blown_up = {np.datetime64(pd.Timestamp(stamp), "s") for stamp in stamps}
+        self.blown_up = set(pd.to_datetime(stamps).values.astype("datetime64[s]"))
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""
@@ -87,7 +89,7 @@ def open_forecast(
     if not fields:
         reason = "; ".join(f"{name}: {why}" for name, why in list(unreadable.items())[:3])
         raise DataError(
-            f"cannot read {path!r} as forecasts: no variable has a lead time (prediction_timedelta) beside "
+            f"cannot read {path!r} as forecasts: no variable has a lead time (prediction_timedelta) and "
             f"latitude and longitude{'; ' * bool(reason)}{reason}"
         )
     file = OpenFile.open(files[0], access)[0]

@@ -39,7 +39,7 @@ LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would 
 
 @dataclass(frozen=True, eq=False)
 class StoreIndex:
-    """What a store holds. leads: hours after the initial date."""
+    """Content of a store. leads: hours after the initial date."""
 
     variables: Sequence[str]
     grid: Grid
@@ -89,7 +89,7 @@ class ForecastStore:
     def _restore_metadata(self) -> None:
         """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast.
 
-        ConfigError: they say different things, and nobody knows which of them is damaged.
+        Raises ConfigError if they differ: either may be damaged.
         """
         repeated = _read_json(self.path / ".zmetadata").get("metadata", {})
         if not repeated:
@@ -115,8 +115,10 @@ class ForecastStore:
         theirs, ours = json.loads(stored), json.loads(json.dumps(about))
         other = [key for key in ours if theirs.get(key) != ours[key]]
         if other:
-            shown = f"{other[0]} is {_short(theirs.get(other[0]))} there and {_short(ours[other[0]])} here"
-            raise ConfigError(f"forecast.path = '{self.path}': holds another forecast: {shown}; {fix}")
+            difference = (
+                f"{other[0]} is {_short(theirs.get(other[0]))} there and {_short(ours[other[0]])} here"
+            )
+            raise ConfigError(f"forecast.path = '{self.path}': holds another forecast: {difference}; {fix}")
 
     # -- what is finished ----------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class ForecastStore:
         return self.finished_folder / f"{stamp}-{member:03d}"
 
     def finished(self) -> dict[tuple[int, int], str]:
-        """(date, member) -> "" or what is wrong with it, of all whose leads are all written."""
+        """Return the problem ("": none) of each (date, member) with all its leads written."""
         pairs = [(date, m) for date in range(len(self.index.dates)) for m in range(self.index.num_members)]
         marks = finished_marks(self.path) or {}
         found = {pair: marks.get(self._mark(*pair).name) for pair in pairs}
@@ -193,7 +195,7 @@ def _short(value: Any) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """What is in a file of metadata; nothing where it is damaged."""
+    """Content of a file of metadata, empty if it is damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Maps: a field in degrees with coastlines, and the colours of what is compared.
 
-Coastlines are Natural Earth's (coastlines.csv, public domain), but where the data have a land-sea mask, which
-may be another planet's, theirs are drawn. Shapes: H latitudes, W longitudes.
+Coastlines are Natural Earth's (coastlines.csv, public domain). The data's own land-sea mask takes their place
+if it is of another planet, or fine enough to be drawn. Shapes: H latitudes, W longitudes.
 """
 
 from functools import cache
@@ -17,6 +17,8 @@ from datasets.grid import Grid, latitude_bounds, longitude_bounds
 COASTLINES = Path(__file__).with_name("coastlines.csv")
 STEPS = [1, 1.5, 2, 3, 6, 10]  # of ticks: 15, 20, 30, 60 degrees
 MOST_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
+FINE_SPACING = 1.5  # degrees: up to here a land-sea mask gives coastlines without steps
+EARTH_SHARE = 0.8  # of Earth's coast that lies at the coast of a coarse mask of Earth
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 
 
@@ -55,13 +57,32 @@ def thinned(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 def draw_coastlines(axes: Axes, land: Land | None) -> None:
     """The data's own, or Natural Earth's, once more to the east and to the west for maps that go on there."""
-    if land is not None:
+    if land is not None and not (is_coarse(land.grid) and is_earth(land)):
         contour = {"levels": [0.5], "colors": "k", "linewidths": 0.6}
         axes.contour(*thinned(land.grid, land.mask), **contour)
         return
     for turn in (-360, 0, 360):
         east, north = coastlines().T
         axes.plot(east + turn, north, color="k", linewidth=0.6, scalex=False, scaley=False)
+
+
+def is_coarse(grid: Grid) -> bool:
+    """Return True if contours of a mask on the grid would show its cells."""
+    return float(np.abs(np.diff(grid.latitude)).mean()) > FINE_SPACING
+
+
+def is_earth(land: Land) -> bool:
+    """Return True if most of Natural Earth's coast on the grid has land and sea in the cells next to it."""
+    points = coastlines()[np.isfinite(coastlines()).all(axis=1)]
+    north, east = land.grid.latitude, land.grid.longitude
+    inside = (points[:, 1] >= north[-1]) & (points[:, 1] <= north[0])
+    points = points[inside & ((points[:, 0] - east[0]) % 360 <= east[-1] - east[0])]
+    rows = np.abs(north[:, None] - points[:, 1]).argmin(axis=0)
+    columns = np.abs((points[:, 0] - east[:, None] + 180) % 360 - 180).argmin(axis=0)
+    steps = np.array(list(np.ndindex(3, 3))) - 1
+    near_rows = (rows[:, None] + steps[:, 0]).clip(0, len(north) - 1)
+    near = land.mask[near_rows, (columns[:, None] + steps[:, 1]) % len(east)] > 0.5
+    return len(points) > 0 and float((near.any(axis=1) & ~near.all(axis=1)).mean()) > EARTH_SHARE
 
 
 @cache

@@ -30,19 +30,24 @@ MOST_DATES = 16  # read at once
 
 
 class ForecastFields(Protocol):
-    """What can be scored: a stored forecast, or one made from analyses or a climatology."""
+    """Forecasts that can be scored: a stored forecast, or one made from analyses or a climatology."""
 
     times: np.ndarray  # (n,) initial dates, datetime64[s], ascending
     leads: np.ndarray  # (L,) timedelta64[s], ascending
     num_members: int  # 0: not an ensemble
     block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
-    blown_up: Collection[np.datetime64]  # initial dates from which the model diverged
+    caveat: str  # reason not to rely on it, "" for none
 
     @property
     def grid(self) -> Grid: ...
 
     @property
     def variables(self) -> Sequence[str]: ...
+
+    @property
+    def blown_up(self) -> Collection[np.datetime64]:
+        """Initial dates from which the model diverged."""
+        ...
 
     def units(self, name: str) -> str: ...
 
@@ -72,21 +77,21 @@ class KeptFields:
     ) -> None:
         """read gives the field of a valid time, among those of others that cost nothing more."""
         self.read, self.regrid = read, regrid
-        self.kept: OrderedDict[np.datetime64, Tensor] = OrderedDict()
+        self.fields: OrderedDict[np.datetime64, Tensor] = OrderedDict()
 
     def get(self, time: np.datetime64) -> Tensor | None:
-        if time not in self.kept:
+        if time not in self.fields:
             for other, field in self.read(time):
-                self.kept[other] = self.regrid(field)
-        found = self.kept.get(time)
-        while sum(field.nbytes for field in self.kept.values()) > KEPT_BYTES and len(self.kept) > 1:
-            self.kept.popitem(last=False)
+                self.fields[other] = self.regrid(field)
+        found = self.fields.get(time)
+        while sum(field.nbytes for field in self.fields.values()) > KEPT_BYTES and len(self.fields) > 1:
+            self.fields.popitem(last=False)
         return found
 
     def forget_before(self, time: np.datetime64) -> None:
-        """Initial dates ascend: nobody asks again for what is valid before the present one."""
-        for old in [each for each in self.kept if each < time]:
-            del self.kept[old]
+        """Drop fields that are valid before the present initial date: initial dates ascend."""
+        for old in [each for each in self.fields if each < time]:
+            del self.fields[old]
 
 
 class Matcher:
@@ -147,8 +152,8 @@ class Matcher:
 
     def _load(self, dates: Sequence[int], leads: Sequence[int]) -> list[Pair]:
         times, source = self.forecast.times, self.forecast
-        for kept in filter(None, (self.truth, self.climatology)):
-            kept.forget_before(times[dates[0]])
+        for cache in filter(None, (self.truth, self.climatology)):
+            cache.forget_before(times[dates[0]])
         block, some = (slice(positions[0], positions[-1] + 1) for positions in (dates, leads))
         fields = source.read_block(block, some, self.variables)
         pairs = []

@@ -18,6 +18,7 @@ from datasets.variables import short_label
 from jobs.journal import read_records
 from verification.details import circumference, zonal_energy_spectrum
 from verification.maps import Land, draw_map, error_colours, field_colours
+from verification.score_tables import squared, times_metres
 from verification.validation import Example
 from verification.validation_scores import Scores, dates_of_leads
 
@@ -34,7 +35,7 @@ MAX_MAPS = 4
 def build_panels(
     count: int, title: str, columns: int = 4, size: tuple[float, float] = (3.6, 2.9)
 ) -> tuple[Figure, list[Axes]]:
-    """So many panels of a size in inches, in rows of at most `columns`."""
+    """Return a figure with `count` panels of a size in inches, in rows of at most `columns`."""
     columns = min(columns, count)
     rows = -(-count // columns)
     whole = (size[0] * columns + 0.6, size[1] * rows + 0.9)
@@ -46,7 +47,7 @@ def build_panels(
 
 
 def label_with(variable: str, units: str) -> str:
-    """ "t2m (K)"; without brackets where nobody knows the units."""
+    """ "t2m (K)"; without brackets if the units are unknown."""
     return f"{short_label(variable)} ({units})" if units else short_label(variable)
 
 
@@ -95,7 +96,7 @@ def plot_loss(metrics_file: Path, target: Path) -> None:
 
 
 def plot_rmse(scores: Scores, target: Path) -> None:
-    """RMSE against lead time, a panel a variable, beside the baselines."""
+    """RMSE against lead time, a panel a variable, of model and baselines."""
     dates = dates_of_leads(scores.num_dates, scores.lead_hours)
     title = f"Root-mean-square error, validation period: {dates}"
     figure, panels = build_panels(len(scores.variables), title)
@@ -117,7 +118,7 @@ def plot_zonal_energy(
     grid: Grid,
     target: Path,
 ) -> None:
-    """Of truth and forecast of one date, mean over the rows between 30 and 60 degrees of both hemispheres
+    """Plot spectra of truth and forecast, mean over rows between 30 and 60 degrees of both hemispheres
     that lack no value; fields as in `plot_maps`.
     """
     hours, length = scores.lead_hours[0], torch.from_numpy(circumference(grid.latitude))
@@ -133,7 +134,7 @@ def plot_zonal_energy(
             if len(whole):
                 axes.plot(np.arange(1, whole.shape[1]), whole.mean(axis=0)[1:], look, label=label)
         axes.set(title=variable.replace("_", " "), xlabel="zonal wavenumber", xscale="log", yscale="log")
-        axes.set_ylabel(f"m ({units[variable]})2" if units[variable] else "energy", fontsize=8)
+        axes.set_ylabel(times_metres(squared(units[variable])), fontsize=8)
         axes.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
     save(figure, target)

@@ -23,6 +23,7 @@ from verification.score_tables import (
     power_of_units,
     select,
     squared,
+    times_metres,
     units_of,
     variable_names,
 )
@@ -34,10 +35,12 @@ GATE = re.compile(r"(\w+)/([\w:]+)@(\d+)h([<>])([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][
 HIGHER_IS_BETTER = ("acc", "acc_ratio_of_means")
 
 
-def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
-    """A row a variable and lead with the number of dates ("46-47": the fewest and the most of a forecast), a
+def table(
+    scores: Mapping[str, xr.Dataset], metric: str, title: str, caveats: Mapping[str, str] | None = None
+) -> str:
+    """Return a row a variable and lead with the number of dates ("46-47": fewest and most of a forecast), a
     column a forecast; the best of each row has a star. Geopotential also in geopotential metres. Leads
-    without any date are left out.
+    without any date are left out. caveats: by forecast, in footnotes.
     """
     first = next(iter(scores.values()))
     counts = first.sel(metric="num_dates").to_array()
@@ -46,7 +49,8 @@ def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     names = [name for name in variable_names(first) if _has_metric(scores, metric, name)]
     width = max([len(name) for name in names] + [8]) + 2
     head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>9}"
-    head += "".join(f"{name:>20}" for name in scores) + "   units"
+    caveats = {name: reason for name, reason in (caveats or {}).items() if name in scores}
+    head += "".join(f"{name + '†' * (name in caveats):>20}" for name in scores) + "   units"
     lines = [title, head, "-" * len(head)]
     for name in names:
         values = np.stack([_values(each, metric, name, leads) for each in scores.values()], axis=1)
@@ -58,7 +62,8 @@ def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
         for lead, count, row, unit in rows:
             hours = int(lead / np.timedelta64(1, "h"))
             lines.append(f"{name:<{width}}{hours:>4} h{count:>9}{_cells(row, metric)}   {unit}".rstrip())
-    return "\n".join(lines)
+    lines.append("* the best of its row")
+    return "\n".join([*lines, *(f"† {name}: {reason}" for name, reason in caveats.items())])
 
 
 def shown_leads(leads: np.ndarray) -> np.ndarray:
@@ -103,9 +108,9 @@ def write_netcdf(parts: Mapping[str, xr.Dataset], target: Path) -> None:
 
     Coordinates of scores: `num_dates` (forecast, lead_time), and `power` (metric) of the variable's units.
     """
-    counted = [part.drop_vars("power").reset_coords("num_dates") for part in parts.values()]
+    parts_with_dates = [part.drop_vars("power").reset_coords("num_dates") for part in parts.values()]
     index = xr.DataArray(list(parts), dims="forecast", name="forecast")
-    whole = xr.concat(counted, dim=index, data_vars="all", join="outer", combine_attrs="override")
+    whole = xr.concat(parts_with_dates, dim=index, data_vars="all", join="outer", combine_attrs="override")
     whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
     power = [power_of_units(metric) for metric in whole["metric"].values]
     whole = whole.set_coords("num_dates").assign_coords(power=("metric", power))
@@ -113,7 +118,7 @@ def write_netcdf(parts: Mapping[str, xr.Dataset], target: Path) -> None:
 
 
 def write_details(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
-    """What plots of bias, spectra and ranks show, as numbers: a NetCDF a forecast, as grids may differ, and
+    """Write the numbers of the plots of bias, spectra and ranks: a NetCDF a forecast (grids may differ) and
     spectra.csv with the means over latitude.
     """
     for name, evaluation in evaluations.items():
@@ -147,8 +152,8 @@ def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
 
 
 def energy_units(spectra: xr.Dataset, variable: str) -> str:
-    """Of zonal energy: the variable's squared, times the length of a circle of latitude."""
-    return f"{squared(units_of(spectra, variable))} m".strip()
+    """Units of zonal energy: the variable's squared, times the length of a circle of latitude in m."""
+    return times_metres(squared(units_of(spectra, variable)))
 
 
 def write_csv(scores: Mapping[str, xr.Dataset], target: Path) -> None:
@@ -213,7 +218,7 @@ class Gate:
         return float(select(scores, self.metric, self.variable)[hours.index(self.lead)])
 
     def judge(self, scores: xr.Dataset) -> tuple[bool, str]:
-        """Whether it is passed, and a line that says so. NaN never passes."""
+        """Return True if the gate is passed, and a line for the terminal. NaN never passes."""
         value = self.value(scores)
         passed = value < self.limit if self.sign == "<" else value > self.limit
         name = f"{self.metric}/{self.variable}@{self.lead}h"

@@ -10,7 +10,7 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from models.noise import keys_of_members
 
-# A forecast, whoever makes it: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
+# Any forecast: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
 # (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, L, V, H, W). The
 # model, persistence and climatology all look like this.
 Forecast = Callable[[Tensor, Tensor, Sequence[int]], Tensor]

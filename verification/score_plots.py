@@ -38,7 +38,7 @@ PUBLISHED = Path(__file__).with_name("published.csv")
 
 
 def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str] = ()) -> list[str]:
-    """Those that were chosen, else at most so many variables, the customary ones first."""
+    """Return the chosen variables, else at most `most`, the customary ones first."""
     if wanted := named_by(chosen, names):
         return wanted
     first = [name for name in HEADLINE if name in names]
@@ -46,19 +46,19 @@ def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str]
 
 
 def style(name: str, number: int) -> dict[str, Any]:
-    """Of a baseline its own, as in the plots of a run; of a forecast the next colour."""
+    """Return the look of a curve: a baseline has its own, a forecast the next colour."""
     if name != "model" and name in STYLES:
         return {**STYLES[name], "markersize": 3}
     return {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 3}
 
 
 def describe(evaluations: Mapping[str, Evaluation]) -> str:
-    """Whose dates, how many at which lead: for titles. Other forecasts' where they have others."""
+    """Return the period and number of dates by lead, for titles; of other forecasts if they differ."""
     name, first = next(iter(evaluations.items()))
     times = first.by_date["time"].values
     said = {name: counts_of(evaluation) for name, evaluation in evaluations.items()}
-    others = [f"; {other}: {counts}" for other, counts in said.items() if counts != said[name]]
-    return f"{said[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(others)}"
+    differing = [f"; {other}: {counts}" for other, counts in said.items() if counts != said[name]]
+    return f"{said[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
 
 
 def counts_of(evaluation: Evaluation) -> str:
@@ -71,14 +71,21 @@ def counts_at(evaluation: Evaluation, hours: int) -> str:
     return f"{int(evaluation.scores['num_dates'].sel(lead_time=np.timedelta64(hours, 'h')))} initial dates"
 
 
-def published(variable: str, metric: str) -> dict[str, pd.DataFrame]:
-    """Label -> scores of one variable ("geopotential:500") that others have published, in ascending lead.
+def published(evaluation: Evaluation, variable: str, metric: str) -> dict[str, pd.DataFrame]:
+    """Return label -> published scores of a variable ("geopotential:500") by lead time, from published.csv.
 
-    Drawn in grey beside ours and never mixed with what is computed here. Grids and years differ from ours and
-    from each other: they say where the field stands, not who is better. Columns are those of published.csv.
+    Only those that are comparable: of the globe, on a grid of the same spacing, in years that include all
+    initial dates.
     """
+    if evaluation.bias is None or "global" not in evaluation.scores["region"]:
+        return {}
+    spacing = float(np.abs(np.diff(evaluation.bias["latitude"].values)).mean())
+    years = evaluation.by_date["time"].dt.year.values
     every = pd.read_csv(PUBLISHED, dtype={"year": str})
-    rows = every.query("variable == @variable and metric == @metric")
+    first, last = (every["year"].str.split("-").str[end].astype(int) for end in (0, -1))
+    same_grid = np.isclose(every["grid"].str.split().str[0].astype(float), spacing, rtol=0.02)
+    rows = every[same_grid & (first <= years.min()) & (last >= years.max())]
+    rows = rows.query("variable == @variable and metric == @metric")
     labels = rows["forecast"] + ", " + rows["grid"] + ", " + rows["year"]
     return {str(label): own.sort_values("lead_hours") for label, own in rows.groupby(labels, sort=False)}
 
@@ -88,7 +95,6 @@ def plot_by_lead(
     metric: str,
     target: Path,
     chosen: Sequence[str] = (),
-    with_published: bool = False,
 ) -> None:
     """A panel a variable: the metric against the lead time, published scores in grey; the last one shows how
     many dates each lead has.
@@ -102,16 +108,28 @@ def plot_by_lead(
         for number, (label, evaluation) in enumerate(evaluations.items()):
             if name in variable_names(evaluation.scores) and metric in evaluation.scores["metric"]:
                 days = np.array(lead_hours(evaluation.scores)) / 24
-                axes.plot(days, select(evaluation.scores, metric, name), label=label, **style(label, number))
-        for number, (label, rows) in enumerate(published(name, metric).items() if with_published else ()):
-            look: dict[str, Any] = {"color": "0.6", "linestyle": "", "marker": "xv+d1"[number % 5]}
-            axes.plot(rows["lead_hours"] / 24, rows["value"], label=label, **look)
+                values = select(evaluation.scores, metric, name)
+                if np.isfinite(values).any():
+                    axes.plot(days, values, label=label, **style(label, number))
+        draw_published(axes, published(next(iter(evaluations.values())), name, metric))
         label_axes(axes, name, metric, units_of(first, name))
     handles = {
         text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     save(figure, target)
+
+
+def draw_published(axes: Axes, scores: Mapping[str, pd.DataFrame]) -> None:
+    """Draw published scores in grey, those inside the axes only, which stay as they are."""
+    (west, east), (south, north) = axes.get_xlim(), axes.get_ylim()
+    for number, (label, rows) in enumerate(scores.items()):
+        days = rows["lead_hours"] / 24
+        rows = rows[(days >= west) & (days <= east) & (rows["value"] >= south) & (rows["value"] <= north)]
+        look: dict[str, Any] = {"color": "0.6", "linestyle": "", "marker": "xv+d1"[number % 5]}
+        if len(rows):
+            axes.plot(rows["lead_hours"] / 24, rows["value"], label=label, **look)
+    axes.set(xlim=(west, east), ylim=(south, north))
 
 
 def draw_dates(axes: Axes, evaluations: Mapping[str, Evaluation]) -> None:
@@ -160,7 +178,8 @@ def plot_spectra(evaluations: Mapping[str, Evaluation], target: Path, chosen: Se
 
 def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look: dict[str, Any]) -> None:
     mean = mean_over_latitudes(one_variable(spectra, name).sel(source=source), MIDLATITUDES)
-    axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
+    if (mean.values[1:] > 0).any():  # others cannot be drawn on logarithmic axes
+        axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
 
 
 def plot_bias(

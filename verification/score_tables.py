@@ -19,7 +19,7 @@ def by_variable(
 ) -> xr.Dataset:
     """An array with a dimension "variable" -> a Dataset: "geopotential:500" is level 500 of "geopotential".
 
-    Variables without a level have no dimension `level`; where variables have different levels the others are
+    Variables without a level have no dimension `level`; where variables have different levels the rest are
     NaN. Attribute `units` is the variable's, or its own where the project does not know it: own_units.
     """
     array = xr.DataArray(values, dims=list(dims), coords=dict(coords))
@@ -73,7 +73,7 @@ def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
 
 
 def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
-    """Of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
+    """Units of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
     own, power = str(scores[split_name(variable)[0]].attrs.get("units", "")), power_of_units(metric)
     return own if power == 1 else squared(own) if power == 2 else ""
 
@@ -84,6 +84,14 @@ def squared(units: str) -> str:
     return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
 
 
+def times_metres(units: str) -> str:
+    """Return "m3 s-2" for "m2 s-2", "K2 m" for "K2"."""
+    words = [] if units == "1" else units.split()
+    powers = [int(word[1:] or 1) for word in words if re.fullmatch(r"m\d*", word)]
+    rest = [word for word in words if not re.fullmatch(r"m\d*", word)]
+    return " ".join([f"m{powers[0] + 1}", *rest] if powers else [*rest, "m"])
+
+
 def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     """A score by `lead_time`: of the whole globe, or of the first region where that was not asked for.
 
@@ -92,8 +100,3 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     regions = scores["region"].values
     region = "global" if "global" in regions else regions[0]
     return one_variable(scores, variable).sel(metric=metric, region=region)
-
-
-def date_counts(scores: xr.Dataset, variable: str) -> xr.DataArray:
-    """How many initial dates had a truth, by `lead_time` (int), in the region of `select`."""
-    return select(scores, "num_dates", variable).fillna(0).astype(int)

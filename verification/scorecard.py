@@ -26,6 +26,7 @@ BOUND = 50.0  # per cent, where colours end
 MOST_NUMBERS = 16  # columns that all have numbers
 FULL_CELL, NARROW_CELL = 0.55, 0.25  # inches
 BLOCK_DAYS = 5  # weather remembers about so long
+MIN_BLOCKS = 6  # from fewer the interval of a bootstrap is too narrow
 RESAMPLES, CONFIDENCE = 1000, 0.95
 RESAMPLES_AT_ONCE = 2**24  # elements of the means of resamples held at once
 
@@ -34,33 +35,44 @@ def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation])
     """`first` relative to `second`, over what both have: a row a variable and lead.
 
     Columns first, second, variable, lead_hours, percent (below 0 the first has the smaller error),
-    significant (1 or 0), num_dates that both have. DataError where both have nothing in common.
+    significant (1 or 0; 0 also where the dates are fewer than `dates_needed`), num_dates that both have.
+    DataError where both have nothing in common.
     """
     ours, theirs = evaluations[first].by_date, evaluations[second].by_date
     found = compare(theirs, ours, block_length(ours)).isel(region=0)
+    needed = dates_needed(ours)
     both = xr.align(*(each.sel(metric="mse").isel(region=0) for each in (ours, theirs)), join="inner")
     dates = (both[0].notnull() & both[1].notnull()).sum("time")
     parts = []
     for name in variable_names(found):
         difference, lower, upper = one_variable(found, name).transpose("quantity", "lead_time").values
         columns = {"variable": name, "lead_hours": lead_hours(found), "percent": 100 * difference}
-        columns["significant"] = ((lower > 0) | (upper < 0)).astype(int)
         columns["num_dates"] = one_variable(dates, name).values
+        outside = (lower > 0) | (upper < 0)
+        columns["significant"] = (outside & (columns["num_dates"] >= needed)).astype(int)
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
     return pd.concat(parts, ignore_index=True)
 
 
 def block_length(by_date: xr.Dataset) -> int:
     """Initial dates in BLOCK_DAYS, at most a quarter of all."""
+    return max(1, min(dates_of_block(by_date), by_date.sizes["time"] // 4))
+
+
+def dates_of_block(by_date: xr.Dataset) -> int:
     times = by_date["time"].values
     if len(times) < 2:
         return 1
-    step = np.median(np.diff(times)) / np.timedelta64(1, "D")
-    return int(np.clip(round(BLOCK_DAYS / step), 1, max(len(times) // 4, 1)))
+    return max(1, round(BLOCK_DAYS / float(np.median(np.diff(times)) / np.timedelta64(1, "D"))))
+
+
+def dates_needed(by_date: xr.Dataset) -> int:
+    """Number of initial dates from which on a difference is tested for significance."""
+    return MIN_BLOCKS * dates_of_block(by_date)
 
 
 def draw_dates(num_dates: int, block_length: int) -> np.ndarray:
-    """How often each date is drawn in each resample, (N, n) float64 of row sum n; always the same draws.
+    """Return how often each resample draws each date, (N, n) float64 of row sum n; always the same.
 
     Blocks of `block_length` consecutive dates begin at random ones (1: single dates); the last is cut.
     """
@@ -137,13 +149,18 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
     axes.set_xlabel("lead time (h), and below it the number of initial dates")
     first, second = card["first"][0], card["second"][0]
     title = f"RMSE of {first} relative to {second} (%)"
-    axes.set_title(f"{title}\nbelow 0: {first} is better; • 95 % of resamples agree", fontsize=9)
+    note = (
+        "• 95 % of resamples agree"
+        if (card["significant"] > 0).to_numpy().any()
+        else "no difference is significant"
+    )
+    axes.set_title(f"{title}\nbelow 0: {first} is better; {note}", fontsize=9)
     figure.colorbar(mesh, ax=axes, shrink=0.8, label="%", extend="both")
     save(figure, target)
 
 
 def shown_hours(leads: np.ndarray) -> np.ndarray:
-    """Those that tables show too."""
+    """Leads that tables show too."""
     return shown_leads(leads.astype("timedelta64[h]")).astype(int)
 
 
@@ -157,6 +174,6 @@ def write_cells(axes: Axes, percent: np.ndarray, significant: np.ndarray, labell
 
 
 def write_scorecard(card: pd.DataFrame, target: Path) -> None:
-    """The same as CSV."""
+    """Write the scorecard as CSV."""
     finite = card[np.isfinite(card["percent"])]
     finite.to_csv(target, index=False, float_format="%.4f", lineterminator="\r\n")

@@ -1,8 +1,8 @@
 """Scores of forecasts against the truth: statistics of single dates, and what becomes of their time means.
 
 A statistic is an area mean over a region of something at every cell; a score is made of time means of
-statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth count for
-nobody; where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not
+statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth are
+left out; where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not
 look like a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions), each a set of
 rows times a set of columns; a cell belongs to a region when its centre does, limits included.
 
@@ -135,7 +135,7 @@ class RegionMeans:
     def total(self, fields: Tensor) -> Tensor:
         """Weighted sums (..., R) of float64 fields (..., H, W): over longitude first, then over latitude.
 
-        By plain sums, whose order of additions is that of the grid whatever the number of threads; as a
+        By plain sums: their order of additions does not depend on the number of threads; as a
         product with a matrix of columns it took ten times as long, and other bits for other alignments.
         """
         along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
@@ -166,7 +166,7 @@ def stretches(inside: np.ndarray) -> list[slice]:
 
 
 def statistic_names(with_climatology: bool, num_members: int) -> tuple[str, ...]:
-    """What `date_statistics` and `complete` give together, in their order."""
+    """Names of the statistics of `date_statistics` and `complete`, in their order."""
     names = ERRORS + ANOMALIES * with_climatology + ENSEMBLE * (num_members > 1)
     return names + DERIVED[: 1 + with_climatology]
 
@@ -176,7 +176,7 @@ def date_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Statistics (S, V, R) of one date and lead, float64, and where there is a truth, (V, R) bool.
 
-    forecast (V, H, W), or (M, V, H, W) for an ensemble, whose mean is scored and whose members give CRPS and
+    forecast (V, H, W), or (M, V, H, W) for an ensemble: its mean is scored, its members give CRPS and
     variance; truth and the climatology of the valid time (V, H, W). Works through blocks of variables.
     """
     size = max(1, CELLS_AT_ONCE[truth.device.type] // truth[0].numel())
@@ -196,7 +196,7 @@ def date_statistics(
 
 
 def cell_statistics(forecast: Tensor, truth: Tensor, climatology: Tensor | None) -> Tensor:
-    """What is averaged, (S, V, H, W) float64: squared error, absolute error and error; products of
+    """Fields to average, (S, V, H, W) float64: squared error, absolute error and error; products of
     anomalies; CRPS and variance of an ensemble (M, V, H, W).
     """
     ensemble = forecast.ndim == truth.ndim + 1

@@ -25,7 +25,7 @@ Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
 def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
     """A state (B, V, H, W) and its truths (B, L, V, H, W) -> the truth at a lead (B, 1, V, H, W).
 
-    Cells missing at the start count for nobody: persistence would have nothing to say there.
+    Cells missing at the start are left out: persistence has no value there.
     """
     return torch.where(torch.isfinite(state[:, None]), truths[:, lead : lead + 1], torch.nan)
 
@@ -64,7 +64,7 @@ class Validation:
 
     @torch.no_grad()
     def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
-        """Scores of the model beside the baselines; these are computed the first time only."""
+        """Scores of the model and the baselines; these are computed the first time only."""
         forecasts = {"model": model, **({} if self.known else baselines)}
         shape = (self.num_samples, len(self.lead_steps), len(self.variables))
         tables = [*forecasts, *self.ensemble]

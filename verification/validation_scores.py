@@ -1,5 +1,4 @@
-"""What a validation found: for metrics.jsonl, and as a table; of an ensemble, what its members are worth
-beside its mean: CRPS, and whether they differ as much as it errs.
+"""Results of a validation, for metrics.jsonl and as a table; of an ensemble also CRPS and spread.
 
 Shapes: B dates, M members, L leads, V variables, H latitudes, W longitudes.
 """
@@ -85,7 +84,7 @@ def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
 
 def ensemble_errors(name: str, members: Tensor, truth: Tensor, area: Tensor) -> Tensor:
     """(B, V) float64: the area-weighted mean, over the cells that have a truth, of the fair CRPS or of the
-    unbiased variance of members (B, M, V, H, W) beside a truth (B, V, H, W).
+    unbiased variance of members (B, M, V, H, W) and a truth (B, V, H, W).
 
     NaN where a field has no cell with a truth, and where a member is not finite though the truth is.
     """

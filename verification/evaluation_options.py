@@ -1,0 +1,88 @@
+"""The options of evaluate.py: checked, and opened as forecasts, variables and regions."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from datasets.archive import Archive
+from datasets.grid import Grid
+from datasets.remote import Access
+from errors import ConfigError
+from verification.forecast_layouts import open_forecast
+from verification.matching import ForecastFields
+from verification.report import Gate
+from verification.scores import REGIONS, regions_on
+
+logger = logging.getLogger("rossby")
+BASELINES = ("persistence", "damped_persistence", "climatology")
+
+
+def check_options(options: Namespace) -> None:
+    """Turn lists and gates of the command line into lists and `Gate`s. Raises ConfigError."""
+    options.gates = [Gate.parse(text) for text in options.gate]
+    for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
+        names = [name for name in getattr(options, key).split(",") if name]
+        setattr(options, key, names)
+        for name in names:
+            if name not in valid:
+                raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
+    if not options.regions:
+        raise ConfigError(f"--regions '': name one of {', '.join(REGIONS)}, or all")
+
+
+def open_forecasts(
+    texts: list[str], folder: Path, picks: dict[str, str], access: Access
+) -> dict[str, ForecastFields]:
+    """Return the forecasts by name. Raises ConfigError if a path does not exist or a name occurs twice."""
+    found: dict[str, ForecastFields] = {}
+    for text in texts or [f"model={folder / 'forecast.zarr'}"]:
+        name, equals, path = text.rpartition("=")
+        name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
+        if "://" not in path and not Path(path).exists():
+            raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
+        if name in found:
+            raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
+        stored = found[name] = open_forecast(path, picks, access)
+        if stored.num_unfinished:
+            total = len(stored.times) * max(1, stored.num_members)
+            reason = f"{stored.num_unfinished} of its {total} forecasts are not finished and not scored"
+            logger.warning("--forecast %r: %s; start forecast.py again to complete them", path, reason)
+    return found
+
+
+def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]) -> list[str]:
+    """Return the variables of the configuration that forecast and truth both have. Raises ConfigError."""
+    names = [name for name in wanted if name in forecast.variables and name in truth.variables]
+    if not names:
+        reason = f"the forecast has {', '.join(forecast.variables)}; name some of them that the truth has"
+        raise ConfigError(f"data.variables = {wanted}: {reason}")
+    return names
+
+
+def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
+    """Return the regions that have a point on the grid, and log the others. Raises ConfigError for none."""
+    on_grid = regions_on(grid)
+    if "all" in wanted:
+        return on_grid
+    outside = [name for name in wanted if name not in on_grid]
+    if len(outside) == len(wanted):
+        north, east = grid.latitude, grid.longitude
+        extent = f"latitudes {north[-1]:g} to {north[0]:g}, longitudes {east[0]:g} to {east[-1]:g}"
+        raise ConfigError(
+            f"--regions {','.join(wanted)}: no point of this grid is in it ({extent}); "
+            f"there are {', '.join(on_grid)}"
+        )
+    if outside:
+        logger.info("--regions: left out, as no point of this grid is in it: %s", ", ".join(outside))
+    return [name for name in wanted if name in on_grid]
+
+
+def scorecard_reference(asked: str, names: Sequence[str], num_given: int) -> str:
+    """Return the forecast that the scorecard compares with: the second one, or the hardest baseline, "" for
+    none. Raises ConfigError for a name that does not exist.
+    """
+    if asked and asked not in names:
+        raise ConfigError(f"--against {asked!r}: there are {', '.join(names)}")
+    candidates = [*names[1:num_given], "damped persistence", "persistence", "climatology"]
+    return asked or next((name for name in candidates if name in names), "")
