@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import optuna
-    from optuna.trial import TrialState
+    import optuna  # type: ignore[reportMissingImports]
+    from optuna.trial import TrialState  # type: ignore[reportMissingImports]
 except ImportError:
     print("scripts/sweep.py needs Optuna: pip install optuna==5.0.0", file=sys.stderr)
     sys.exit(2)

@@ -109,14 +109,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("world, options", LAYOUTS)
 def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
-    """Peak within 4 %, states exactly; the first stage of a pipeline within 8 %."""
+    """Peak within 4 %, of a rollout 5 %, states exactly; the first stage of a pipeline within 8 %."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = configuration(**options)
     work = workload_of(config, world, GRID, 7)
     found = stage_memory(work, first=True, last=work.degrees.pp == 1)
     real = dry_run(config, world, global_grid(GRID), 7)
     assert 4 * shard_parameters(work, last=work.degrees.pp == 1) == real.parameters
-    tolerance = 0.04 if work.degrees.pp == 1 else 0.08
+    tolerance = 0.08 if work.degrees.pp > 1 else 0.05 if work.rollout_steps > 1 else 0.04
     assert found.peak == pytest.approx(real.peak["Total"], rel=tolerance)
 
 

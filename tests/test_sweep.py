@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import optuna
-from optuna.trial import TrialState
+import pytest
 
 from checkpoints.files import complete_steps
 from tests.started_jobs import ROOT, last_step, records, write_config
 
+optuna = pytest.importorskip("optuna", reason="requirements-extras.txt")
+TrialState = optuna.trial.TrialState
 PERIODS = ('["2020-01-01", "2020-01-07"]', '["2020-01-08", "2020-01-10"]')
 OPTIONS = [f"--data.train_period={PERIODS[0]}", f"--data.validation_period={PERIODS[1]}"]
 OPTIONS += ["--validation.enable", "true", "--validation.plots=false", "--checkpoint.async_mode=disabled"]
@@ -32,7 +34,7 @@ def start(folder: Path, trials: int, *options: str) -> subprocess.Popen:
     )
 
 
-def trials_of(folder: Path) -> list[optuna.trial.FrozenTrial]:
+def trials_of(folder: Path) -> list[Any]:
     storage = f"sqlite:///{folder / 'sweep' / 'optuna.db'}"
     return optuna.load_study(study_name="sweep", storage=storage).trials
 
