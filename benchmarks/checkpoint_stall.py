@@ -54,7 +54,7 @@ class Training(RandomRun):
 
     def step_before(self, wait_for_staging: Callable[[], None]) -> None:
         """A step that gives a save time for its copies."""
-        self.update.saves = SimpleNamespace(wait_for_staging=wait_for_staging)  # type: ignore[assignment]
+        self.run.checkpointer = SimpleNamespace(wait_for_staging=wait_for_staging)  # type: ignore[assignment]
         self.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
