@@ -27,7 +27,7 @@ from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement, Decision, exit_message
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import mesh_of, start_ranks
-from planning.out_of_memory import watched_run
+from planning.out_of_memory import run_with_watchdog
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
 from training.batches import Batches
@@ -65,7 +65,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     run_folder = RunFolder(config, selection)  # from here on no other run writes into it
 
     # -- samples and statistics, model, and the state that a checkpoint contains
-    samples = Samples(selection, config.data, folder, run_folder.trained)
+    samples = Samples(selection, config.data, folder, run_folder.resumed_statistics)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device, folder)
     state = build_state(config, assembly)
@@ -104,7 +104,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             metrics.count_step()
             watchdog.step_done(agreement.group, mesh.groups)
             with span("agree"):
-                decision = agreement.at(checkpointer.last_seconds if checkpointer else 0.0)
+                decision = agreement.decide(checkpointer.last_seconds if checkpointer else 0.0)
             due = schedule.at(step, decision.save, bool(decision.stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 roll_back(checkpointer, state)
@@ -165,7 +165,7 @@ def leave(
 def main() -> None:
     with one_line_errors():
         config = start(sys.argv[1:], __doc__, check)
-        with watched_run(config) as watchdog:
+        with run_with_watchdog(config) as watchdog:
             train(config, watchdog)
 
 

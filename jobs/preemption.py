@@ -101,8 +101,8 @@ class Agreement:
             if self.exchange:
                 self.exchange.wait()  # a process that ends meanwhile would break the others' connections
 
-    def at(self, save_seconds: float = 0.0) -> Decision:
-        """Return what all ranks do after this step, as any of them requested at the boundary before.
+    def decide(self, save_seconds: float = 0.0) -> Decision:
+        """Return what all ranks do after this step, as any of them requested after the step before.
 
         save_seconds: duration of the last save, for which time is left.
         """

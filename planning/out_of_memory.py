@@ -1,4 +1,4 @@
-"""Errors of allocators explained: the place, the planned memory, and the cheapest changes that save some."""
+"""Explain a lack of memory: where, how much was planned, and the cheapest changes that need less."""
 
 import gc
 import os
@@ -24,15 +24,17 @@ from planning.search import capacity, changes_that_fit, fits, plan
 from planning.this_machine import cluster_here, workload_here
 from training.process_settings import host_memory
 
-# What allocators say: CUDA's has a class of its own, torch's of the host raises a RuntimeError.
-SAID = re.compile(r"can't allocate memory|out of memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE)
-# oneDNN says no more, whatever the reason: then memory is tried.
-PERHAPS = re.compile(r"could not (create|execute) a (primitive|memory)")
-TRIED = 2**28  # bytes
-ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
+# Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError.
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|out of memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE
+)
+# oneDNN gives this message for any reason, so an allocation is tried afterwards.
+ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive|memory)")
+TRIAL_SIZE = 2**28  # bytes
+REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-SAVED = 0.9  # of the expected peak: what a change has to leave, where the planner sees room for all of it
-LARGEST = 3  # components in a message
+TARGET = 0.9  # of the planned peak, for suggested changes where the planner expected the step to fit
+NUM_COMPONENTS = 3  # in a message
 
 
 class OutOfMemory(RunFailed):
@@ -40,70 +42,72 @@ class OutOfMemory(RunFailed):
 
 
 @contextmanager
-def watched_run(config: Config) -> Iterator[Watchdog]:
-    """Start logging and the watchdog of a run; explain errors of allocators."""
+def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
+    """Start logging and the watchdog; explain a lack of memory."""
     start_logging(is_first=os.environ.get("RANK", "0") == "0")
     watchdog = Watchdog(config.dump_folder, config.comm)
-    with watchdog, memory_explained(config, lambda: watchdog.selection):
+    with watchdog, explain_out_of_memory(config, lambda: watchdog.selection):
         yield watchdog
 
 
 @contextmanager
-def memory_explained(config: Config, selection: Callable[[], Selection | None]) -> Iterator[None]:
-    """OutOfMemory in place of what allocators raise. selection: what the run has opened so far; nothing is
-    opened then, which would take memory.
+def explain_out_of_memory(config: Config, selection: Callable[[], Selection | None]) -> Iterator[None]:
+    """Raise OutOfMemory in place of an allocator's error.
+
+    selection: returns the data that the run has opened. None are opened here, since that takes memory.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RunFailed) or not is_out_of_memory(error):
             raise
-        asked, used, doing = asked_for(error), memory_used(), doing_now()
-        traceback.clear_frames(error.__traceback__)  # what their variables hold is room to explain in
+        requested, used, where = requested_size(error), memory_used(), current_activity()
+        traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
         gc.collect()
         raise OutOfMemory(
-            f"{doing}: out of memory{asked}, with {used}; {expected(config, selection())}"
+            f"{where}: out of memory{requested}, with {used}; {planned(config, selection())}"
         ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or SAID.search(str(error)):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)):
         return True
-    return PERHAPS.search(str(error)) is not None and not is_room()
+    return ONEDNN_FAILED.search(str(error)) is not None and not can_allocate()
 
 
-def is_room() -> bool:
-    """On the host; memory that is not touched costs nothing."""
+def can_allocate() -> bool:
+    """Try an allocation on the host. It is never written to, so it takes no memory."""
     try:
-        torch.empty(TRIED, dtype=torch.uint8)
+        torch.empty(TRIAL_SIZE, dtype=torch.uint8)
     except RuntimeError:
         return False
     return True
 
 
-def asked_for(error: BaseException) -> str:
-    """Text of the size that the error names, or nothing."""
-    found = ASKED.search(str(error))
+def requested_size(error: BaseException) -> str:
+    """Return the size in the error's message as text, empty if there is none."""
+    found = REQUESTED.search(str(error))
     return f", asked for {in_gib(float(found[1]) * UNITS[found[2].lower()])} more" if found else ""
 
 
 def memory_used() -> str:
-    """Text of the memory of this rank."""
+    """Return this rank's memory as text."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         used = in_gib(torch.cuda.memory_allocated())
         return f"{used} of its tensors on a device of {in_gib(total)}, {in_gib(free)} free"
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return f"{in_gib(pages * os.sysconf('SC_PAGE_SIZE'))} held by this process"
+    return f"{in_gib(pages * os.sysconf('SC_PAGE_SIZE'))} used by this process"
 
 
-def doing_now() -> str:
+def current_activity() -> str:
+    """Return rank, host, process, step and phase as text."""
     rank, phases = os.environ.get("RANK", "0"), "/".join(activity.phases[1:]) or activity.phases[0]
     return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()}) in step {activity.step}, {phases}"
 
 
-def expected(config: Config, selection: Selection | None) -> str:
-    """Plan of this run on this machine, as text: the peak, its components, the cheapest changes."""
+def planned(config: Config, selection: Selection | None) -> str:
+    """Return the plan of this run here as text: the peak, its components, the cheapest changes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if selection is None:
         return "the data were being opened"
@@ -115,7 +119,7 @@ def expected(config: Config, selection: Selection | None) -> str:
     if cluster is None:
         return "this GPU is not in planning/clusters.toml: plan.py --cluster NAME says what the run takes"
     made = plan(work, cluster)
-    room = cluster if not fits(made, cluster) else with_room(cluster, SAVED * made.memory.peak)
+    room = cluster if not fits(made, cluster) else with_room(cluster, TARGET * made.memory.peak)
     found = [f"{name} ({in_gib(less.memory.peak)})" for name, less in changes_that_fit(work, room)]
     advice = " or ".join(found) or "plan.py --layout auto looks for a layout that fits"
     return f"{components(made.memory)}; there are {in_gib(capacity(cluster))}. Change {advice}"
@@ -128,8 +132,8 @@ def with_room(cluster: Cluster, size: float) -> Cluster:
 
 
 def components(memory: Memory) -> str:
-    """The largest at the peak, and their sum."""
-    parts = sorted(memory.components.items(), key=lambda part: -part[1])[:LARGEST]
+    """Return the largest components at the peak, and their sum, as text."""
+    parts = sorted(memory.components.items(), key=lambda part: -part[1])[:NUM_COMPONENTS]
     named = ", ".join(f"{name} {in_gib(size)}" for name, size in parts)
     return f"the planner expects a peak of {in_gib(memory.peak)} a rank, in {memory.peak_moment}: {named}"
 

@@ -18,6 +18,8 @@ COMPRESSION = 0.72
 DECODE_RATE = 2.6e9  # decoded bytes/s a core, lz4, measured on a Xeon straight into a batch
 TRAINING_CORES = 2  # of a device, which decode nothing: the main thread and its backward pass
 
+TIME_COLUMNS = ("step s", "band s", "MFU", "exposed", "group")
+
 
 def describe(work: Workload, cluster: Cluster) -> str:
     """The job in two lines."""
@@ -101,17 +103,19 @@ def data_lines(work: Workload, samples_per_second: float, cluster: Cluster) -> s
     Chunks are taken to hold one date and the levels that the run uses.
     """
     decoded = read_rate(work, samples_per_second)
-    stored, cores = COMPRESSION * decoded, decoded / DECODE_RATE / cluster.devices
+    stored = COMPRESSION * decoded
     reads = work.arrays * work.states_read * samples_per_second
     store = f"{stored / 1e9:,.2f} GB/s and {reads:,.0f} reads a second of the store"
     lines = [
         f"data to be read: {decoded / 1e9:,.2f} GB/s decoded, {store}",
         f"  network: {stored / 1e9 / cluster.nodes:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}",
     ]
+    too_slow = stored / cluster.nodes > cluster.storage
     if cluster.cores and not cluster.shared:
-        there = cluster.cores / cluster.devices_per_node - TRAINING_CORES
-        lines.append(f"  cores that decode: {cores:,.2f} a device, of {there:,.2f}")
-    too_slow = stored / cluster.nodes > cluster.storage or (len(lines) > 2 and cores > there)
+        needed = decoded / DECODE_RATE / cluster.devices
+        available = cluster.cores / cluster.devices_per_node - TRAINING_CORES
+        lines.append(f"  cores that decode: {needed:,.2f} a device, of {available:,.2f}")
+        too_slow |= needed > available
     return "\n".join([*lines, "  TOO SLOW: steps wait for their data"] if too_slow else lines)
 
 
@@ -122,20 +126,7 @@ def read_rate(work: Workload, samples_per_second: float) -> float:
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     rows: list[tuple[object, ...]] = [
-        (
-            "",
-            "",
-            "layout",
-            "batch",
-            "accum",
-            "checkpointing",
-            "GiB",
-            "step s",
-            "band s",
-            "MFU",
-            "exposed",
-            "group",
-        )
+        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", *TIME_COLUMNS),
     ]
     groups = groups_of(plans, cluster)
     for number, (plan, group) in enumerate(zip(plans, groups, strict=True), 1):

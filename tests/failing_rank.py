@@ -48,7 +48,7 @@ def run(watchdog: Watchdog, what: str) -> None:
                 fail(what)
             dist.all_reduce(torch.ones(1))
             watchdog.step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
-            if agreement.at().stop:
+            if agreement.decide().stop:
                 end_process(EXIT_SAVED)
     if dist.get_rank() == 0:
         print(f"attempt {attempt} is done")

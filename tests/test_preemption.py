@@ -50,7 +50,7 @@ def boundaries_with_a_signal() -> list[str]:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            decided.append(agreement.at().stop)
+            decided.append(agreement.decide().stop)
             if decided[-1]:
                 break
     agreement.stop = ""
@@ -68,7 +68,7 @@ def boundaries_with_a_clock() -> list[bool]:
                 agreement.saved_at -= 3601
             if step == 3:
                 agreement.saved_at += 3600
-            decided.append(agreement.at().save)
+            decided.append(agreement.decide().save)
     return decided
 
 
@@ -86,8 +86,8 @@ def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
     agreement = Agreement("1:02:00", 0.0, 60)  # two minutes are left, of which one is the margin
     with agreement:
-        assert not agreement.at(save_seconds=50.0).stop
-        assert agreement.at(save_seconds=70.0).stop == "training.max_wall_time = 1:02:00"
+        assert not agreement.decide(save_seconds=50.0).stop
+        assert agreement.decide(save_seconds=70.0).stop == "training.max_wall_time = 1:02:00"
 
 
 @pytest.mark.parametrize("saves", [True, False])

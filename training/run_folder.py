@@ -40,8 +40,8 @@ class RunFolder:
         self.before = check_resume(config, selection)
 
     @property
-    def trained(self) -> Numbers | None:
-        """The statistics of the weights that the run resumes from."""
+    def resumed_statistics(self) -> Numbers | None:
+        """Return the statistics with which the weights to resume from were trained."""
         return self.before and self.before.statistics
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
