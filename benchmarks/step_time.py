@@ -36,6 +36,7 @@ from benchmarks.results_file import record
 from config import Compile, Config, Model, Optimizer, Parallelism, Training
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
+from training.batches import Batch
 from training.process_settings import retain_memory
 
 GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
@@ -76,7 +77,7 @@ class Rossby(RandomRun):
             compile=Compile(compiled),
         )
         super().__init__(config, GRID, CHANNELS, torch.device("cpu"))
-        self.batches = [(torch.stack(batch(), dim=1), torch.zeros(BATCH, dtype=torch.int64))]
+        self.batches = [Batch(torch.stack(batch(), dim=1), torch.zeros(BATCH, dtype=torch.int64))]
 
     def __call__(self) -> float:
         return self.loss()
