@@ -19,7 +19,7 @@ from traces.advice import advice
 from traces.classes import COMPUTE
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main
-from traces.report import collectives_table, comparison, ranks_table, tasks
+from traces.report import collectives_table, comparison, memory_table, ranks_table, tasks
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of, work_by_class, work_of
 from train import train
@@ -47,6 +47,22 @@ def products() -> torch.Tensor:
     weights, bias = torch.randn(8, 7, requires_grad=True), torch.randn(7)
     linear = torch.addmm(bias, attended.reshape(-1, 8), weights)
     return found.sum() + linear.sum() + torch.bmm(query[0], query[1].mT).sum()
+
+
+def test_memory_is_given_by_part_of_the_loop(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with record_function("ProfilerStep#0"):
+            before = torch.ones(2**18)  # 1 MiB of float32
+            with record_function("forward"):
+                saved = torch.ones(2**21)
+            with record_function("backward"):
+                temporary = torch.ones(2**20)
+                del temporary, saved
+    recorded.export_chrome_trace(str(tmp_path / "a.json"))
+    rows = [line.split() for line in memory_table(read_trace(tmp_path / "a.json")).splitlines()[1:]]
+    found = {row[0]: (float(row[-2]), float(row[-1])) for row in rows}
+    assert found["forward"] == (9.0, 8.0) and found["backward"] == (13.0, -8.0)
+    assert before.nbytes == 2**20
 
 
 def test_flops_are_those_of_torchs_counter(tmp_path):

@@ -82,6 +82,7 @@ class Trace:
     threads: dict[Hashable, list[Event]]  # operators, spans and calls of the host by thread, in order
     kernels: list[Event]  # kernels and copies of the GPU, in order; empty on a CPU
     calls: dict[int, Event] = field(default_factory=dict)  # correlation -> the call that launched it
+    memory: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes allocated then), in order
 
     @property
     def on_gpu(self) -> bool:
@@ -146,6 +147,7 @@ def read_trace(path: Path) -> Trace:
     record = _read_json(path)
     try:
         events = list(_events(record["traceEvents"]))
+        memory = _memory(record["traceEvents"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a trace of torch.profiler (an event: {error!r})") from error
     threads: dict[Hashable, list[Event]] = defaultdict(list)
@@ -169,6 +171,7 @@ def read_trace(path: Path) -> Trace:
         dict(threads),
         kernels,
         {e.args["correlation"]: e for e in events if e.kind == "call" and "correlation" in e.args},
+        memory[kernels != []],
     )
 
 
@@ -192,6 +195,16 @@ def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
             if not (math.isfinite(start) and 0 <= length < math.inf):
                 raise ValueError(f"{name} at {start} has a duration of {length} us")
             yield Event(name, kind, thread, start, start + length, as_dict(record.get("args")))
+
+
+def _memory(records: Iterable[dict[str, Any]]) -> dict[bool, list[tuple[float, int]]]:
+    """Return what is allocated after each allocation and release: of the host (False), of GPUs (True)."""
+    found: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
+    for record in records:
+        if record.get("name") == "[memory]":
+            counts = record["args"]
+            found[counts["Device Type"] != 0].append((float(record["ts"]), int(counts["Total Allocated"])))
+    return {device: sorted(counts) for device, counts in found.items()}
 
 
 def as_dict(value: Any) -> dict[str, Any]:

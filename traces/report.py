@@ -1,8 +1,10 @@
 """Tables that inspect_trace prints: of one timeline, of the ranks of a run, of two traces side by side."""
 
 import json
+import math
 import re
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import pandas as pd
@@ -10,7 +12,7 @@ import pandas as pd
 from command_line import text_table
 from errors import DataError
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
-from traces.events import Event, Trace
+from traces.events import Event, Loop, Trace
 from traces.timeline import Table, Timeline
 from traces.work import ClassWork, Rates, dims, loaded_bytes, operator_table, work_by_class
 
@@ -23,7 +25,8 @@ MAX_RANKS = 8  # columns
 def report(timeline: Timeline, rates: Rates) -> str:
     """Everything about one timeline, as text."""
     blocks = [breakdown(timeline, rates), remarks(timeline, rates), causes(timeline), waits(timeline)]
-    return "\n\n".join(block for block in [*blocks, tasks_table(timeline)] if block)
+    blocks += [tasks_table(timeline), memory_table(timeline.trace)]
+    return "\n\n".join(filter(None, blocks))
 
 
 def breakdown(timeline: Timeline, rates: Rates) -> str:
@@ -123,6 +126,24 @@ def causes(timeline: Timeline) -> str:
     nothing = "no kernel runs" if timeline.trace.on_gpu else "no operator runs"
     rows = [(name, time, percent(time, timeline)) for name, time in largest.items()]
     return text_table("<52 >10.2f >9", [(f"idle ({nothing}), by cause", "ms a step", "fraction"), *rows])
+
+
+def memory_table(trace: Trace) -> str:
+    """Allocated memory by part of the loop; "" where profiling.enable_memory_snapshot was off."""
+    times, sizes = [time for time, _ in trace.memory], [size / 2**20 for _, size in trace.memory]
+    peaks: dict[str, float] = {}
+    changes: dict[str, list[float]] = {}
+    for start, end, name in Loop(trace).parts:
+        first, last = bisect_right(times, start), bisect_right(times, end)
+        if first == 0 or first == last:  # nothing is known before the first allocation
+            continue
+        peaks[name] = max(peaks.get(name, -math.inf), *sizes[first - 1 : last])
+        changes.setdefault(name, []).append(sizes[last - 1] - sizes[first - 1])
+    if not peaks:
+        return ""
+    title = "memory, MiB" if trace.on_gpu else "memory, MiB more than when the recording began"
+    rows = [(name, peak, statistics.mean(changes[name])) for name, peak in peaks.items()]
+    return text_table("<52 >10.1f >+12.1f", [(title, "at most", "end - start"), *rows])
 
 
 def waits(timeline: Timeline) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from config import Config
+from config import Config, Profiling
 
 # Each recording is written and dropped: torch warns of that.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
@@ -23,16 +23,17 @@ class Profiler:
         """step: the last one that was taken."""
         settings, self.folder = config.profiling, config.dump_folder / "traces"
         self.step_number, self.profile = step, nullcontext()
-        self.has_memory = settings.enable_memory_snapshot and torch.cuda.is_available()
+        self.has_snapshot = settings.enable_memory_snapshot and torch.cuda.is_available()
         if settings.enable_profiling:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.profile = self._build(settings.profile_freq, settings.profile_steps)
+            self.profile = self._build(settings)
 
-    def _build(self, freq: int, num_steps: int) -> AbstractContextManager:
-        num_steps = min(num_steps, max(freq - WARMUP_STEPS, 1))
+    def _build(self, settings: Profiling) -> AbstractContextManager:
+        freq = settings.profile_freq
+        num_steps = min(settings.profile_steps, max(freq - WARMUP_STEPS, 1))
         # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        if self.has_memory:
+        if self.has_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
         wait = max(freq - num_steps - WARMUP_STEPS, 0)
         return profile(
@@ -40,6 +41,7 @@ class Profiler:
             schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=num_steps),
             on_trace_ready=self._write,
             record_shapes=True,
+            profile_memory=settings.enable_memory_snapshot,
         )
 
     def __enter__(self) -> "Profiler":
@@ -47,7 +49,7 @@ class Profiler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.has_memory:
+        if self.has_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.profile.__exit__(*error)  # type: ignore[arg-type]
 
@@ -61,5 +63,5 @@ class Profiler:
         """Write a recording; called by torch at its end."""
         name = f"step-{self.step_number:08d}-rank{dist.get_rank()}"
         recording.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
-        if self.has_memory:
+        if self.has_snapshot:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))
