@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from jobs.heartbeat import span
@@ -109,6 +110,20 @@ class ParallelModel:
         """Distribute the weights that the optimizer has changed."""
         if self.zero1:
             self.zero1.broadcast_updates()
+        self._precompute_scales()
+
+    def after_exchange(self) -> None:
+        """Forget what was computed from weights that others have replaced since, outside a training step.
+
+        FSDP keeps what a forward without a backward has gathered last, and would use it in the next.
+        """
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        self._precompute_scales()
+
+    def _precompute_scales(self) -> None:
         if self.recipe.float8.enable and self.recipe.float8.enable_fsdp_float8_all_gather:
             for part in self.parts:
                 precompute_float8_scales(part)

@@ -51,7 +51,7 @@ def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
     """A checkpoint of a model of OLD; its weights."""
     parameters = build(OLD, 0, **options)
     optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
-    average = EMA(parameters, 0.9) if ema else None
+    average = EMA(parameters, 0.9, lambda: None) if ema else None
     if average:
         for tensor in average.averages.values():
             tensor += 1

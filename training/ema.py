@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, sharded as they are; validation and export use it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 class EMA:
     """average <- decay x average + (1 - decay) x weight, after every step, in float32."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.parameters, self.decay = parameters, decay
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], decay: float, after_exchange: Callable[[], None]
+    ) -> None:
+        """after_exchange: called whenever weights and averages have changed places."""
+        self.parameters, self.decay, self.after_exchange = parameters, decay, after_exchange
         self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
@@ -43,3 +46,4 @@ class EMA:
             trained = weight.detach().clone()
             weight.copy_(average)
             average.copy_(trained)
+        self.after_exchange()

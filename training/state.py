@@ -130,7 +130,9 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
     optimizer = build_optimizer(model.own_parameters(), config.optimizer, shared_sums(model), products)
     scaler = LossScaler(enabled=training.mixed_precision_param == "float16")
-    average = EMA(trained(model.parameters), training.ema_decay) if training.ema_decay else None
+    average = None
+    if training.ema_decay:
+        average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)
     bad_steps = BadSteps(training.spike_threshold, training.max_skipped_steps, model.device)
     replay = None
     if training.replay_steps:
