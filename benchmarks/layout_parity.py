@@ -100,6 +100,7 @@ def layout_workload(layout: Layout) -> Workload:
         reduce_itemsize=ITEMSIZE[layout.reduce],
         reshard=parallelism.fsdp_reshard_after_forward,
         method=parallelism.context_parallel_method,
+        schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         members=layout.members,
     )
@@ -122,8 +123,9 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
     """Whether the collectives of a layout have a closed form here.
 
     Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
-    rollouts, of recomputation that repeats them, of pipelines combined, interleaved or with a loss that
-    talks, of global means that are kept, of adapters, and of conditions beside tensor parallelism.
+    rollouts, of recomputation that repeats them, of pipelines that are interleaved, combined with more than
+    FSDP or with a loss that communicates, of conserved global means, of adapters, and of conditions with
+    tensor parallelism.
     """
     if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
         return False
@@ -131,8 +133,8 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
         return False
     if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:
         return False
-    alone = degrees.world == degrees.pp and schedule in ("GPipe", "1F1B") and layout.loss == "mse"
-    return degrees.pp == 1 or alone
+    plain = degrees.world == degrees.pp * degrees.dp_shard and layout.loss == "mse"
+    return degrees.pp == 1 or (plain and schedule in ("GPipe", "1F1B"))
 
 
 def difference(counted: Counter[Collective], expected: Counter[Collective]) -> str:

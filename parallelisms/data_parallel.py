@@ -38,8 +38,9 @@ def apply_fsdp(
 
     parallelism.fsdp_reshard_after_forward: "always" frees a block's gathered parameters after its forward
     (ZeRO-3), "never" keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which
-    backward needs at once. Master parameters stay float32; matrices are gathered in `param_dtype`; gradients
-    are summed in `reduce_dtype`.
+    backward needs at once. In a pipeline "default" is "never": torch keeps what backward gathers through all
+    micro-batches of a batch, and each of them would gather it again for its forward. Master parameters stay
+    float32; matrices are gathered in `param_dtype`; gradients are summed in `reduce_dtype`.
     """
     shards = mesh.size(mesh.ndim - 1)
     if shards > MOST_SHARDS:
@@ -52,6 +53,8 @@ def apply_fsdp(
     if parallelism.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     mode = parallelism.fsdp_reshard_after_forward
+    if mode == "default" and parallelism.pipeline_parallel_degree > 1:
+        mode = "never"
     blocks = list(model.get_submodule("blocks").children())
     for block in blocks:
         reshard = {"always": True, "never": False, "default": block is not blocks[-1]}[mode]

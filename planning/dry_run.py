@@ -237,27 +237,30 @@ class FirstStage:
     """In place of a pipeline: its first stage alone, with the micro-batches that it holds, nothing sent."""
 
     def __init__(self, work: Workload, model: ParallelModel, tracker: MemTracker) -> None:
-        self.part, self.tracker = model.parts[0], tracker
+        assert model.pipeline
+        self.stage, self.tracker = model.pipeline.stages[0], tracker
         self.size, self.in_flight = work.states_at_once, work.in_flight
 
     def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: LossPart, scale: float) -> Tensor:
-        waiting: list[Tensor] = []
+        waiting: list[tuple[Tensor, Tensor]] = []
         for micro_batch in inputs.split(self.size):
             self.tracker.reset_mod_stats()
-            waiting.append(self.part(micro_batch))
+            waiting.append((micro_batch, self.stage.submod(micro_batch)))
             if len(waiting) == self.in_flight:
-                backward(waiting.pop(0))
+                self._backward(*waiting.pop(0))
         while waiting:
-            backward(waiting.pop(0))
+            self._backward(*waiting.pop(0))
+        self.stage.perform_reduce_grad(1)
         return torch.zeros(())
 
+    def _backward(self, inputs: Tensor, output: Tensor) -> None:
+        """torch's own, which tells FSDP to keep what it has gathered and to reduce nothing yet."""
+        tensors = {"stage_output": (output,), "output_grads": (torch.empty_like(output),)}
+        self.stage.backward_maybe_with_nosync("full", tensors | {"input_values": (inputs,)})
+
     def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
-        self.part(inputs)
+        self.stage.submod(inputs)
         return torch.empty(output_shape)
-
-
-def backward(output: Tensor) -> None:
-    output.backward(torch.empty_like(output))
 
 
 def reduced_bucket(

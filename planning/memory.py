@@ -45,7 +45,7 @@ def memory(work: Workload) -> Memory:
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     """The moments at which a step can be at its peak, going through the backward pass block by block."""
-    states, fields = state_bytes(work, first, last), field_bytes(work)
+    states, fields = state_bytes(work, first, last), field_bytes(work, last)
     copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
     stored = stored_bytes(work) * copies
     tokens = work.states_at_once * work.rank_tokens * work.itemsize * copies
@@ -54,10 +54,13 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # The patches that the embedding took, where they are not the float32 ones.
     embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
     number = work.rank_layers  # of blocks that backward goes through
+    added_up = pipeline_gradient_bytes(work, first, last)
+    if work.schedule == "GPipe":  # whose first backward pass has no gradients yet, and the next less stored
+        added_up = max(added_up - stored / copies, 0.0)
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
-        "gradients of a pipeline": pipeline_gradient_bytes(work, first, last),
+        "gradients of a pipeline": added_up,
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
         "batches on their way": work.copies_ahead * batch_bytes(work),
@@ -67,13 +70,15 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     in_mlp = unit_bytes(work) * (work.degrees.tp + work.model.mlp_dim / work.model.dim)
     whole, reducing = reduction_bytes(work)
     down = whole * work.model.mlp_dim * work.model.dim / max(work.model.block_parameters, 1)
+    # torch reduces the gradients of a pipeline block by block, but after the last micro-batch.
+    meanwhile = 0 if work.reduces_last else reducing
 
     def backward(done: int, gathered: int, working: bool, reduction: float) -> dict[str, float]:
         """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
         return {
             **step,
-            "gradients": states["gradients"] * gradients_alive(work, done) / work.rank_layers,
-            "gathered parameters": gathered_bytes(work, first, last, gathered),
+            "gradients": states["gradients"] * gradients_alive(work, done) / number,
+            "gathered parameters": gathered_bytes(work, first, last, gathered + done * work.reduces_last),
             "activations": stored * (1 - done / number) + embedded,
             "recomputed": recomputed(work) * working,
             "gradients of activations": in_mlp * working,
@@ -83,20 +88,29 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     loss = {**step, "gathered parameters": gathered_bytes(work, first, last, 1)}
     loss |= {"activations": stored + embedded + norms, "loss": loss_bytes(work) * last}
     loss |= {} if fresh_gradients(work) else {"gradients": states["gradients"]}
+    both = whole + reducing
     moments = {
         "loss": loss,
         "backward of the first block": backward(0, 2, True, down),
-        "backward of the second block": backward(min(1, number - 1), 2, True, down + reducing),
-        "reduction of the first block": backward(1, 2, False, whole + reducing),
-        "reduction of the last block but one": backward(max(number - 2, 0), 2, False, whole + reducing),
-        "backward of the last block": backward(number - 1, 1, True, down + reducing),
-        "update": {
-            **always,
-            "gradients": states["gradients"],
-            "fields": fields,
-            "batches on their way": step["batches on their way"],
-            "matrix made orthogonal": orthogonal_bytes(work),
-        },
+        "backward of the second block": backward(min(1, number - 1), 2, True, down + meanwhile),
+    }
+    if not work.reduces_last:
+        moments["reduction of the first block"] = backward(1, 2, False, both)
+        moments["reduction of the last block but one"] = backward(max(number - 2, 0), 2, False, both)
+    moments["backward of the last block"] = backward(number - 1, 1, True, down + meanwhile)
+    if work.reduces_last:
+        moments["reduction after the pipeline"] = {
+            **step,
+            "gathered parameters": gathered_bytes(work, first, last, number),
+            "gradients": states["gradients"] / (number if fresh_gradients(work) else 1),
+            "gradients being reduced": reducing,
+        }
+    moments["update"] = {
+        **always,
+        "gradients": states["gradients"],
+        "fields": fields,
+        "batches on their way": step["batches on their way"],
+        "matrix made orthogonal": orthogonal_bytes(work),
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Memory(used, host_bytes(work, states))
@@ -169,14 +183,15 @@ def weight_copies(work: Workload, first: bool, last: bool) -> float:
 
 
 def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> float:
-    """FSDP: `blocks` blocks, and all the time what is in no block; "never" keeps all blocks.
+    """FSDP: `blocks` blocks, and all the time what is in no block; "never" keeps all blocks, and so does a
+    pipeline.
 
-    In the backward pass two: one computes while the next is gathered.
+    In the backward pass two: one computes while the next is gathered. Those before stay in a pipeline.
     """
     if not work.uses_fsdp:
         return 0
     (block, number), (rest, _) = stage_shapes(work, first, last)
-    alive = number if work.reshard == "never" else min(blocks, number)
+    alive = number if work.reshard == "never" or work.stays_gathered else min(blocks, number)
     return work.itemsize * (alive * padded(block, work.fsdp_ranks) + padded(rest, work.fsdp_ranks))
 
 
@@ -197,19 +212,22 @@ def gradients_alive(work: Workload, done: int) -> int:
     """Number of blocks with gradients, when `done` have passed their backward pass."""
     if not fresh_gradients(work):
         return work.rank_layers
-    return max(done, 0)
+    return 0 if work.reduces_last else max(done, 0)
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
-    """Bytes of a stage's unsharded gradients while batches accumulate: its micro-batches exchange nothing.
+    """Bytes of a stage's unsharded gradients, which its micro-batches add up and exchange after the last.
 
     Without a pipeline FSDP reduces and scatters the gradients of every pass.
     """
-    if not work.uses_fsdp or work.degrees.pp == 1 or work.reductions == 1:
+    if not work.reduces_last:
         return 0
-    units = stage_shapes(work, first, last)
     itemsize = max(work.reduce_itemsize, work.itemsize)
-    return itemsize * sum(number * count(unit) for unit, number in units)
+    if "ZeroBubble" in work.schedule and work.itemsize < itemsize:
+        # Gradients of weights that are computed by themselves do not reach the sums of FSDP: they are added
+        # up in half precision, too, on the last rank for both of its stages (torch 2.13).
+        itemsize += work.itemsize
+    return itemsize * sum(number * count(unit) for unit, number in stage_shapes(work, first, last))
 
 
 # -- activations
@@ -274,14 +292,14 @@ def recomputed(work: Workload) -> float:
     return 0.0
 
 
-def field_bytes(work: Workload) -> float:
+def field_bytes(work: Workload, last: bool = True) -> float:
     """float32: the states as read, windows of a rollout, and the shards of input, truth and weights, the last
     two kinds of each member.
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
     cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
-    times = 2 if work.degrees.pp > 1 else 1  # what a pipeline's last stage needs is stacked
+    times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
     windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
     whole = work.states_read + work.members * work.history * windows

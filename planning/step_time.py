@@ -277,12 +277,15 @@ def sharding_communication(
         offloaded = exposed_sharding(work, gather + copy, scatter + copy, all_reduce, in_block)
         found["exposed offload"] = offloaded - exposed
     again = gathers_backward(work)
-    gathers = work.passes * (work.rank_layers + again) + work.forecasts * again
+    forwards = work.reductions if work.stays_gathered else work.passes
+    gathers = forwards * work.rank_layers + (work.passes + work.forecasts) * again
     return found, gathers * gather + work.rank_layers * (work.reductions * scatter + all_reduce)
 
 
 def gathers_backward(work: Workload) -> int:
     """Blocks that each pass gathers again in its backward."""
+    if work.stays_gathered:
+        return 0
     return {"default": work.rank_layers - 1, "always": work.rank_layers, "never": 0}[work.reshard]
 
 
@@ -291,11 +294,16 @@ def exposed_sharding(
 ) -> float:
     """Seconds that nothing hides of a step's gathers and reductions, given those of a block.
 
-    Gradients are reduced and scattered in every pass, and all-reduced over replicas (HSDP) in the last.
+    Gradients are reduced and scattered in every pass, and all-reduced over replicas (HSDP) in the last. Those
+    of a pipeline are reduced after the last micro-batch of a batch, when nothing is left to hide it.
     """
     forward, backward = in_block
     layers, again = work.rank_layers, gathers_backward(work)
     in_forward = gather + (layers - 1) * max(gather - forward, 0.0)  # nothing hides the first
+    if work.reduces_last:
+        through = work.reductions if work.stays_gathered else work.passes
+        gathered = through * in_forward + work.passes * again * max(gather - backward, 0.0)
+        return gathered + work.reductions * layers * (scatter + all_reduce)
     # A pass gathers and reduces on the same network; nothing hides the last reduction of a step.
     both = (gather if again else 0.0) + scatter
     reducing = layers * max(both + all_reduce - backward, 0.0) + scatter + all_reduce

@@ -81,6 +81,18 @@ class Workload:
         return self.accumulation * self.gradient_steps
 
     @property
+    def reduces_last(self) -> bool:
+        """True if FSDP adds up unsharded gradients and reduces them after a batch's last micro-batch: torch's
+        PipelineStage tells it so, and to keep the parameters that backward has gathered.
+        """
+        return self.uses_fsdp and self.degrees.pp > 1
+
+    @property
+    def stays_gathered(self) -> bool:
+        """True if FSDP gathers the parameters of a stage once for all micro-batches of a batch."""
+        return self.reduces_last and self.reshard != "always"
+
+    @property
     def forecasts(self) -> int:
         """Times that it goes through the model before, for the states that these steps start from."""
         return self.accumulation * self.micro_batches * (self.rollout_steps - 1)

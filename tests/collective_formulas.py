@@ -10,6 +10,7 @@ from collections import Counter
 
 from parallelisms.collectives import Collective
 from planning.architecture import cut, padded
+from planning.memory import stage_shapes
 from planning.network import Calls, context_collectives, tensor_collectives
 from planning.workload import Workload
 
@@ -19,7 +20,8 @@ FIRST_BUCKET = 2**20  # bytes, of DDP
 def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") -> Calls:
     """All collectives between the data of a step and its gradients, on one rank.
 
-    Covers fsdp, hsdp, tensor and context parallelism together, or a pipeline of one stage a rank alone.
+    Covers fsdp, hsdp, tensor and context parallelism together, or a pipeline of one stage a rank, alone or
+    with fsdp.
     """
     degrees = work.degrees
     if degrees.pp > 1:
@@ -98,10 +100,19 @@ def replicated_gradients(work: Workload) -> Calls:
 
 
 def pipeline_collectives(work: Workload, rank: int) -> Calls:
-    """Each micro-batch goes on to the next stage, its gradient back to the one before."""
+    """Each micro-batch goes on to the next stage, its gradient back to the one before.
+
+    FSDP gathers a stage's parameters before the first of them, and reduces their gradients after the last.
+    """
     size = work.states_at_once * work.rank_tokens * work.model.dim * work.itemsize
-    sends = work.passes * ((rank < work.degrees.pp - 1) + (rank > 0))
-    return Counter({Collective("send", "pp", size): sends})
+    stage = rank // (work.degrees.world // work.degrees.pp)
+    first, last = stage == 0, stage == work.degrees.pp - 1
+    calls = Counter({Collective("send", "pp", size): work.passes * (2 - first - last)})
+    for unit, number in stage_shapes(work, first, last) if work.reduces_last else ():
+        gathered, reduced = (padded(unit, work.fsdp_ranks) * n for n in (work.itemsize, work.reduce_itemsize))
+        calls[Collective("all-gather", "fsdp", gathered)] += number * work.reductions
+        calls[Collective("reduce-scatter", "fsdp", reduced)] += number * work.reductions
+    return calls
 
 
 def times(calls: Calls, number: int) -> Calls:

@@ -66,10 +66,10 @@ def test_the_decision_table_is_what_the_search_finds(decision: Decision):
 
 
 def test_the_layout_of_the_textbook_is_among_the_best():
-    """Within a sixth of the best where each GPU has its own link between nodes."""
+    """Within a fifth of the best where each GPU has its own link between nodes."""
     found = best_layouts(LLAMA, load_cluster("a100-8hdrx64"), number=99)
     (made,) = [p for p in found if p.work.degrees == TEXTBOOK_LAYOUT]
-    assert made.time.total < 7 / 6 * found[0].time.total
+    assert made.time.total < 1.2 * found[0].time.total
 
 
 def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share():

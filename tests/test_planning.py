@@ -79,6 +79,7 @@ def test_flops_of_fused_attention_are_those_that_torch_states():
 
 
 SLOW = pytest.mark.slow  # what differs least from another row
+PIPELINE = {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}  # with FSDP
 LAYOUTS = [
     (1, {}),
     (1, {"activation_checkpoint.mode": "selective"}),
@@ -90,6 +91,11 @@ LAYOUTS = [
     pytest.param(8, {"model.dim": "512", "training.local_batch_size": "1"}, marks=SLOW),
     (4, {"parallelism.context_parallel_degree": "4"}),
     (2, {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}),
+    (4, PIPELINE),
+    (8, PIPELINE | {"training.mixed_precision_param": "bfloat16", "training.global_batch_size": "64"}),
+    pytest.param(4, PIPELINE | {"parallelism.pipeline_parallel_schedule": "GPipe"}, marks=SLOW),
+    pytest.param(4, PIPELINE | {"parallelism.fsdp_reshard_after_forward": "always"}, marks=SLOW),
+    pytest.param(4, PIPELINE | {"activation_checkpoint.mode": "full", "model.dim": "256"}, marks=SLOW),
     pytest.param(1, {"training.rollout_steps": "[4]"}, marks=SLOW),
     pytest.param(8, {"training.rollout_steps": "[1, 3]", "activation_checkpoint.mode": "full"}, marks=SLOW),
     (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
@@ -109,14 +115,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("world, options", LAYOUTS)
 def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
-    """Peak within 4 %, of a rollout 5 %, states exactly; the first stage of a pipeline within 8 %."""
+    """Peak within 4 %, of a rollout 5 %, states exactly; of a pipeline its first stage."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = configuration(**options)
     work = workload_of(config, world, GRID, 7)
     found = stage_memory(work, first=True, last=work.degrees.pp == 1)
     real = dry_run(config, world, global_grid(GRID), 7)
     assert 4 * shard_parameters(work, last=work.degrees.pp == 1) == real.parameters
-    tolerance = 0.08 if work.degrees.pp > 1 else 0.05 if work.rollout_steps > 1 else 0.04
+    tolerance = 0.05 if work.rollout_steps > 1 else 0.04
     assert found.peak == pytest.approx(real.peak["Total"], rel=tolerance)
 
 

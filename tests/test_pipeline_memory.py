@@ -1,0 +1,69 @@
+"""What FSDP keeps unsharded in a pipeline, counted on ranks, against the planner's formulas."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from benchmarks.layout_parity import layout_workload
+from parallelisms.collectives import Collective, Recorder
+from planning.memory import gathered_bytes, pipeline_gradient_bytes
+from tests.parity import Layout, SmallRun, pp
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def unsharded_bytes(stage: nn.Module) -> tuple[int, int]:
+    """Bytes of the whole parameters and of the whole gradients that FSDP has on this rank."""
+    parameters = gradients = 0
+    for module in stage.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            whole = getattr(parameter, "_unsharded_param", None)
+            parameters += whole.untyped_storage().nbytes() if whole is not None else 0
+            for gradient in (parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None):
+                gradients += gradient.nbytes if gradient is not None else 0
+    return parameters, gradients
+
+
+def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collective, int]]:
+    """Unsharded bytes of each of this rank's stages before their reduction, and a step's collectives."""
+    run, found, reduce = SmallRun(layout), [], PipelineStage.perform_reduce_grad
+
+    def counted(stage: PipelineStage, factor: int) -> None:
+        found.append(unsharded_bytes(stage.submod))
+        reduce(stage, factor)
+        assert unsharded_bytes(stage.submod) == (0, 0)
+
+    run.step(0)
+    run.watch = record = Recorder(run.mesh)
+    with patch.object(PipelineStage, "perform_reduce_grad", counted):
+        run.step(1)
+    return found, dict(record.calls)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_stays_unsharded_to_its_last_micro_batch(ranks, schedule: str, dtype: str):
+    """Parameters in the type of matrices, gradients in that of reductions; each gathered and reduced once."""
+    layout = Layout(4, pp(schedule), dtype=dtype)
+    work = layout_workload(layout)
+    found = ranks(4).run(keep_and_reduce, layout, timeout=120)
+    if schedule == "ZBVZeroBubble":  # the first rank has the first stage and the last
+        planned = [(True, True), (False, False)]
+    else:
+        planned = [(True, False), (False, True)]
+    for (stages, calls), ends in zip((found[0], found[2]), planned, strict=True):
+        parameters, gradients = (sum(sizes) for sizes in zip(*stages, strict=True))
+        assert parameters == gathered_bytes(work, *ends, blocks=1)
+        planned_gradients = pipeline_gradient_bytes(work, *ends)
+        assert gradients <= planned_gradients
+        if "ZeroBubble" not in schedule or dtype == "float32" or ends[1]:
+            assert gradients >= (1 if ends != (True, True) else 0.8) * planned_gradients
+        units = work.rank_layers + (2 if ends == (True, True) else 1 if any(ends) else 0)
+        for kind in ("all-gather", "reduce-scatter"):
+            assert sum(number for call, number in calls.items() if call.kind == kind) == units, (kind, calls)
+    assert torch.float32.itemsize == work.reduce_itemsize
