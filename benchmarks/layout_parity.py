@@ -123,15 +123,15 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
     """Whether the collectives of a layout have a closed form here.
 
     Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
-    rollouts, of recomputation that repeats them, of pipelines that are interleaved, combined with more than
-    FSDP or with a loss that communicates, of conserved global means, of adapters, and of conditions with
-    tensor parallelism.
+    rollouts, of recomputation that repeats them, of spectral losses, of pipelines that are interleaved,
+    combined with more than FSDP or with a loss that communicates, of conserved global means, of adapters, and
+    of conditions with tensor parallelism.
     """
     if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
         return False
     if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
         return False
-    if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:
+    if (layout.activation_checkpoint != "none" or layout.spectral) and degrees.cp * degrees.tp > 1:
         return False
     plain = degrees.world == degrees.pp * degrees.dp_shard and layout.loss == "mse"
     return degrees.pp == 1 or (plain and schedule in ("GPipe", "1F1B"))
