@@ -14,9 +14,9 @@ else
         flock 9 || echo "rossby: no locks in $project: one start at a time until .venv is there" >&2
     fi
     if ! is_set_up; then
-        for base in python3 python3.12 python3.11 ''; do
-            [[ -n "$base" ]] || { echo "rossby: Python 3.11 or 3.12 is needed; none is on PATH" >&2; exit 2; }
-            "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break
+        for base in python3 python3.13 python3.14 python3.12 python3.11 ''; do
+            [[ -n "$base" ]] || { echo "rossby: Python 3.11 to 3.14 is needed; none is on PATH" >&2; exit 2; }
+            "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && break
         done
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
         [[ -x "$PYTHON" ]] || "$base" -m venv "$project/.venv"

@@ -79,7 +79,7 @@ def find_obstacle(backend: str, device_type: str, dtype: torch.dtype) -> str:
     if backend in ("cudnn", "flash_attn", *IMPLEMENTATIONS) and device_type != "cuda":
         return f"needs a CUDA device and the run is on {device_type}"
     if backend == "flash_attn" and not _is_installed("flash_attn"):
-        return "the package flash-attn is not installed (pip install flash-attn)"
+        return 'the package flash-attn is not installed (pip install -e ".[gpu]")'
     if backend in IMPLEMENTATIONS and not _is_installed(IMPLEMENTATIONS[backend][1]):
         return f"the package with {IMPLEMENTATIONS[backend][1]} is not installed"
     if device_type == "cuda" and dtype == torch.float32 and backend not in ("auto", "sdpa", "math"):

@@ -22,7 +22,7 @@ try:
     import optuna  # type: ignore[reportMissingImports]
     from optuna.trial import TrialState  # type: ignore[reportMissingImports]
 except ImportError:
-    print("scripts/sweep.py needs Optuna: pip install optuna==5.0.0", file=sys.stderr)
+    print('scripts/sweep.py needs Optuna: pip install -e ".[sweep]"', file=sys.stderr)
     sys.exit(2)
 
 SCORE = "val/loss"  # of metrics.jsonl, the lower the better; "val/rmse/<variable>" if the loss differs

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train", "plan", "forecast", "evaluate"}
@@ -264,16 +267,51 @@ def test_no_error_is_swallowed() -> None:
 
 def test_the_project_is_not_installable() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert tools["setuptools"] == {"packages": [], "py-modules": []}
+    assert tools["setuptools"] == {"packages": [], "py-modules": []}  # dependencies alone are installed
     assert tools["pytest"]["ini_options"]["pythonpath"] == ["."]
     assert "--import-mode=importlib" in tools["pytest"]["ini_options"]["addopts"]
 
 
-def test_versions_are_exact() -> None:
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
-            exact = re.fullmatch(r"[\w.\-\[\],]+==[\w.+!]+", line)
-            assert exact, f"requirements.txt: {line!r}: write name==version"
+def locked(file: str) -> dict[str, str]:
+    """Name -> version of the lines of a lock, all of which are exact."""
+    lines = [line.partition("  #")[0] for line in (ROOT / file).read_text().splitlines()]
+    pairs = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
+    assert all(len(pair) == 2 for pair in pairs), f"{file}: write name==version"
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """Extra -> its requirements; "" has the dependencies of the project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
+
+
+def test_the_locks_are_those_of_the_declared_requirements() -> None:
+    lock = locked("requirements.txt")
+    extras = lock | locked("requirements-extras.txt")
+    direct = {canonicalize_name(requirement.name) for requirement in declared()[""]}
+    assert len(direct) <= 20
+    assert set(list(lock)[: len(direct)]) == direct, "they stand first in requirements.txt"
+    for requirement in chain.from_iterable(declared().values()):
+        if requirement.name != "rossby":
+            version = extras[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), (str(requirement), version)
+
+
+def test_every_import_is_a_declared_requirement() -> None:
+    """Pillow comes with matplotlib, google-crc32c with zarr; mlflow-skinny is mlflow without its pages."""
+    names = {r.name.lower().replace("-", "_") for r in chain.from_iterable(declared().values())}
+    names |= {"pil", "google_crc32c", "mlflow"}
+    for name, path in sources().items():
+        if name.split(".")[0] not in ("tests", "benchmarks"):
+            roots = {found.split(".")[0] for found in imported_names(parsed(path))}
+            foreign = {root for root in roots if root not in sys.stdlib_module_names and not is_ours(root)}
+            assert {root.lower() for root in foreign} <= names, (name, foreign)
+
+
+def is_ours(root: str) -> bool:
+    return (ROOT / root).is_dir() or (ROOT / f"{root}.py").is_file()
 
 
 def test_nothing_depends_on_hugging_face_names() -> None:
