@@ -7,6 +7,8 @@
 --clusters FILE       your own machines, in the same form; as often as you like
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best,
                       grouped where known errors of plans do not tell them apart
+--anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
+                      its measured steps; a configuration with --anchor_seconds S, on the cluster's devices
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --restart_minutes M   from a preemption to the next step (default 30)
@@ -20,12 +22,14 @@ Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 i
 import argparse
 import sys
 
-from command_line import answer_early, own_options, split_options, start
+from command_line import answer_early, load_config, own_options, split_options, start
 
 OPTIONS = own_options(
     cluster="",
     clusters=[],
     layout="configured",
+    anchor="",
+    anchor_seconds=0.0,
     calibrate=False,
     dry_run=False,
     json=False,
@@ -40,11 +44,13 @@ import dataclasses
 import json
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
+from planning.anchor import Anchor, layout_kind, run_record
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import cost_range
 from planning.hardware import Cluster
@@ -59,13 +65,14 @@ from planning.report import (
     time_table,
 )
 from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
+from planning.step_time import step_time
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.config_checks import check
 
 if TYPE_CHECKING:
     from datasets.grid import Grid
 
-LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0}
+LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0, "anchor_seconds": 0.0}
 MOST_RANKS = 4096
 
 
@@ -94,6 +101,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
+    if options.anchor_seconds and not options.anchor:
+        raise ConfigError("--anchor_seconds: name the configuration that took them with --anchor")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
@@ -106,6 +115,8 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if config.lora.enable:
         reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
+    if options.anchor:
+        cluster = anchored(cluster, options)
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(slowest=options.slowest)
@@ -127,6 +138,19 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
         print(f"\n{nowhere}{advice(made, cluster)}")
     return 0 if fitting else 1
+
+
+def anchored(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+    """Return the cluster with the measured run of --anchor. Raises ConfigError."""
+    where, ranks, seconds = Path(options.anchor), cluster.devices, options.anchor_seconds
+    if not seconds:
+        ranks, seconds = run_record(where)
+    config = load_config(
+        ["--job.config_file", str(where if options.anchor_seconds else where / "config.toml")]
+    )
+    work = job(config, ranks)
+    planned = step_time(work, cluster.with_devices(ranks)).total
+    return dataclasses.replace(cluster, anchor=Anchor(options.anchor, layout_kind(work), seconds, planned))
 
 
 def choose_local_batch(config: Config, world: int) -> Config:
@@ -160,7 +184,8 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:
     if plans:
         why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
         found.append("\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work)}"]))
-    return [*found, memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
+    found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
+    return [*found, cluster.anchor.line()] if cluster.anchor else found
 
 
 def advice(made: Plan, cluster: Cluster) -> str:

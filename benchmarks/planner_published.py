@@ -12,6 +12,7 @@ each class go into planning/error_bands.toml, which plan.py prints beside every 
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -24,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import RESULTS, record
 from parallelisms.degrees import Degrees
+from planning.anchor import KINDS, layout_kind
 from planning.architecture import Architecture
 from planning.clusters import load_cluster
-from planning.error_bands import BANDS, CALIBRATED, Band, classes_of
+from planning.error_bands import ANCHORED, BANDS, CALIBRATED, Band, classes_of
 from planning.hardware import Cluster
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
@@ -143,6 +145,7 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "seen": bool(run.get("seen")),
         "framework": next(name for part, name in FRAMEWORKS.items() if part in run["source"]),
         "machine": cluster.device.name,
+        "layout": layout_kind(work),
         "source": run["source"],
         "unlike": run.get("unlike", ""),
         **about(work, cluster),
@@ -196,7 +199,27 @@ def summaries(rows: list[dict[str, Any]]) -> str:
         lines.append(
             summary(f"  {', '.join(name)}", [r for r in held if (r["framework"], r["machine"]) == name])
         )
-    return "\n".join([*lines, summary("all", rows)])
+    lines += [summary("all", rows), *anchored_summaries(rows)]
+    return "\n".join(lines)
+
+
+def anchored_summaries(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a kind of layout: errors with another run of its machine, framework and kind as the anchor."""
+    lines = []
+    for kind in KINDS:
+        if errors := [abs(1 - 1 / factor) for factor in anchored_factors(rows, kind)]:
+            lines.append(f"anchored, {kind}: of {len(errors)} pairs {accuracy(errors)}")
+    return lines
+
+
+def anchored_factors(rows: list[dict[str, Any]], kind: str) -> list[float]:
+    """Seconds as published over seconds as planned and scaled by the other run of each pair."""
+    alike = [row for row in rows if row["layout"] == kind]
+    return [
+        (1 + row["error"]) / (1 + anchor["error"])
+        for row, anchor in itertools.permutations(alike, 2)
+        if all(row[key] == anchor[key] for key in ("machine", "framework"))
+    ]
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> str:
@@ -216,6 +239,10 @@ def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
         for kind in row["classes"]:
             factors.setdefault(kind, []).append(1 + row["error"])
     factors = dict(sorted(factors.items())) | {CALIBRATED: calibrated_factors()}
+    for kind in KINDS:
+        pairs = sorted(anchored_factors(rows, kind))
+        tenth = len(pairs) // 10  # 80 % of the pairs are inside
+        factors[ANCHORED + kind] = pairs[tenth : len(pairs) - tenth]
     return {kind: band(found) for kind, found in factors.items()}
 
 

@@ -104,6 +104,7 @@ class Watchdog:
             return
         status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}
         status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "restart": int(self.attempt)}
+        status["ranks"] = self.world_size
         try:
             write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:

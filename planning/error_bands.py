@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from planning.anchor import layout_kind
 from planning.hardware import Cluster
 from planning.workload import Workload
 
 BANDS = Path(__file__).with_name("error_bands.toml")
 CALIBRATED = "calibrated machines"  # that plan.py --calibrate has measured
+ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
 LONG = 16_384  # tokens of a sample: above it, and with context parallelism, contexts are long
 TF32_PEAK = 300e12  # FLOP/s: Hopper and what came after multiply TF32 faster, an A100 at 156e12
 
@@ -36,6 +38,8 @@ class Band:
 
 def classes_of(work: Workload, cluster: Cluster) -> list[str]:
     """Return all classes that apply: each adds its errors. None for a CPU that is not calibrated."""
+    if cluster.anchor and cluster.anchor.kind == layout_kind(work):
+        return [ANCHORED + layout_kind(work)]
     if cluster.measured:
         return [CALIBRATED]
     if cluster.shared:

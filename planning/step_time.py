@@ -6,7 +6,7 @@ stand between operations and are exposed whole, but for the ring's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import NormalDist
 
@@ -122,6 +122,9 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     # All ranks wait for the one that computes longest.
     busy = sum(term.seconds for term in terms if term.kind == Kind.COMPUTES)
     terms.append(Term("stragglers", (slowest - 1) * busy, Kind.WAITS))
+    if cluster.anchor:
+        factor = cluster.anchor.factor(work)
+        terms = [replace(term, seconds=factor * term.seconds) for term in terms]
     return StepTime(tuple(terms), work.global_batch, inside_all * through + sharding_all)
 
 

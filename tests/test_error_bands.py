@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.planner_published import bands, bands_toml, distance, judged_runs, summaries, table
 from parallelisms.degrees import Degrees
+from planning.anchor import KINDS
 from planning.architecture import Architecture
 from planning.clusters import load_cluster
-from planning.error_bands import BANDS, CALIBRATED, band_line, band_of, classes_of, error_bands
+from planning.error_bands import ANCHORED, BANDS, CALIBRATED, band_line, band_of, classes_of, error_bands
 from planning.workload import Workload
 from tests.test_plan import plan
 
@@ -70,6 +71,7 @@ def test_bands_are_those_of_the_published_runs():
     assert BANDS.read_text(encoding="utf-8") == bands_toml(rows())
     assert error_bands() == bands(rows())
     named = {"language models on A100", "PyTorch on H100", "tensor parallel", "long context"}
+    named |= {ANCHORED + kind for kind in KINDS}
     assert set(error_bands()) == named | {"vision transformers", CALIBRATED}
     for row in rows():
         for kind in row["classes"]:

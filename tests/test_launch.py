@@ -164,7 +164,7 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_
     assert job.end() == 0, job.output
     assert len((run / "starts.jsonl").read_text().splitlines()) == 3 and "resumed from" in job.output
     status = json.loads((run / "status.json").read_text())
-    assert (status["exit_code"], status["step"], status["restart"]) == (0, 60, 2)
+    assert (status["exit_code"], status["step"], status["restart"], status["ranks"]) == (0, 60, 2, 2)
     undisturbed = start_job(config_file, tmp_path / "undisturbed", *options, NGPU="2")
     assert undisturbed.end() == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")

@@ -102,6 +102,26 @@ def test_layouts_that_the_band_does_not_tell_apart_are_a_group():
     assert "these 2 layouts" in groups_line([1, 1, 2]) and "from all others" in groups_line([1, 2])
 
 
+def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
+    """A run's own plan becomes its measured seconds; a layout of another kind stays as it was."""
+    vit1b = Path(__file__).parent.parent / "train_configs" / "vit1b.toml"
+    (tmp_path / "config.toml").write_text(f'extends = "{vit1b}"\n')
+    (tmp_path / "status.json").write_text('{"ranks": 64}\n')
+    seconds = [90.0, 80.0, 50.0, 40.0, 60.0]  # two warm up
+    lines = [json.dumps({"step": n, "step_seconds": each}) for n, each in enumerate(seconds)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "val/loss": 1}']) + "\n")
+    tensor = ("--parallelism.tensor_parallel_degree", "2")
+    before, after = (figures(*extra) for extra in ((), ("--anchor", str(tmp_path))))
+    assert after["step_seconds"] == pytest.approx(50.0)
+    low, high = after["step_seconds_band"]
+    assert 1 < high / low < 1.3 < before["step_seconds_band"][1] / before["step_seconds_band"][0]
+    scaled = sum(after["classes"].values()) / sum(before["classes"].values())
+    assert scaled == pytest.approx(50.0 / before["step_seconds"])
+    assert figures(*tensor)["step_seconds"] == figures(*tensor, "--anchor", str(tmp_path))["step_seconds"]
+    (tmp_path / "status.json").unlink()
+    assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
+
+
 def test_help_fits_a_screen_before_the_keys():
     done = run_plan("--help")
     assert done.returncode == 0 and done.stdout.splitlines().index("[job]") <= 40
