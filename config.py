@@ -388,7 +388,7 @@ class Lora:
     enable: bool = option(
         False,
         "ViT: train low-rank adapters (Hu et al. 2021) of the matrices of checkpoint.initial_load_path; "
-        "docs/adapters.md.",
+        "docs/models.md.",
     )
     rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
     alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")

@@ -6,7 +6,7 @@
 A ViT of two blocks on the demo's weather. Each optimiser has its rate chosen at a batch of 8 from a grid; at
 the larger batches that rate is scaled by a rule (`optimizer.lr_scaling`), and all see as many samples. Scores
 are 72 h RMSE of z300 over persistence's, on all dates of the demo's validation season; printed is what each
-is over the score at 8. The critical batch is that of the run at 8 (docs/batch_and_rate.md), which says how
+is over the score at 8. The critical batch is that of the run at 8 (docs/optimizers.md), which says how
 many times the samples a larger batch should need. `--jobs` runs are started at a time, one a processor with
 OMP_NUM_THREADS=1. Ends with 1 where nothing keeps the score within 3 %.
 """

@@ -1,7 +1,7 @@
 """Activation checkpointing: what a block saves for its backward pass, and what it recomputes.
 
 Sizes are in units of T d: tokens x width numbers of the compute dtype, derived in
-docs/activation_checkpointing.md. A mode replaces `forward` on the instance, or sets how many blocks the model
+docs/speed.md. A mode replaces `forward` on the instance, or sets how many blocks the model
 recomputes as one: no module is wrapped and no name changes.
 """
 

@@ -239,7 +239,7 @@ def unit_bytes(work: Workload) -> float:
 
 
 def block_activations(work: Workload, mode: str) -> float:
-    """Bytes that a block stores between its forward and backward pass (docs/activation_checkpointing.md).
+    """Bytes that a block stores between its forward and backward pass (docs/speed.md).
 
     Tensor parallelism keeps what it gathered: the inputs of qkv and up in mode "none", and the partial sums
     of projection in mode "selective", are of the tokens of all its ranks.

@@ -1,4 +1,4 @@
-"""docs/adding_a_data_source.md: its file is made and described as it says."""
+"""docs/data.md: its file is made and described as it says."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_file_of_the_page_is_described_as_it_shows(tmp_path: Path) -> None:
-    text = (ROOT / "docs/adding_a_data_source.md").read_text()
+    text = (ROOT / "docs/data.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     shown = re.search(r"datasets\.describe winds\.nc.*?\n(.*?)```", text, re.DOTALL)
