@@ -11,46 +11,85 @@ Beside each figure stands what needs no model: the utilisation of the nearest se
 each class go into planning/error_bands.toml, which plan.py prints beside every time.
 """
 
-import dataclasses
 import itertools
 import json
 import math
 import statistics
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import RESULTS, record
 from parallelisms.degrees import Degrees
 from planning.anchor import KINDS, layout_kind
-from planning.architecture import Architecture
+from planning.architecture import Architecture, Shapes
 from planning.clusters import load_cluster
 from planning.error_bands import ANCHORED, BANDS, CALIBRATED, Band, classes_of
 from planning.hardware import Cluster
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 
-# Tokens, D, layers, heads, M; no patches, a head that chooses among the words, heads of keys and values.
-LLAMA_70B = Architecture(
-    8192,
-    8192,
-    80,
-    64,
-    28672,
-    0,
-    128_256,
-    8,
-    vocabulary=128_256,
-    biases=False,
-    qkv_bias=False,
-    learned_position=False,
-    gated=True,
-    causal=True,
-    rotary=True,
-)
+CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
+
+
+@dataclass(frozen=True)
+class LanguageModel(Architecture):
+    """A transformer that reads words: relatives of the ViT with published runs."""
+
+    vocabulary: int = 0  # rows of the table that tokens are looked up in
+    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
+    biases: bool = True  # type: ignore[misc]  # a constant of the ViT
+    gated: bool = False  # an MLP of three matrices (SwiGLU)
+    causal: bool = False
+    rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
+    reads_words: ClassVar[bool] = True
+    # Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks
+    # are compiled, the loss is not (TorchTitan's train.py at the end of 2024).
+    loss_bytes: ClassVar[int] = 36
+
+    @property
+    def heads_of_keys(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def hidden_kept(self) -> float:
+        return self.mlp_dim / self.dim * (3 if self.gated else 2) / 2
+
+    def block(self) -> Shapes:
+        shapes = super().block()
+        return shapes | (self._linear("mlp.gate", self.dim, self.mlp_dim, self.biases) if self.gated else {})
+
+    def first(self) -> Shapes:
+        return {"embedding.weight": (self.vocabulary, self.dim)}
+
+    def attention_flops(self) -> float:
+        return super().attention_flops() / (2 if self.causal else 1)
+
+    def computed_scores(self, attention: str) -> float:
+        """The "math" kernel computes all scores, and masks half of them."""
+        tiled = self.causal and attention != "math"
+        return (1 + CAUSAL_BLOCK / self.tokens) / 2 if tiled else 1.0
+
+    def activation_passes(self, compiled: bool, backward: bool) -> int:
+        """Of GELU, or of SiLU times the other half."""
+        if not self.gated:
+            return super().activation_passes(compiled, backward)
+        if compiled:
+            return 5 if backward else 3
+        return 9 if backward else 5
+
+    def turning_units(self, itemsize: int, compiled: bool) -> float:
+        """Compiled one pass. Uncompiled it is three in complex float32 (16 bytes a value), and RMSNorm is
+        six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much.
+        """
+        turned = 1 + self.heads_of_keys / self.heads
+        uncompiled = (16 * turned + 2 * (36 - 4)) / itemsize
+        return self.rotary * (2 * turned if compiled else uncompiled)
+
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
@@ -107,17 +146,17 @@ def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
 
 def published_model(name: str, tokens: int, models: dict[str, dict[str, Any]]) -> Architecture:
     """Tokens of a language model are looked up, and its head gives one value a word."""
-    if name == "llama3-70b":
-        return dataclasses.replace(LLAMA_70B, tokens=tokens)
-    words = models[name].get("vocabulary", 0)
-    return Architecture(**{"tokens": tokens, "in_features": 0, "out_features": words, **models[name]})
+    model = models[name]
+    if words := model.get("vocabulary"):
+        return LanguageModel(**{"tokens": tokens, "in_features": 0, "out_features": words, **model})
+    return Architecture(tokens=tokens, **model)
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     """Other keys of a run are the workload's own."""
     degrees, own = Degrees(**run.get("degrees", {})), {k: v for k, v in run.items() if k not in ABOUT}
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
-    values = model.tokens * model.out_features * (not model.vocabulary)
+    values = model.tokens * model.out_features * (not model.reads_words)
     return Workload(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)
 
 
@@ -162,7 +201,7 @@ def about(work: Workload, cluster: Cluster) -> dict[str, Any]:
         "float8": work.float8,
         "dtype": work.dtype,
         "checkpointing": work.ac_mode,
-        "language": bool(work.model.vocabulary),
+        "language": work.model.reads_words,
     }
 
 

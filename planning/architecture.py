@@ -5,6 +5,7 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from models.registry import HIDDEN
 
@@ -16,34 +17,58 @@ ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # colum
 
 @dataclass(frozen=True)
 class Architecture:
-    """The ViT of models/vit.py, or a relative of it with published runs to compare the planner with."""
+    """The ViT of models/vit.py. benchmarks/planner_published.py derives language models from it."""
 
     tokens: int  # T
     dim: int  # D
     layers: int
     heads: int
     mlp_dim: int  # M
-    in_features: int  # values of a token that the patch embedding takes; 0: tokens are looked up
+    in_features: int  # values of a token that the patch embedding takes
     out_features: int  # values of a token that the head gives
-    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
-    biases: bool = True
     qkv_bias: bool = True
     qk_norm: bool = False
     learned_position: bool = True
-    gated: bool = False  # an MLP of three matrices (SwiGLU)
-    causal: bool = False
     axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
-    rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
     features: int = 0  # of what shifts and scales the norms of blocks: models/conditioning.py
-    vocabulary: int = 0  # rows of the table that tokens are looked up in
+    biases: ClassVar[bool] = True
+    reads_words: ClassVar[bool] = False
+    loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
 
     @property
+    def heads_of_keys(self) -> int:
+        """Heads of keys, and of values."""
+        return self.heads
+
+    @property
     def qkv_features(self) -> int:
-        return self.dim + 2 * self.head_dim * (self.kv_heads or self.heads)
+        return self.dim + 2 * self.head_dim * self.heads_of_keys
+
+    @property
+    def hidden_kept(self) -> float:
+        """Values that the MLP keeps before its activation, and as many after it, over the width."""
+        return self.mlp_dim / self.dim
+
+    def activation_passes(self, compiled: bool, backward: bool) -> int:
+        """Return the reads and writes of the MLP's hidden values by its activation."""
+        return 3 if backward else 2
+
+    def turning_units(self, itemsize: int, compiled: bool) -> float:
+        """Return the units of rotating queries and keys as models/embeddings.py does.
+
+        Compiled one pass each. Uncompiled, of a value: products 16 bytes, their sums 12, both halves put
+        together 8, and of half precision 12 to float32 and back.
+        """
+        uncompiled = (36 + 12 * (itemsize < 4)) / itemsize
+        return 2 * self.axial * (2 if compiled else uncompiled)
+
+    def computed_scores(self, attention: str) -> float:
+        """Return the fraction of the T x T scores that a kernel of attention computes."""
+        return 1.0
 
     def block(self) -> Shapes:
         """Parameters of one block, by the names of models/vit.py."""
@@ -56,14 +81,10 @@ class Architecture:
         shapes |= self._linear("attention.projection", d, d, self.biases)
         shapes |= {"mlp_norm.weight": (d,), "mlp_norm.bias": (d,)}
         shapes |= self._linear("mlp.up", d, m, self.biases)
-        if self.gated:
-            shapes |= self._linear("mlp.gate", d, m, self.biases)
         return shapes | self._linear("mlp.down", m, d, self.biases)
 
     def first(self) -> Shapes:
         """Parameters before the first block."""
-        if self.vocabulary:
-            return {"embedding.weight": (self.vocabulary, self.dim)}
         shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
         if self.learned_position:
             shapes["position.embedding"] = (self.tokens, self.dim)
@@ -100,8 +121,8 @@ class Architecture:
         return sum(2.0 * self.tokens * math.prod(shape) for shape in self.block().values() if len(shape) == 2)
 
     def attention_flops(self) -> float:
-        """FLOPs of one sample and block, forward: two products of T x T x D; causal attention needs half."""
-        return 4 * self.tokens**2 * self.dim / (2 if self.causal else 1)
+        """FLOPs of one sample and block, forward: two products of T x T x D."""
+        return 4 * self.tokens**2 * self.dim
 
     def block_flops(self) -> float:
         """FLOPs of one sample and block, forward."""

@@ -25,10 +25,6 @@ ITERATIONS = 5  # of Newton and Schulz: training/optimizers/muon.py, which takes
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
 # too; each is then transposed for the gradient of weights (1 + 1).
 FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
-# Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks are
-# compiled, the loss is not (TorchTitan's train.py at the end of 2024).
-CROSS_ENTROPY = 36
-CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
 # Reads and writes of the predicted float32 fields of a sample, as training/objective.py makes them, operator
 # by operator: normalising two dates 15, the change 5, weights 8, inputs 2, patches of three 6, loss 9 and its
 # gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
@@ -124,8 +120,7 @@ def attention_time(work: Workload, rates: Rates, backward: bool) -> float:
     model, tp, cp = work.model, work.degrees.tp, work.degrees.cp
     shape = (work.states_at_once, max(model.heads // tp, 1), model.tokens, model.head_dim)
     seconds = rates.attention_seconds(*shape, work.dtype, backward, work.attention) / cp
-    tiled = model.causal and work.attention != "math"  # which computes all scores, and masks half of them
-    return seconds * (1 + CAUSAL_BLOCK / model.tokens) / 2 if tiled else seconds
+    return seconds * model.computed_scores(work.attention)
 
 
 def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]]:
@@ -135,8 +130,9 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
     which are sums over tokens, and the gradients of q, k and v put together.
     """
     hidden = work.model.mlp_dim / work.model.dim
-    gelu = hidden * gate_passes(work, backward)
-    turned = (rotary_units(work) + axial_units(work)) * (2 if backward and not work.compiled else 1)
+    gelu = hidden * work.model.activation_passes(work.compiled, backward)
+    turned = work.model.turning_units(work.itemsize, work.compiled)
+    turned *= 2 if backward and not work.compiled else 1
     if work.compiled and not backward:  # a sum and the norm after it in one pass
         return [("layer_norm", 8.0 + turned), ("gelu", gelu)]
     if not backward:
@@ -146,37 +142,6 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
         return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", biases)]
     adds = [("layer_norm_backward", 6.0 + turned), ("add", 6.0), ("gelu_backward", gelu)]
     return [*adds, ("sum", biases), ("copy", 12.0)]
-
-
-def axial_units(work: Workload) -> float:
-    """Units of rotating queries and keys as models/embeddings.py does.
-
-    Compiled one pass each. Uncompiled, of a value: products 16 bytes, their sums 12, both halves
-    put together 8, and of half precision 12 to float32 and back.
-    """
-    uncompiled = (36 + 12 * (work.itemsize < 4)) / work.itemsize
-    return 2 * work.model.axial * (2 if work.compiled else uncompiled)
-
-
-def rotary_units(work: Workload) -> float:
-    """Units of rotating queries and keys.
-
-    Compiled one pass. Uncompiled it is three in complex float32 (16 bytes a value), and RMSNorm
-    is six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much.
-    """
-    model = work.model
-    turned = 1 + (model.kv_heads or model.heads) / model.heads
-    uncompiled = (16 * turned + 2 * (36 - 4)) / work.itemsize
-    return model.rotary * (2 * turned if work.compiled else uncompiled)
-
-
-def gate_passes(work: Workload, backward: bool) -> float:
-    """Reads and writes of the MLP's hidden values: GELU's, or those of SiLU times the other half."""
-    if not work.model.gated:
-        return 3 if backward else 2
-    if work.compiled:
-        return 5 if backward else 3
-    return 9 if backward else 5
 
 
 def elementwise_time(work: Workload, rates: Rates, backward: bool) -> float:
@@ -230,8 +195,8 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
     if model.in_features:
         matmul += linear_time(work, rates, "patch_embedding", backward=False)
     norm = rates.elementwise_seconds(unit_bytes(work) * (3 if backward else 2), work.dtype)
-    logits = rank_rows(work) * model.out_features / work.degrees.tp if model.vocabulary and backward else 0
-    loss = rates.elementwise_seconds(CROSS_ENTROPY * logits, work.dtype)
+    outputs = backward * rank_rows(work) * model.out_features / work.degrees.tp
+    loss = rates.elementwise_seconds(model.loss_bytes * outputs, work.dtype)
     return Times({"matmul": matmul, "elementwise": norm + loss})
 
 

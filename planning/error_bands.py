@@ -45,7 +45,7 @@ def classes_of(work: Workload, cluster: Cluster) -> list[str]:
     if cluster.shared:
         return []
     found = {
-        "vision transformers": not work.model.vocabulary,
+        "vision transformers": not work.model.reads_words,
         "long context": work.degrees.cp > 1 or work.model.tokens > LONG,
         "tensor parallel": work.degrees.tp > 1,
     }

@@ -245,7 +245,7 @@ def block_activations(work: Workload, mode: str) -> float:
     of projection in mode "selective", are of the tokens of all its ranks.
     """
     model, s, tp = work.model, unit_bytes(work), work.degrees.tp
-    hidden = model.mlp_dim / model.dim * (3 if model.gated else 2) / 2  # before GELU; again after it
+    hidden = model.hidden_kept  # before GELU; again after it
     qkv = model.qkv_features / model.dim
     sums = 4 * work.states_at_once * model.heads / tp * work.rank_tokens * tp  # log-sum-exp of attention
     if mode == "full":

@@ -62,7 +62,7 @@ def kv_heads_sent(work: Workload) -> int:
     shares each among several queries), but one at least for each rank that heads are dealt out to.
     """
     ranks = work.degrees.tp * (work.degrees.cp if work.method == "ulysses" else 1)
-    return max(work.model.kv_heads or work.model.heads, ranks)
+    return max(work.model.heads_of_keys, ranks)
 
 
 # -- how long they take

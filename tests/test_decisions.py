@@ -1,11 +1,12 @@
 """The table of decisions in docs/planning.md against `plan.py --layout auto`; the mission's figures."""
 
+import tomllib
 from typing import NamedTuple
 
 import pytest
 
 from benchmarks.mission_figures import main as mission_figures
-from benchmarks.planner_published import LLAMA_70B
+from benchmarks.planner_published import RUNS, published_model
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.clusters import load_cluster
@@ -16,6 +17,7 @@ from planning.workload import Workload
 from tests.planned import ROOT
 
 TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)
+LLAMA_70B = published_model("llama3-70b", 8192, tomllib.loads(RUNS.read_text(encoding="utf-8"))["models"])
 LLAMA = Workload(LLAMA_70B, Degrees(dp_shard=64), 1, 128, compiled=True)
 
 

@@ -1,13 +1,20 @@
 """Published runs by machine and framework, what copying a neighbour gives, and bands beside every time."""
 
-import dataclasses
 import re
 import statistics
 from functools import cache
 
 import pytest
 
-from benchmarks.planner_published import bands, bands_toml, distance, judged_runs, summaries, table
+from benchmarks.planner_published import (
+    LanguageModel,
+    bands,
+    bands_toml,
+    distance,
+    judged_runs,
+    summaries,
+    table,
+)
 from parallelisms.degrees import Degrees
 from planning.anchor import KINDS
 from planning.architecture import Architecture
@@ -17,7 +24,7 @@ from planning.workload import Workload
 from tests.test_plan import plan
 
 VIT = Architecture(4096, 1536, 48, 24, 6144, 8704, 8704)
-WORDS = dataclasses.replace(VIT, vocabulary=32_000)
+WORDS = LanguageModel(4096, 1536, 48, 24, 6144, 0, 32_000, vocabulary=32_000)
 A100, H100 = load_cluster("a100x8"), load_cluster("h100x8")
 
 
