@@ -9,7 +9,10 @@ last column is the value that was computed when the row was written.
 import math
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import text_table
 from parallelisms.degrees import Degrees

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+FOLDER_VARIABLE = "ROSSBY_RESULTS"  # environment variable: the folder to record in, in place of results/
 
 
 def record(benchmark: str, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
-    """Appends `rows` to results/<benchmark>.jsonl; `packages`: whose versions matter beside torch's."""
-    append(RESULTS / f"{benchmark}.jsonl", rows, packages)
+    """Append `rows` to <benchmark>.jsonl in the folder ROSSBY_RESULTS, or in results/ without it.
+
+    packages: distributions of which the versions are recorded, in addition to torch's.
+    """
+    append(Path(os.environ.get(FOLDER_VARIABLE) or RESULTS) / f"{benchmark}.jsonl", rows, packages)
 
 
 def append(path: Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
-    """As `record`, to any file."""
+    """Append `rows` to the file `path`, as `record` does."""
     here = where(packages)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -27,7 +31,7 @@ def append(path: Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None
 
 
 def where(packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Versions and hardware, now."""
+    """Return the versions and the hardware at this moment."""
     found = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
@@ -42,7 +46,7 @@ def where(packages: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name where Linux says it."""
+    """Return the processor's name where Linux gives it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (text.split(":")[1].strip() for text in lines if text.startswith("model name"))
     return next(names, platform.machine())
