@@ -161,7 +161,7 @@ def test_math_attention_moves_its_scores():
 
 
 def test_math_attention_computes_what_a_mask_hides():
-    reader = LanguageModel(**vars(MODEL) | {"in_features": 0, "vocabulary": 1})
+    reader = LanguageModel(4096, 1536, 48, 24, 6144, 0, 8704, vocabulary=8704)
     models = (reader, dataclasses.replace(reader, causal=True))
     works = [WORK.replace(attention="math", model=model) for model in models]
     times = [step_time(work, A100).classes["attention"] for work in works]
