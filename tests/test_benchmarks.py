@@ -20,7 +20,6 @@ RUNS = [
     ("planner_published", [], "anchored, pipeline", (0,)),
     ("saved_activations", ["--dim", "64", "--rounds", "1"], "0 of 12 counts off", (0,)),
     pytest.param("layout_parity", ["fsdp 2, zero-2"], "formulas in 1 of the 1", (0,), marks=SLOW),
-    ("optimizers", ["--layouts", "few", "--ranks", "1", "--dim", "64"], "largest difference", (0,)),
     pytest.param("checkpoint_stall", ["--rounds", "1", "--dim", "64"], "one copy", (0, 1), marks=SLOW),
     pytest.param("convert_killed", ["--trials", "1"], "1 of 1 ended with equal values", (0,), marks=SLOW),
 ]
