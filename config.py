@@ -95,7 +95,15 @@ class Data:
     )
     source: str = option("", "Where the data can be obtained; printed when data.path cannot be read.")
     variables: tuple[str, ...] = option(
-        (), 'Predicted variables, by WeatherBench2 name: ["geopotential:500", "2m_temperature"].'
+        (),
+        "Predicted variables that are input of the next step, by WeatherBench2 name: "
+        '["geopotential:500", "2m_temperature"].',
+    )
+    diagnostic_variables: tuple[str, ...] = option(
+        (), 'Variables that are predicted but no input: ["total_precipitation_6hr"].'
+    )
+    forcing_variables: tuple[str, ...] = option(
+        (), 'Variables that are input of each step but not predicted: ["sea_surface_temperature"].'
     )
     levels: tuple[Positive, ...] = option(
         (), 'Pressure levels in hPa of each variable that is named without one: "temperature".'
@@ -506,6 +514,10 @@ class Forecast:
         -1.0,
         "Perturbation of the initial state of the other members, in standard deviations of the change of a "
         "variable over a step. -1: 0.2, or 0 if the model has noise.",
+    )
+    persist_forcings: bool = option(
+        False,
+        "Leave data.forcing_variables as they are at the initial date. Default: read each step's.",
     )
 
 

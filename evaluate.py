@@ -84,9 +84,9 @@ from verification.evaluation_options import (
 )
 from verification.maps import Land
 from verification.matching import ForecastFields
+from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
 from verification.rollout import Forecast
-from verification.score_plots import describe, plot_bias, plot_by_lead, plot_reliability, plot_spectra
 from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
 
 logger = logging.getLogger("rossby")
@@ -250,12 +250,7 @@ def write(
         card = build_scorecard(first, against, evaluations)
         plot_scorecard(card, folder / "scorecard.png")
         write_scorecard(card, folder / "scorecard.csv")
-    plot_by_lead(evaluations, "rmse", folder / "rmse.png", chosen)
-    if "acc" in scores[first]["metric"]:
-        plot_by_lead(evaluations, "acc", folder / "acc.png", chosen)
-    plot_spectra(evaluations, folder / "spectra.png", chosen)
-    plot_bias(first, evaluations[first], folder / "bias.png", chosen, land)
-    plot_reliability(first, evaluations[first], folder / "reliability.png", chosen)
+    plot_evaluation(evaluations, folder, chosen, land)
 
 
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:

@@ -42,10 +42,10 @@ from checkpoints.trained_weights import (
     load_weights,
 )
 from config import Compile, Config, Float8
-from datasets.field_dataset import channel_names
+from datasets.field_dataset import LaterForcings, channel_names
+from datasets.options import predicted_variables, roles_of, state_variables
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
-from datasets.variables import expand_levels
 from errors import ConfigError, DataError, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
@@ -71,6 +71,7 @@ class Forecaster(Assembly):
     """A trained model on this rank, and what stands between it and physical fields."""
 
     trained: Trained
+    forcing: LaterForcings | None = None  # of dates after the initial one; None: they do not change
 
 
 def forecast(config: Config) -> int:
@@ -90,13 +91,14 @@ def forecast(config: Config) -> int:
 
     # -- the store: made once, then written to by every rank -----------------------------------------
     leads = range(1, settings.num_steps + 1)
+    names = predicted_variables(data)
     index = StoreIndex(
-        selection.variables,
+        names,
         selection.archive.grid,
         selection.archive.times[chosen[:, 0]],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
-        {name: selection.archive.units(name) for name in selection.variables},
+        {name: selection.archive.units(name) for name in names},
     )
     store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), index)
     from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
@@ -163,13 +165,18 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)
-    return Forecaster(**vars(assembly), trained=trained)
+    names, persist = selection.variables, config.forecast.persist_forcings
+    names = names[len(names) - assembly.normalizer.num_forcing :]
+    forcing = LaterForcings(selection.archive, names) if names and not persist else None
+    return Forecaster(**vars(assembly), trained=trained, forcing=forcing)
 
 
 def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     """Return all that determines the bytes of a store, but for the layout (last digits)."""
     dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
+    if roles_of(config.data).forcing:
+        ensemble["persist_forcings"] = config.forecast.persist_forcings
     drawn = {"seed": config.training.seed} if index.num_members > 1 or config.model.noise_dim else {}
     return {
         **trained.identity,
@@ -210,6 +217,7 @@ class InitialStates:
         self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
         size = perturbation_of(config)
         self.seed, self.scale = config.training.seed, size * trained.statistics.change_std
+        self.scale[roles_of(config.data).predicted :] = 0.0  # forcing variables are what they are
         perturbed = size > 0 and config.forecast.num_members > 1
         self.random = RandomFields(selection.archive.grid) if perturbed else None
 
@@ -249,6 +257,7 @@ def forecast_batch(
     """
     normalizer, settings = forecaster.normalizer, config.forecast
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
+    empty[:, forecaster.conditions.hidden.cpu()] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
     start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
@@ -257,17 +266,17 @@ def forecast_batch(
     predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
     members = torch.tensor([member for _, member in batch], device=times.device)
     keys = noise_keys(config.training.seed, 0, times, members)
-    windows = rollout(
-        predict, normalizer, forecaster.conditions, step_seconds, start, times, settings.num_steps, keys
-    )
+    parts = (predict, normalizer, forecaster.conditions, step_seconds)
+    windows = rollout(*parts, start, times, settings.num_steps, keys, forecaster.forcing)
     for lead, window in enumerate(windows, 1):
         state = normalizer.newest(window)
         broken.append(blown_up(state, limit))  # (B, V)
         if writer:
-            writer.write(pairs, lead - 1, normalizer.denormalize(state[rows]))
+            fields = normalizer.denormalize(state[rows])
+            writer.write(pairs, lead - 1, fields[:, normalizer.predicted])
         bar.update()
-    data, names = config.data, expand_levels(config.data.variables, config.data.levels)
-    names = np.array(channel_names(names, data.history, data.step_hours))
+    data = config.data
+    names = np.array(channel_names(state_variables(data), data.history, data.step_hours))
     tables = empty.numpy(), torch.stack(broken).cpu().numpy()  # waits for the device
     return dict(problems_of(batch, *tables, names, data.step_hours))
 

@@ -174,9 +174,9 @@ def job(config: Config, world: int) -> Workload:
 
 
 def num_variables(config: Config) -> int:
-    from datasets.variables import expand_levels
+    from datasets.options import state_variables
 
-    return len(expand_levels(config.data.variables, config.data.levels))
+    return len(state_variables(config.data))
 
 
 def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:

@@ -26,7 +26,8 @@ from errors import ConfigError, without_secrets
 from models.registry import MODELS
 
 LORA = ("rank", "alpha")
-DATA = ("variables", "static_variables", "forcings", "step_hours", "history")
+ROLES = ("variables", "diagnostic_variables", "forcing_variables")
+DATA = ("static_variables", "forcings", "step_hours", "history")
 UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -147,7 +148,7 @@ def meaning(values: Values) -> dict[str, Any]:
     found["lora.enable"] = lora["enable"]
     found |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}
     found |= {f"data.{key}": data[key] for key in DATA}
-    return found | {"data.variables": expand_levels(data["variables"], data["levels"])}
+    return found | {f"data.{key}": expand_levels(data[key], data["levels"]) for key in ROLES}
 
 
 def plain_units(text: str) -> str:

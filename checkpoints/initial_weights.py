@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints.checkpointer import check_together
 from checkpoints.files import MANIFEST, candidates, read_tensors, stored_tensors
-from checkpoints.identity import Identity
+from checkpoints.identity import ROLES, Identity
 from config import Config, Data
 from datasets.field_dataset import channel_names
 from datasets.variables import expand_levels
@@ -51,7 +51,7 @@ class Channels:
     def of(cls, config: dict[str, Any]) -> "Channels":
         """Read them from a configuration; that of an older version may lack keys."""
         data, noise_dim = asdict(Data()) | config["data"], config.get("model", {}).get("noise_dim", 0)
-        outputs = expand_levels(data["variables"], data["levels"])
+        outputs = expand_levels([name for key in ROLES for name in data[key]], data["levels"])
         window = channel_names(outputs, data["history"], data["step_hours"])
         given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
         return cls([*window, *given], outputs)

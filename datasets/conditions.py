@@ -23,6 +23,7 @@ class Conditions(nn.Module):
     static: Tensor
     latitude: Tensor
     longitude: Tensor
+    hidden: Tensor
 
     def __init__(
         self,
@@ -31,11 +32,14 @@ class Conditions(nn.Module):
         grid: Grid,
         noise_dim: int = 0,
         single: Sequence[str] = (),
+        hidden: Sequence[int] = (),
     ) -> None:
         """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`; single: in
-        `models.registry.CHANNELS`.
+        `models.registry.CHANNELS`; hidden: channels of a window that the model is not given: diagnostic
+        variables.
         """
         super().__init__()
+        self.register_buffer("hidden", torch.tensor(hidden, dtype=torch.int64), persistent=False)
         self.single, self.has_lead = tuple(single), "lead_time" in single
         self.forcings = tuple(forcings)
         fields = [standardize(field, area_weights(grid.latitude)) for field in static]
@@ -71,6 +75,8 @@ class Conditions(nn.Module):
 
         `times` are seconds since 1970.
         """
+        if len(self.hidden):
+            window = window.index_fill(1, self.hidden, 0.0)
         # Not len(window): an exported program would keep that number.
         parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
         if self.forcings:

@@ -8,6 +8,7 @@ Shapes: B batch, K dates of a sample, h states of a window, R states that follow
 W longitudes.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -21,6 +22,8 @@ from torch.utils.data import Dataset
 from datasets.archive import Archive
 from datasets.statistics import stream
 from datasets.store_reader import Task
+
+logger = logging.getLogger("rossby")
 
 
 def window_steps(history: int) -> range:
@@ -133,3 +136,25 @@ class FieldDataset(Dataset):
             return fields
         scale, offset = self.scale.to(fields.device), self.offset.to(fields.device)
         return torch.addcmul(offset, fields.float(), scale)
+
+
+class LaterForcings:
+    """Forcing variables of the later dates of a forecast, read when it gets there."""
+
+    def __init__(self, archive: Archive, variables: Sequence[str]) -> None:
+        self.archive, self.variables, self.missing = archive, list(variables), np.datetime64("NaT")
+
+    def __call__(self, step: int, times: Tensor) -> Tensor:
+        """Return (B, F, H, W) float32 of `times` (B,), seconds since 1970, on their device; NaN for dates
+        that the archive lacks.
+        """
+        shape = (len(times), len(self.variables), *self.archive.grid.shape)
+        fields, dates = np.full(shape, np.nan, np.float32), times.cpu().numpy().astype("datetime64[s]")
+        for date in np.unique(dates):
+            position = np.flatnonzero(self.archive.times == date)
+            if len(position):
+                fields[dates == date] = self.archive.read(int(position[0]), self.variables)
+            elif np.isnat(self.missing):
+                self.missing, names = date, ", ".join(self.variables)
+                logger.warning(f"no {names} at {date} in the data: they stay as they are the step before")
+        return torch.from_numpy(fields).to(times.device)

@@ -23,13 +23,22 @@ class Normalizer(nn.Module):
         predict: str,
         history: int = 1,
         conservation: ConservationProjection | None = None,
+        num_diagnostic: int = 0,
+        num_forcing: int = 0,
     ) -> None:
-        """conservation: of outputs, if the model has some (model.conserve)."""
+        """conservation: of outputs, if the model has some (model.conserve). num_diagnostic, num_forcing:
+        variables of these roles (datasets.options.Roles), which are the last ones.
+        """
         super().__init__()
+        num_predicted = len(statistics.mean) - num_forcing
+        self.diagnostic = slice(num_predicted - num_diagnostic, num_predicted)
+        self.predicted, self.forcing = slice(num_predicted), slice(num_predicted, len(statistics.mean))
+        self.num_diagnostic, self.num_forcing = num_diagnostic, num_forcing
         self.conservation = conservation
         self.predict, self.history = predict, history
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
+        column["change_scale"][self.diagnostic] = 1  # their change is that from the mean, 0
         for name, values in column.items():
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
@@ -40,6 +49,13 @@ class Normalizer(nn.Module):
         mask = torch.isfinite(fields)
         # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
         return (fields - self.mean).div_(self.std).masked_fill_(~mask, 0.0), mask
+
+    def normalize_target(self, truth: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a normalised truth (B, V, H, W), and a mask of the values (bool) that are predicted."""
+        target, mask = self.normalize(truth)
+        if self.num_forcing:
+            mask[..., self.forcing, :, :] = False
+        return target, mask
 
     def normalize_window(self, window: Tensor) -> Tensor:
         """Return a physical window (B, h V, H, W) normalised, with 0 where a value is missing."""
@@ -53,15 +69,33 @@ class Normalizer(nn.Module):
         """Return normalised fields (..., V, H, W) in physical units."""
         return fields * self.std + self.mean
 
-    def advance(self, window: Tensor, output: Tensor) -> Tensor:
+    def advance(self, window: Tensor, output: Tensor, forcing: Tensor | None = None) -> Tensor:
         """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
 
-        In float32: the new state, then all states of this window but the oldest.
+        In float32: the new state, then all states of this window but the oldest. forcing: physical forcing
+        variables (B, F, H, W) of the new state; None, and where a value is missing: they do not change.
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
-            state = self.newest(window) + self.change_scale * state
+            state = self._known_before(self.newest(window)) + self.change_scale * state
+        if self.num_forcing:
+            state = torch.cat([state[:, self.predicted], self._forcing_after(window, forcing)], dim=1)
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
+
+    def _known_before(self, state: Tensor) -> Tensor:
+        """Return a normalised state (B, V, H, W) as the model has it: without diagnostic variables."""
+        if not self.num_diagnostic:
+            return state
+        zeros = torch.zeros_like(state[:, self.diagnostic])
+        return torch.cat([state[:, : self.diagnostic.start], zeros, state[:, self.forcing]], dim=1)
+
+    def _forcing_after(self, window: Tensor, forcing: Tensor | None) -> Tensor:
+        """Return the normalised forcing variables (B, F, H, W) of the state that follows a window."""
+        before = self.newest(window)[:, self.forcing].float()
+        if forcing is None:
+            return before
+        after = (forcing - self.mean[self.forcing]) / self.std[self.forcing]
+        return torch.where(torch.isfinite(after), after, before)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
         """Add to a window's gradient, in place, the share of states that `advance` copies to the next one.
@@ -75,7 +109,9 @@ class Normalizer(nn.Module):
 
     def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
         """Return the output that takes `state` to `target` (B, V, H, W): the inverse of `advance`."""
-        return target if self.predict == "state" else (target - state).div_(self.change_scale)
+        if self.predict == "state":
+            return target
+        return (target - self._known_before(state)).div_(self.change_scale)
 
     @property
     def output_scale(self) -> Tensor:

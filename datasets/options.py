@@ -6,7 +6,7 @@ Standard library and TOML only: the check of a command line imports this module 
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -166,27 +166,59 @@ def check_data(data: Data) -> None:
     if not data.variables:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
-    predicted_variables(data)
+    names = state_variables(data)
     parse_selection(data.select)
     parse_storage_options(data.storage_options)
     for key in ("static_variables", "forcings"):
-        names = list(getattr(data, key))
-        if twice := [name for name in names if names.count(name) > 1]:
-            refuse(f"data.{key}", names, f"{twice[0]!r} is listed twice; name it once")
+        listed = list(getattr(data, key))
+        if twice := [name for name in listed if listed.count(name) > 1]:
+            refuse(f"data.{key}", listed, f"{twice[0]!r} is listed twice; name it once")
     for name in data.static_variables:
-        if name in predicted_variables(data):
-            refuse("data.static_variables", name, "is in data.variables, too; remove one of them")
+        if name in names:
+            refuse("data.static_variables", name, "is among the other variables, too; remove one of them")
     check_region("data.region", data.region)
-    names = ("train_period", "validation_period", "test_period")
-    check_disjoint({f"data.{name}": getattr(data, name) for name in names})
+    periods = ("train_period", "validation_period", "test_period")
+    check_disjoint({f"data.{name}": getattr(data, name) for name in periods})
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
         reason = "give both numbers, or [0, 0] for the grid of the data"
         refuse("data.grid_shape", list(data.grid_shape), reason)
 
 
-def predicted_variables(data: Data) -> list[str]:
-    """Return data.variables, each with its level: "geopotential:500". Raises ConfigError."""
+class Roles(NamedTuple):
+    """Numbers of variables of each role; in a state they follow each other in this order.
+
+    Every variable has a channel in the input and the output of a model, whatever its role: the input of
+    diagnostic variables is 0, and outputs of forcing variables are not used. So a variable may change its
+    role and keep its weights.
+    """
+
+    prognostic: int  # predicted, and input of the next step
+    diagnostic: int = 0  # predicted only
+    forcing: int = 0  # input only
+
+    @property
+    def predicted(self) -> int:
+        return self.prognostic + self.diagnostic
+
+
+def roles_of(data: Data) -> Roles:
+    """Return the roles of `state_variables`. Raises ConfigError."""
+    names = data.variables, data.diagnostic_variables, data.forcing_variables
+    return Roles(*(len(expand_levels(each, data.levels)) for each in names))
+
+
+def state_variables(data: Data) -> list[str]:
+    """Return the variables of a state in the order of `Roles`, each with its level: "geopotential:500".
+
+    Raises ConfigError.
+    """
+    names = [*data.variables, *data.diagnostic_variables, *data.forcing_variables]
     try:
-        return expand_levels(data.variables, data.levels)
+        return expand_levels(names, data.levels)
     except ValueError as error:
-        refuse("data.variables", list(data.variables), str(error))
+        refuse("data.variables", names, str(error))
+
+
+def predicted_variables(data: Data) -> list[str]:
+    """Return the prognostic and diagnostic variables. Raises ConfigError."""
+    return state_variables(data)[: roles_of(data).predicted]

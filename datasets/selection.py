@@ -22,11 +22,18 @@ from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
 from datasets.grid import Grid
-from datasets.options import Region, check_selection, is_whole_day, parse_period, parse_selection
+from datasets.options import (
+    Region,
+    check_selection,
+    is_whole_day,
+    parse_period,
+    parse_selection,
+    state_variables,
+)
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
 from datasets.remote import NO_OPTIONS, Access, is_url, protocol_of
-from datasets.variables import expand_levels, nearest_name
+from datasets.variables import nearest_name
 from errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -146,7 +153,7 @@ def open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
 
 def _open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
     check_forcings(data.forcings)
-    variables = expand_levels(data.variables, data.levels)
+    variables = state_variables(data)
     selection, access, names = parse_selection(data.select), access_of(data), data.static_variables
     simulated_path = _simulated_path(data, variables) if data.path == SIMULATED else ""
     archive = open_archive(simulated_path or data.path, selection, access, data.region)

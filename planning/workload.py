@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from config import Config, Model, Optimizer
-from datasets.options import PREFETCH
+from datasets.options import PREFETCH, state_variables
 from errors import ConfigError
 from models.registry import MODELS, num_channels, num_features
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
@@ -199,7 +199,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
-        arrays=len({name.partition(":")[0] for name in config.data.variables}),
+        arrays=len({name.partition(":")[0] for name in state_variables(config.data)}),
     )
 
 

@@ -15,7 +15,7 @@ import xarray as xr
 
 import forecast
 from checkpoints.files import step_folder
-from datasets.grid import area_weights, global_grid
+from datasets.grid import Grid, area_weights, global_grid
 from errors import UserError
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run
@@ -26,7 +26,8 @@ from tests.started_jobs import write_config
 from tests.test_rollout_training import peak_bytes
 from train import train
 from training.config_checks import load_checked
-from verification.validation_scores import ensemble_errors, spread_skill
+from verification.scores import RegionMeans, date_statistics
+from verification.validation import spread_skill
 
 ROOT = Path(__file__).parent.parent
 NAME = "10m_u_component_of_wind"
@@ -208,9 +209,14 @@ def test_errors_of_members():
     members, truth = generator.normal(size=(2, 4, 3, 6, 5)), generator.normal(size=(2, 3, 6, 5))
     truth[0, 1, 2, 3], truth[1, 2] = np.nan, np.nan
     members[1, 2, 0, 4, 4] = np.nan
-    area = area_weights(np.linspace(90, -90, 6))
-    tensors = [torch.tensor(each) for each in (members, truth, area)]
-    crps, variance = (ensemble_errors(name, *tensors).numpy() for name in ("crps", "variance"))
+    grid = Grid(np.linspace(90, -90, 6), np.arange(5) * 72.0)
+    area, mean = area_weights(grid.latitude), RegionMeans(grid, ["global"])
+    pairs = zip(torch.tensor(members), torch.tensor(truth), strict=True)
+    of_dates = [date_statistics(each, one, None, mean) for each, one in pairs]
+    crps, variance = (
+        np.stack([np.where(there[:, 0], values[row, :, 0], np.nan) for values, there in of_dates])
+        for row in (-2, -1)
+    )
     for b, v in np.ndindex(2, 3):
         cells = np.argwhere(np.isfinite(truth[b, v]))
         weights = [area[i] for i, _ in cells]

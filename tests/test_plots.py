@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from datasets.grid import Grid, global_grid
 from verification import plots
+from verification.details import circumference
 from verification.plots import plot_run
-from verification.validation_scores import Scores
+from verification.validation import Scores
 
 NAMES = ["geopotential:500", "2m_temperature", "a", "b", "leaf_wetness"]
 GRID = global_grid((6, 12))
@@ -61,7 +62,8 @@ def test_spectra_are_drawn_where_rows_go_round_the_globe(tmp_path: Path, drawn: 
     files = plot_run(tmp_path, scores, example, GRID, None)
     truth, forecast = drawn["spectra.png"].axes[0].lines
     energy = np.asarray(truth.get_ydata())
-    assert np.asarray(truth.get_xdata())[energy.argmax()] == 2
+    wavelengths = circumference(GRID.latitude[[1]]) / 2  # of wavenumber 2 at 45 degrees
+    assert np.asarray(truth.get_xdata())[energy.argmax()] == pytest.approx(wavelengths[0] / 1000)
     assert np.asarray(forecast.get_ydata()).max() == pytest.approx(energy.max() / 4)
     assert list(files) == ["loss", "rmse", "maps", "spectra"]
     region = Grid(GRID.latitude, GRID.longitude[:6])

@@ -8,8 +8,8 @@ import pytest
 import xarray as xr
 
 from verification.evaluation import Evaluation
+from verification.plots import draw_published, headline, published
 from verification.report import Gate, shown_leads, table, write_csv, write_netcdf
-from verification.score_plots import draw_published, headline, published
 from verification.score_tables import power_of_units, select, squared, times_metres, variable_names
 
 

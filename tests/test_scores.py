@@ -19,7 +19,6 @@ from verification.scores import (
     date_statistics,
     fair_crps,
     final_scores,
-    mean_squared_error,
     region_weights,
     regions_on,
     statistic_names,
@@ -100,16 +99,6 @@ def test_statistics_are_those_of_a_loop(shape: tuple, missing: bool, members: in
             expected = loop_statistics(forecast[..., v, :, :], truth[v], climatology[v], grid, region)
             found = dict(zip(names, values[:, v, r].tolist(), strict=True))
             assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_global_mean_squared_error_is_that_of_training() -> None:
-    grid = make_grid(7, 8, poles=True)
-    forecast, truth, _ = map(torch.from_numpy, fields(grid))
-    truth[0, 2, 3] = torch.nan
-    values, _ = date_statistics(forecast, truth, None, RegionMeans(grid, ["global"]))
-    rows, _ = region_weights(grid, ["global"])
-    found = mean_squared_error(forecast[None, None], truth[None, None], torch.from_numpy(rows[0]))[0, 0]
-    assert torch.allclose(values[0, :, 0], found, rtol=1e-14)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -13,9 +13,9 @@ from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
+from datasets.options import roles_of, state_variables
 from datasets.selection import Selection
 from datasets.statistics import Statistics
-from datasets.variables import expand_levels
 from models.attention import preferred_backend, use_backend
 from models.lora import apply_lora, count_parameters
 from models.registry import build_model
@@ -81,15 +81,23 @@ def assemble(
     measured. memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
     """
     training, single_numbers = config.training, config.model.conditions
+    roles, num_variables, shape = roles_of(config.data), len(fields.variables), fields.grid.shape
+    diagnostic = num_variables - roles.forcing - np.arange(roles.diagnostic) - 1
+    hidden = (np.arange(config.data.history)[:, None] * num_variables + diagnostic).ravel().tolist()
     conditions = Conditions(
-        fields.static, config.data.forcings, fields.grid, config.model.noise_dim, single_numbers
+        fields.static, config.data.forcings, fields.grid, config.model.noise_dim, single_numbers, hidden
     ).to(device)
-    names = expand_levels(config.data.variables, config.data.levels)
     rows = area_weights(fields.grid.latitude)
+    names = state_variables(config.data)
     conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
-    normalizer = Normalizer(fields.statistics, config.model.predict, config.data.history, conservation)
-    normalizer = normalizer.to(device)
-    num_variables, shape = len(fields.variables), fields.grid.shape
+    normalizer = Normalizer(
+        fields.statistics,
+        config.model.predict,
+        config.data.history,
+        conservation,
+        roles.diagnostic,
+        roles.forcing,
+    ).to(device)
     further = (config.data.history - 1) * num_variables + conditions.num_channels
     meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
     if config.lora.enable:

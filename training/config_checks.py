@@ -5,7 +5,7 @@ Each refusal is one line: key, value, reason, fix. What a technique alone needs 
 
 from command_line import load_config
 from config import Config, Training, Validation, wall_time_seconds
-from datasets.options import check_data, parse_period, predicted_variables
+from datasets.options import check_data, parse_period, predicted_variables, roles_of
 from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
@@ -62,7 +62,7 @@ def _check_training(config: Config) -> None:
         reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
         refuse("training.variable_weights", list(weights), reason)
     _check_loss(config.training)
-    _check_conserved(config, variables)
+    _check_conserved(config, variables[: roles_of(config.data).prognostic])
     _check_ensemble(config)
     wall_time_seconds(config.training.max_wall_time)
 

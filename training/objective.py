@@ -54,7 +54,10 @@ class Objective:
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
-        weights = variable_weights(training.variable_weights, len(normalizer.mean)).to(model.device)
+        given, forcing = training.variable_weights, normalizer.num_forcing
+        weights = variable_weights((*given, *[0.0] * forcing) if given else (), len(normalizer.mean))
+        # The mean is that over the predicted ones.
+        weights = weights.to(model.device) * (len(weights) / (len(weights) - forcing))
         if training.weight_by_change:
             weights = weights * change_weights(normalizer.change_scale.flatten(), self.penalty.power)
         self.variable_weights = weights
@@ -94,7 +97,7 @@ class Objective:
 
     def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
         state = self.normalizer.newest(window)
-        target, mask = self.normalizer.normalize(truth)
+        target, mask = self.normalizer.normalize_target(truth)
         weights = self._weights(target, mask)
         spectral = {"truth": weights.sqrt() * target} if self.spectral_fraction else {}
         weights.mul_(self.normalizer.output_scale.pow(self.penalty.power) / self.members)
@@ -132,7 +135,7 @@ class Objective:
     def loss_of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """Return the loss of whole physical fields of one date: (M, V, H, W) against (1, V, H, W)."""
         activity.progress()  # a validation may take long as long as it gets on
-        target, mask = self.normalizer.normalize(truth)
+        target, mask = self.normalizer.normalize_target(truth)
         scale = self.normalizer.output_scale
         weights = self._weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))
         output = self.normalizer.normalize(predicted)[0].div_(scale)

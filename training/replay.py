@@ -23,6 +23,7 @@ from config import Config
 from datasets.field_dataset import FieldDataset, window_steps
 from datasets.loader import TrainSampler
 from datasets.normalization import Normalizer
+from datasets.options import roles_of
 from models.weather_model import TokenModel
 from parallelisms.parallelize import ParallelModel
 from parallelisms.token_shards import TokenShards
@@ -77,6 +78,7 @@ class Replay:
         self.rows, self.dp_rank = num_places(training, self.at_once) // self.at_once, model.mesh.dp_rank
         weights = np.array(training.rollout_weights or (1.0,) * training.replay_steps)
         self.turn, self.shares_of_turns = 0, shares_of_turns(weights, window[0]).to(model.device)
+        self.num_forcing = roles_of(config.data).forcing
         pinned = model.device.type == "cuda"  # copies do not wait for the device
         self.states = torch.zeros(self.rows, *window, pin_memory=pinned)  # physical
         self.dates = torch.full((self.rows, window[0]), NO_DATE, pin_memory=pinned)
@@ -91,7 +93,10 @@ class Replay:
         state = self.states[self.row].to(fields.device, non_blocking=True).unflatten(1, (history, -1))
         date = self.dates[self.row].to(fields.device, non_blocking=True)
         is_there = (date == times)[:, None, None, None, None]
-        return torch.cat([torch.where(is_there, state, fields[:, :history]), fields[:, history:]], dim=1)
+        window = torch.where(is_there, state, fields[:, :history])
+        if self.num_forcing:
+            window[:, :, -self.num_forcing :] = fields[:, :history, -self.num_forcing :]
+        return torch.cat([window, fields[:, history:]], dim=1)
 
     def weight_targets(self, targets: dict[str, Tensor], relative: bool) -> dict[str, Tensor]:
         """Return targets of the samples that were started last, weighted by `training.rollout_weights`."""

@@ -41,7 +41,7 @@ def forward_backward(
     keys, seed = objective.noise_keys(step, times), torch.initial_seed()
     shares = objective.rollouts.shares(num_steps)
     with span("forecast"):
-        windows = forecast(objective, start, times, num_steps, seed, keys)
+        windows = forecast(objective, start, truths, times, seed, keys)
     first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(first, num_steps)):
@@ -85,11 +85,12 @@ def seed_rollout_step(seed: int, number: int) -> None:
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, start: Tensor, times: Tensor, num_steps: int, seed: int, keys: Tensor
+    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, seed: int, keys: Tensor
 ) -> list[Tensor]:
-    """Return the normalised windows (B M, h V, H, W) that each of `num_steps` steps starts from.
+    """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
-    start (B, h V, H, W): physical, of `times` (B,); keys (B M,): of the noise.
+    start (B, h V, H, W): physical, of `times` (B,); truths (B, R, V, H, W): the states that follow, of which
+    forcing variables are taken; keys (B M,): of the noise.
     """
     numbers = count()
 
@@ -99,7 +100,13 @@ def forecast(
 
     start, times = objective.repeat_members(start), objective.repeat_members(times)
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
-    later = rollout(predict, normalizer, conditions, seconds, start, times, num_steps - 1, keys)
+
+    def forcing(step: int, date: Tensor) -> Tensor:
+        return objective.repeat_members(truths[:, step - 1, normalizer.forcing])
+
+    settings = (predict, normalizer, conditions, seconds)
+    known = forcing if normalizer.num_forcing else None
+    later = rollout(*settings, start, times, truths.shape[1] - 1, keys, known)
     return [normalizer.normalize_window(start), *later]
 
 
@@ -129,6 +136,7 @@ class StepBack:
         self.targets = {name: each.detach() for name, each in targets.items()}
         if later is not None:
             of_state = self.normalizer.newest(later) * self.normalizer.output_scale
+            of_state[:, self.normalizer.forcing] = 0  # these are not from the output
             of_output = objective.meta_model.from_fields(of_state, with_zeros=True)
             self.targets["later"] = self.model.shards.cut_output(of_output)
         self.output_gradients: list[Tensor] = []  # of its own loss, of each micro-batch of a pipeline

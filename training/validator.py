@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
+from datasets.field_dataset import LaterForcings
 from datasets.variables import named_by
 from jobs.heartbeat import span
 from training.best import Best
@@ -21,8 +22,7 @@ from training.samples import Samples
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, fit_baselines
 from verification.rollout import Forecast, model_forecast
-from verification.validation import Example, Validation
-from verification.validation_scores import Scores
+from verification.validation import Example, Scores, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +56,23 @@ class Validator:
         members, data = self.settings.members or config.training.members, config.data
         assembly, seconds = run.assembly, run.objective.step_seconds
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, seconds)
-        self.forecast = model_forecast(*parts, members, config.training.seed)
+        num_forcing, selection = assembly.normalizer.num_forcing, samples.selection
+        names = selection.variables[len(selection.variables) - num_forcing :]
+        forcing = LaterForcings(selection.archive, names) if num_forcing else None
+        self.forecast = model_forecast(*parts, members, config.training.seed, forcing)
         leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
         self.validation = Validation(
             samples.dataset_by_lead("validation", leads, history=data.history),
             leads,
             data.step_hours,
-            area,
+            area.device,
             batch_size,
             data.num_workers,
             part=(mesh.dp_rank, mesh.degrees.dp),
             counts=self.model.is_sample_leader,
             members=members,
+            num_forcing=num_forcing,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
         fitted = samples.dataset_by_lead("train", leads, limit=FIT_SAMPLES)

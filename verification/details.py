@@ -17,7 +17,6 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.grid import Grid
-from errors import DataError
 from verification.matching import Pair
 from verification.score_tables import by_variable
 from verification.scores import RegionMeans
@@ -155,18 +154,19 @@ def wavelengths(degrees_north: np.ndarray, num_longitudes: int) -> np.ndarray:
         return circumference(degrees_north)[:, None] / numbers
 
 
-def mean_over_latitudes(spectrum: xr.DataArray, bands: Sequence[tuple[float, float]]) -> xr.DataArray:
-    """Mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m).
+def mean_over_latitudes(
+    spectrum: xr.DataArray, bands: Sequence[tuple[float, float]] = MIDLATITUDES
+) -> xr.DataArray:
+    """Mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m); over all rows
+    but the poles where no row is inside.
 
     spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` and `wavelength` instead.
     Frequencies run over what all these rows have, and rows are interpolated linearly between their own
-    (WeatherBench2, interpolate_spectral_frequencies). Rows without a value (NaN) are left out. Raises
-    DataError if no row is inside.
+    (WeatherBench2, interpolate_spectral_frequencies). Rows without a value (NaN) are left out.
     """
     north = spectrum.latitude.values
     inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
-    if not inside.any():
-        raise DataError(f"no latitude of the spectrum lies in {list(bands)}")
+    inside = inside if inside.any() else np.abs(north) < 90
     rows = spectrum.isel(latitude=np.flatnonzero(inside)).transpose("latitude", ..., "zonal_wavenumber")
     numbers = np.arange(rows.sizes["zonal_wavenumber"])
     own = numbers / circumference(rows.latitude.values)[:, None]  # (H, K)

@@ -1,7 +1,8 @@
-"""The plots of a run: loss, error against lead time, maps of one date; and what all plots have in common."""
+"""Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps, reliability."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -9,27 +10,56 @@ matplotlib.use("Agg")  # a cluster has no screen
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
+import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from datasets.grid import Grid
-from datasets.variables import short_label
+from datasets.variables import named_by, short_label
 from jobs.journal import read_records
-from verification.details import circumference, zonal_energy_spectrum
+from verification.details import Details, mean_over_latitudes
+from verification.evaluation import Evaluation
 from verification.maps import Land, draw_map, error_colours, field_colours
-from verification.score_tables import squared, times_metres
-from verification.validation import Example
-from verification.validation_scores import Scores, dates_of_leads
+from verification.matching import Pair
+from verification.report import GRAVITY, energy_units
+from verification.score_tables import (
+    dates_of_leads,
+    lead_hours,
+    one_variable,
+    select,
+    units_of,
+    variable_names,
+)
+from verification.validation import Example, Scores
 
 STYLES = {
-    "model": {"color": "C3", "marker": "o", "linewidth": 2},
     "persistence": {"color": "C0", "marker": "s", "linestyle": "--"},
     "damped persistence": {"color": "C2", "marker": "^", "linestyle": "--"},
     "climatology": {"color": "0.4", "linestyle": ":"},
     "training mean": {"color": "0.6", "linestyle": "-."},
 }
+COLOURS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")  # of forecasts that are no baselines
+# Variables that are drawn first; others follow.
+HEADLINE = (
+    "geopotential:500",
+    "temperature:850",
+    "2m_temperature",
+    "mean_sea_level_pressure",
+    "10m_u_component_of_wind",
+    "10m_v_component_of_wind",
+    "wind_vector:850",
+    "specific_humidity:700",
+)
+MAX_PANELS = 7  # and one of the number of dates
 MAX_MAPS = 4
+TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
+PUBLISHED = Path(__file__).with_name("published.csv")
+
+
+# -- what all plots have in common
 
 
 def build_panels(
@@ -46,15 +76,33 @@ def build_panels(
     return figure, list(panels.flat[:count])
 
 
-def label_with(variable: str, units: str) -> str:
-    """ "t2m (K)"; without brackets if the units are unknown."""
-    return f"{short_label(variable)} ({units})" if units else short_label(variable)
-
-
 def save(figure: Figure, target: Path) -> None:
+    """Write a figure as PNG, and close it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     plt.close(figure)
+
+
+def label_with(variable: str, units: str) -> str:
+    """Return "t2m (K)"; without brackets if the units are unknown."""
+    return f"{short_label(variable)} ({units})" if units else short_label(variable)
+
+
+def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str] = ()) -> list[str]:
+    """Return the chosen variables, else at most `most`, the customary ones first."""
+    if wanted := named_by(chosen, names):
+        return wanted
+    first = [name for name in HEADLINE if name in names]
+    return (first + [name for name in names if name not in first])[:most]
+
+
+def style(name: str, number: int) -> dict[str, Any]:
+    """Return the look of a curve: a baseline has its own, a forecast the next colour."""
+    own = STYLES.get(name, {"color": COLOURS[number % len(COLOURS)], "marker": "o"})
+    return {"label": name, "markersize": 3, **own}
+
+
+# -- of a run
 
 
 def plot_run(
@@ -65,79 +113,41 @@ def plot_run(
     land: np.ndarray | None,
     chosen: Sequence[str] = (),
 ) -> dict[str, Path]:
-    """Name -> file of each plot, in `folder`/plots; `example` is what is mapped: see `plot_maps`. chosen:
-    which of its variables, the first ones where none is named.
+    """Write the plots of a run into `folder`/plots; return the file of each by name.
+
+    example: what is mapped, see `plot_maps`. chosen: the variables of maps and spectra, the first ones where
+    none is named.
     """
     date, fields = example
     mapped = {name: fields[name] for name in chosen or list(fields)[:MAX_MAPS]}
     names = ("loss", "rmse", "maps", *(["spectra"] if grid.periodic else []))
     files = {name: folder / f"plots/{name}.png" for name in names}
-    plot_loss(folder / "metrics.jsonl", files["loss"])
-    plot_rmse(scores, files["rmse"])
+    figure, (axes,) = build_panels(1, f"Loss: {folder.name}", size=(8, 4))
+    draw_losses(axes, {"": read_records(folder / "metrics.jsonl")})
+    save(figure, files["loss"])
+    dates = dates_of_leads(scores.num_dates, scores.lead_hours)
+    title = f"{TITLES['rmse']}, validation period: {dates}"
+    plot_by_lead(scores.datasets(), "rmse", scores.variables, title, files["rmse"])
     plot_maps(date, mapped, scores, grid, land, files["maps"])
     if grid.periodic:
-        plot_zonal_energy(date, mapped, scores, grid, files["spectra"])
+        title = f"Zonal energy of a {scores.lead_hours[0]} h forecast from {str(date)[:16]} UTC"
+        spectra = spectra_of_example(mapped, scores, grid)
+        plot_spectra({"forecast": spectra}, title, files["spectra"], list(mapped))
     return files
 
 
-def plot_loss(metrics_file: Path, target: Path) -> None:
-    """Training and validation loss against the step, from metrics.jsonl."""
-    records = read_records(metrics_file)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for key, label, style in (("loss", "training", "-"), ("val/loss", "validation", "o")):
-        points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=f"{label} ({points[-1][1]:.4f} at the end)")
-    title = f"Loss: {target.parent.parent.name}"
-    axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log", title=title)
+def draw_losses(axes: Axes, records_of: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Draw training (lines) and validation loss (points) against the step; lines of metrics.jsonl by run."""
+    for number, (run, records) in enumerate(records_of.items()):
+        for key, label, line in (("loss", "training", "-"), ("val/loss", "validation", "o")):
+            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+            if points:
+                text = f"{run} {label} ({points[-1][1]:.4f} at the end)".strip()
+                colour = f"C{2 * number + (line == 'o')}"
+                axes.plot(*zip(*points, strict=True), line, markersize=4, color=colour, label=text)
+    axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    save(figure, target)
-
-
-def plot_rmse(scores: Scores, target: Path) -> None:
-    """RMSE against lead time, a panel a variable, of model and baselines."""
-    dates = dates_of_leads(scores.num_dates, scores.lead_hours)
-    title = f"Root-mean-square error, validation period: {dates}"
-    figure, panels = build_panels(len(scores.variables), title)
-    for v, (axes, variable) in enumerate(zip(panels, scores.variables, strict=True)):
-        for name, table in scores.rmse.items():
-            axes.plot(scores.lead_hours, table[:, v].tolist(), label=name, **STYLES.get(name, {}))
-        axes.set(title=variable.replace("_", " "), xlabel="lead time (h)", xticks=scores.lead_hours)
-        axes.set_ylabel(f"RMSE ({scores.units[v]})" if scores.units[v] else "RMSE")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
-    save(figure, target)
-
-
-def plot_zonal_energy(
-    date: np.datetime64,
-    fields: dict[str, tuple[np.ndarray, np.ndarray]],
-    scores: Scores,
-    grid: Grid,
-    target: Path,
-) -> None:
-    """Plot spectra of truth and forecast, mean over rows between 30 and 60 degrees of both hemispheres
-    that lack no value; fields as in `plot_maps`.
-    """
-    hours, length = scores.lead_hours[0], torch.from_numpy(circumference(grid.latitude))
-    units = dict(zip(scores.variables, scores.units, strict=True))
-    north = np.abs(grid.latitude)
-    rows = (north >= 30) & (north <= 60) if ((north >= 30) & (north <= 60)).any() else north < 90
-    title = f"Zonal energy of a {hours} h forecast from {str(date)[:16]} UTC"
-    figure, panels = build_panels(len(fields), title)
-    for axes, (variable, pair) in zip(panels, fields.items(), strict=True):
-        for field, label, look in zip(pair, ("truth", "forecast"), ("k-", "C3-"), strict=True):
-            energy = zonal_energy_spectrum(torch.from_numpy(np.asarray(field)), length).numpy()[rows]
-            whole = energy[np.isfinite(energy).all(axis=1)]
-            if len(whole):
-                axes.plot(np.arange(1, whole.shape[1]), whole.mean(axis=0)[1:], look, label=label)
-        axes.set(title=variable.replace("_", " "), xlabel="zonal wavenumber", xscale="log", yscale="log")
-        axes.set_ylabel(times_metres(squared(units[variable])), fontsize=8)
-        axes.grid(alpha=0.3, which="both")
-    panels[0].legend(fontsize=8)
-    save(figure, target)
+    axes.legend(fontsize=8)
 
 
 def plot_maps(
@@ -149,24 +159,243 @@ def plot_maps(
     target: Path,
 ) -> None:
     """Truth, forecast and error from one initial date; fields: variable -> (truth, forecast), each (H, W)."""
-    lead_hours, own_land = scores.lead_hours[0], None if land is None else Land(grid, land)
-    valid = str(date + np.timedelta64(lead_hours, "h"))[:16]
-    title = f"{lead_hours} h forecast for {valid} UTC, from the analysis of {str(date)[:16]} UTC"
+    hours, own_land = scores.lead_hours[0], None if land is None else Land(grid, land)
+    valid = str(date + np.timedelta64(hours, "h"))[:16]
+    title = f"{hours} h forecast for {valid} UTC, from the analysis of {str(date)[:16]} UTC"
     figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
-    units = dict(zip(scores.variables, scores.units, strict=True))
     for row, (variable, (truth, forecast)) in enumerate(fields.items()):
         error, colours = forecast - truth, field_colours(truth, forecast)
-        label = label_with(variable, units[variable])
-        rms = float(np.sqrt(np.nanmean(error**2)))
-        for axes, field, what, span in (
-            (panels[3 * row], truth, f"truth: {label}", colours),
-            (panels[3 * row + 1], forecast, f"forecast: {label}", colours),
-            (
-                panels[3 * row + 2],
-                error,
-                f"forecast - truth (unweighted RMS {rms:.3g})",
-                error_colours(error),
-            ),
-        ):
+        label = label_with(variable, scores.units_of(variable))
+        rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
+        own = zip(
+            panels[3 * row : 3 * row + 3],
+            (truth, forecast, error),
+            (f"truth: {label}", f"forecast: {label}", rms),
+            (colours, colours, error_colours(error)),
+            strict=True,
+        )
+        for axes, field, what, span in own:
             draw_map(axes, grid, field, what, own_land, **span)
+    save(figure, target)
+
+
+def spectra_of_example(
+    fields: dict[str, tuple[np.ndarray, np.ndarray]], scores: Scores, grid: Grid
+) -> xr.Dataset:
+    """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
+    truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
+    details = Details([0], list(fields), grid, 0, "cpu", {name: scores.units_of(name) for name in fields})
+    details.add(Pair(0, 0, forecast, truth, None))
+    spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
+    assert spectra is not None, "the grid does not go round the globe"
+    return spectra
+
+
+# -- scores against lead time
+
+
+def plot_by_lead(
+    scores: Mapping[str, xr.Dataset],
+    metric: str,
+    names: Sequence[str],
+    title: str,
+    target: Path,
+    published: Callable[[str], Mapping[str, pd.DataFrame]] = lambda variable: {},
+) -> None:
+    """A panel a variable of `names`: the metric against the lead time; the last one shows how many dates each
+    lead has. scores: by forecast. published: scores of others by label, drawn in grey.
+    """
+    first = next(iter(scores.values()))
+    figure, panels = build_panels(len(names) + 1, title)
+    draw_dates(panels[-1], scores)
+    for axes, name in zip(panels, names, strict=False):
+        for number, (label, dataset) in enumerate(scores.items()):
+            if name in variable_names(dataset) and metric in dataset["metric"]:
+                draw_by_lead(axes, lead_hours(dataset), select(dataset, metric, name), label, number)
+        draw_published(axes, published(name))
+        label_axes(axes, name, metric, units_of(first, name))
+    handles = {
+        text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    save(figure, target)
+
+
+def draw_by_lead(axes: Axes, hours: Sequence[int], values: Any, label: str, number: int) -> None:
+    """Draw a curve (L,), unless it has no finite value and would be an empty entry of the legend."""
+    if np.isfinite(values).any():
+        axes.plot(np.array(hours) / 24, values, **style(label, number))
+
+
+def draw_dates(axes: Axes, scores: Mapping[str, xr.Dataset]) -> None:
+    """Draw the number of initial dates of each lead."""
+    for number, (label, dataset) in enumerate(scores.items()):
+        draw_by_lead(axes, lead_hours(dataset), dataset["num_dates"], label, number)
+    axes.set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+
+
+def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
+    """Geopotential gets a second axis in geopotential metres."""
+    plain = metric.startswith("acc") or "ratio" in metric
+    axes.set(title=name.replace("_", " "), xlabel="lead time (days)", ylabel="" if plain else units)
+    if not plain:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if units == "m2 s-2" and not plain:
+        scale = (lambda x: x / GRAVITY, lambda x: x * GRAVITY)
+        axes.secondary_yaxis("right", functions=scale).set_ylabel("gpm", fontsize=8)
+
+
+def published(evaluation: Evaluation, variable: str, metric: str) -> dict[str, pd.DataFrame]:
+    """Return label -> published scores of a variable ("geopotential:500") by lead time, from published.csv.
+
+    Only those that are comparable: of the globe, on a grid of the same spacing, in years that include all
+    initial dates.
+    """
+    if evaluation.bias is None or "global" not in evaluation.scores["region"]:
+        return {}
+    spacing = float(np.abs(np.diff(evaluation.bias["latitude"].values)).mean())
+    years = evaluation.by_date["time"].dt.year.values
+    every = pd.read_csv(PUBLISHED, dtype={"year": str})
+    first, last = (every["year"].str.split("-").str[end].astype(int) for end in (0, -1))
+    same_grid = np.isclose(every["grid"].str.split().str[0].astype(float), spacing, rtol=0.02)
+    rows = every[same_grid & (first <= years.min()) & (last >= years.max())]
+    rows = rows.query("variable == @variable and metric == @metric")
+    labels = rows["forecast"] + ", " + rows["grid"] + ", " + rows["year"]
+    return {str(label): own.sort_values("lead_hours") for label, own in rows.groupby(labels, sort=False)}
+
+
+def draw_published(axes: Axes, scores: Mapping[str, pd.DataFrame]) -> None:
+    """Draw published scores in grey, those inside the axes only, which stay as they are."""
+    (west, east), (south, north) = axes.get_xlim(), axes.get_ylim()
+    for number, (label, rows) in enumerate(scores.items()):
+        days = rows["lead_hours"] / 24
+        rows = rows[(days >= west) & (days <= east) & (rows["value"] >= south) & (rows["value"] <= north)]
+        look: dict[str, Any] = {"color": "0.6", "linestyle": "", "marker": "xv+d1"[number % 5]}
+        if len(rows):
+            axes.plot(rows["lead_hours"] / 24, rows["value"], label=label, **look)
+    axes.set(xlim=(west, east), ylim=(south, north))
+
+
+# -- of an evaluation
+
+
+def plot_evaluation(
+    evaluations: Mapping[str, Evaluation], folder: Path, chosen: Sequence[str], land: Land | None
+) -> None:
+    """Write the plots of an evaluation into a folder; of bias and reliability only the first forecast's.
+
+    chosen: variables, those of HEADLINE where none is named.
+    """
+    scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
+    name, first = next(iter(evaluations.items()))
+    for metric in ("rmse", "acc"):
+        if metric in first.scores["metric"]:
+            every = variable_names(first.scores)
+            scored = [each for each in every if np.isfinite(select(first.scores, metric, each)).any()]
+            title = f"{TITLES[metric]}, {describe(evaluations)}"
+            of_others = lambda variable, metric=metric: published(first, variable, metric)  # noqa: E731
+            names, file = headline(scored, chosen=chosen), folder / f"{metric}.png"
+            plot_by_lead(scores, metric, names, title, file, of_others)
+    if spectra := {name: each.spectra for name, each in evaluations.items() if each.spectra is not None}:
+        hours = lead_hours(first_of(spectra))[-1]
+        title = f"Zonal energy at {hours} h, {counts_at(first, hours)}"
+        names = headline(variable_names(first_of(spectra)), 6, chosen)
+        plot_spectra(spectra, title, folder / "spectra.png", names)
+    plot_bias(name, first, folder / "bias.png", chosen, land)
+    plot_reliability(name, first, folder / "reliability.png", chosen)
+
+
+def first_of(spectra: Mapping[str, xr.Dataset]) -> xr.Dataset:
+    return next(iter(spectra.values()))
+
+
+def describe(evaluations: Mapping[str, Evaluation]) -> str:
+    """Return the period and number of dates by lead, for titles; of other forecasts if they differ."""
+    name, first = next(iter(evaluations.items()))
+    times = first.by_date["time"].values
+    counts_of = {
+        name: dates_of_leads(each.scores["num_dates"].values.tolist(), lead_hours(each.scores))
+        for name, each in evaluations.items()
+    }
+    differing = [f"; {other}: {each}" for other, each in counts_of.items() if each != counts_of[name]]
+    return f"{counts_of[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
+
+
+def counts_at(evaluation: Evaluation, hours: int) -> str:
+    """Return the number of initial dates of one lead, for titles."""
+    return f"{int(evaluation.scores['num_dates'].sel(lead_time=np.timedelta64(hours, 'h')))} initial dates"
+
+
+def plot_spectra(spectra: Mapping[str, xr.Dataset], title: str, target: Path, names: Sequence[str]) -> None:
+    """Zonal energy at the longest lead, mean over 30 to 60 degrees of both hemispheres, against the truth's.
+    spectra: `Evaluation.spectra` by forecast.
+    """
+    at_last = {name: each.isel(lead_time=-1) for name, each in spectra.items()}
+    first = first_of(at_last)
+    figure, panels = build_panels(len(names), title)
+    for axes, name in zip(panels, names, strict=True):
+        draw_spectrum(axes, first, "truth", name, {"label": "truth", "color": "k", "linewidth": 1})
+        for number, (label, each) in enumerate(at_last.items()):
+            if name in variable_names(each):
+                draw_spectrum(axes, each, "forecast", name, style(label, number))
+        axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
+        axes.set_ylabel(energy_units(first, name), fontsize=8)
+        axes.invert_xaxis()
+        axes.grid(alpha=0.3, which="both")
+    panels[0].legend(fontsize=8)
+    save(figure, target)
+
+
+def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look: dict[str, Any]) -> None:
+    mean = mean_over_latitudes(one_variable(spectra, name).sel(source=source))
+    if (mean.values[1:] > 0).any():  # others cannot be drawn on logarithmic axes
+        axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
+
+
+def plot_bias(
+    name: str,
+    evaluation: Evaluation,
+    target: Path,
+    chosen: Sequence[str] = (),
+    land: Land | None = None,
+) -> None:
+    """Maps of forecast - truth, mean over the dates, at the longest detailed lead."""
+    assert evaluation.bias is not None
+    bias = evaluation.bias.isel(lead_time=-1)
+    hours = int(bias["lead_time"] / np.timedelta64(1, "h"))
+    names = headline(variable_names(bias), 6, chosen)
+    grid = Grid(bias["latitude"].values, bias["longitude"].values)
+    title = f"Bias of {name} (forecast - truth) at {hours} h, {counts_at(evaluation, hours)}"
+    figure, panels = build_panels(len(names), title, columns=2, size=(7, 3))
+    for axes, variable in zip(panels, names, strict=True):
+        field = one_variable(bias, variable)
+        label = label_with(variable, units_of(bias, variable))
+        draw_map(axes, grid, field.values, label, land, **error_colours(field.values))
+    save(figure, target)
+
+
+def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str] = ()) -> None:
+    """Spread against RMSE of the ensemble mean over lead time, and the ranks of the truth among the members.
+    Nothing for what is no ensemble.
+    """
+    if evaluation.ranks is None:
+        return
+    scores, ranks = evaluation.scores, evaluation.ranks.isel(lead_time=-1)
+    hours = int(ranks["lead_time"] / np.timedelta64(1, "h"))
+    names = headline(variable_names(ranks), 4, chosen)
+    title = f"Ensemble {name}: spread and error, ranks at {hours} h, {describe({name: evaluation})}"
+    figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
+    days = np.array(lead_hours(scores)) / 24
+    for above, below, variable in zip(panels, panels[len(names) :], names, strict=False):
+        for metric, line in (("rmse", "-"), ("spread", "--")):
+            above.plot(days, select(scores, metric, variable), f"C3{line}", label=metric)
+        label_axes(above, variable, "spread", units_of(scores, variable))
+        counts = one_variable(ranks, variable)
+        below.bar(counts["rank"], counts * counts.sizes["rank"], color="0.6")
+        below.axhline(1, color="k", linewidth=0.8)
+        below.set(xlabel="members below the truth", ylabel="frequency (1: reliable)")
+    panels[0].legend()
     save(figure, target)

@@ -15,7 +15,7 @@ import xarray as xr
 
 from datasets.variables import split_name
 from errors import ConfigError
-from verification.details import MIDLATITUDES, mean_over_latitudes
+from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.score_tables import (
     lead_hours,
@@ -62,7 +62,7 @@ def table(
         for lead, count, row, unit in rows:
             hours = int(lead / np.timedelta64(1, "h"))
             lines.append(f"{name:<{width}}{hours:>4} h{count:>9}{_cells(row, metric)}   {unit}".rstrip())
-    lines.append("* the best of its row")
+    lines += ["* the best of its row"] * (len(scores) > 1)
     return "\n".join([*lines, *(f"† {name}: {reason}" for name, reason in caveats.items())])
 
 
@@ -100,7 +100,8 @@ def _range(counts: np.ndarray) -> str:
 def _cells(values: Sequence[float], metric: str) -> str:
     finite = [value for value in values if np.isfinite(value)]
     best = (max if metric in HIGHER_IS_BETTER else min)(finite, default=np.nan)
-    return "".join(f"{value:>19.4g}{'*' if value == best else ' '}" for value in values)
+    stars = ["*" if value == best and len(values) > 1 else " " for value in values]
+    return "".join(f"{value:>19.4g}{star}" for value, star in zip(values, stars, strict=True))
 
 
 def write_netcdf(parts: Mapping[str, xr.Dataset], target: Path) -> None:
@@ -139,9 +140,7 @@ def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
     parts = []
     for variable in variable_names(spectra):
         name, level = split_name(variable)
-        mean = mean_over_latitudes(one_variable(spectra, variable), MIDLATITUDES).isel(
-            frequency=slice(1, None)
-        )
+        mean = mean_over_latitudes(one_variable(spectra, variable)).isel(frequency=slice(1, None))
         rows = mean.drop_vars("level", errors="ignore").rename("energy").to_dataframe().reset_index()
         rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
         rows["wavelength_km"] = rows["wavelength"] / 1000

@@ -29,8 +29,7 @@ from command_line import own_options, split_options
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
-from verification.plots import build_panels, label_with
-from verification.score_plots import headline
+from verification.plots import build_panels, draw_by_lead, draw_losses, headline, label_axes
 
 OPTIONS = own_options(output="")
 KEY = re.compile(r"val/rmse(?:_(?P<baseline>\w+))?/(?P<variable>.+?)(?:@(?P<hours>\d+)h)?")
@@ -184,14 +183,7 @@ def mark(value: float | None, least: float) -> str:
 
 def losses(runs: Sequence[Run]) -> str:
     figure, (axes,) = build_panels(1, "", size=(8.0, 4.0))
-    for number, run in enumerate(runs):
-        for key, look in (("loss", "-"), ("val/loss", "o")):
-            points = [(r["step"], r[key]) for r in run.records if r.get(key) is not None]
-            if points:
-                label = run.name if key == "loss" else None
-                axes.plot(*zip(*points, strict=True), f"C{number % 10}{look}", label=label)
-    axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
-    axes.legend(fontsize=8)
+    draw_losses(axes, {run.name: run.records for run in runs})
     return picture(figure)
 
 
@@ -199,10 +191,11 @@ def rmse_by_lead(tables: dict[str, Any]) -> str:
     names = headline(list(dict.fromkeys(name for table in tables.values() for name in table.variable)), 6)
     figure, panels = build_panels(len(names), "", columns=3)
     for axes, name in zip(panels, names, strict=True):
-        for label, table in tables.items():
+        for number, (label, table) in enumerate(tables.items()):
             own = table[table.variable == name].sort_values("hours")
-            axes.plot(own.hours / 24, own.value, "o-", markersize=3, label=label)
-        axes.set(title=label_with(name, ""), xlabel="lead time (days)", ylabel="RMSE", ylim=(0, None))
+            draw_by_lead(axes, own.hours, own.value, label, number)
+        units = next(iter(own.units.dropna()), "") if len(own) else ""
+        label_axes(axes, name, "rmse", str(units))
     panels[0].legend(fontsize=8)
     return picture(figure)
 

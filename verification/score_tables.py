@@ -40,7 +40,14 @@ def by_variable(
 
 
 # Metrics without units, and those in the square of their variable's.
-PURE = ("acc", "acc_ratio_of_means", "spread_skill_ratio", "unbiased_spread_skill_ratio", "num_dates")
+PURE = (
+    "acc",
+    "acc_ratio_of_means",
+    "spread_skill",
+    "spread_skill_ratio",
+    "unbiased_spread_skill_ratio",
+    "num_dates",
+)
 SQUARES = ("mse", "variance", "anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
 
 
@@ -100,3 +107,12 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     regions = scores["region"].values
     region = "global" if "global" in regions else regions[0]
     return one_variable(scores, variable).sel(metric=metric, region=region)
+
+
+def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
+    """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where the leads differ."""
+    first, last, fewest, most = num_dates[0], num_dates[-1], min(num_dates), max(num_dates)
+    if fewest == most:
+        return f"{first} initial dates"
+    between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
+    return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"

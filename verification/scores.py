@@ -38,35 +38,6 @@ ALL_ROUND: tuple[Interval, ...] = ((0.0, 360.0),)
 ON_THE_LIMIT = 1e-4  # degrees: float32 coordinates, and those made equidistant, miss a limit by less
 
 
-def mean_squared_error(forecast: Tensor, truth: Tensor, area: Tensor) -> Tensor:
-    """Area-weighted mean over the cells that have a truth, in float64: (B, L, V, H, W) twice -> (B, L, V).
-
-    NaN where a field has no cell with a truth. A forecast that is not finite where the truth is gives NaN
-    or inf: a broken forecast must not look like a missing one.
-    """
-    rows = area.double()[:, None]
-    one_by_one = np.ndindex(*truth.shape[:3])
-    errors = [_squared_error(forecast[index], truth[index], rows) for index in one_by_one]
-    return torch.stack(errors).view(truth.shape[:3])
-
-
-def _squared_error(forecast: Tensor, truth: Tensor, rows: Tensor) -> Tensor:
-    """(H, W) twice and weights (H, 1) -> (). One field: 65 at 721 x 1440 are 540 MB an operand in float64."""
-    valid = torch.isfinite(truth)
-    weights = valid * rows
-    squares = torch.where(valid, forecast.double() - truth.double(), 0.0).square()
-    return (weights * squares).sum() / weights.sum()
-
-
-def rmse(squared_errors: Tensor, present: Tensor) -> Tensor:
-    """(n, L, V) errors of single dates -> (L, V): the root of the mean over the dates that have a truth.
-
-    present (n, L, V) is 1 where there is a truth; errors are 0 elsewhere. The root comes after the mean
-    over time (WeatherBench2).
-    """
-    return (squared_errors.sum(dim=0) / present.sum(dim=0)).sqrt()
-
-
 @dataclass(frozen=True)
 class Region:
     """Latitudes (south, north) and longitudes (west, east) in degrees, eastwards from 0."""

@@ -1,38 +1,85 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
 Shapes: B dates, M members of an ensemble (1 of any other forecast), h states of a window
-(datasets/window.py), L leads, V variables, H latitudes, W longitudes, n dates in all.
+(datasets/window.py), L leads, V variables, H latitudes, W longitudes, n dates in all, S statistics.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xarray as xr
 from torch import Tensor
 
 from datasets.field_dataset import FieldDataset, split_sample
 from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
+from verification.report import table
 from verification.rollout import Forecast
-from verification.scores import mean_squared_error, rmse
-from verification.validation_scores import ENSEMBLE, Scores, ensemble_errors
+from verification.score_tables import by_variable, dates_of_leads
+from verification.scores import RegionMeans, date_statistics, statistic_names
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # An initial date, and variable -> (truth, forecast), each (H, W).
 Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
-def truth_of(state: Tensor, truths: Tensor, lead: int) -> Tensor:
-    """A state (B, V, H, W) and its truths (B, L, V, H, W) -> the truth at a lead (B, 1, V, H, W).
+@dataclass
+class Scores:
+    """Scores of a validation: tables (L, V) in physical units by forecast, and the loss of the model.
 
-    Cells missing at the start are left out: persistence has no value there.
+    Of an ensemble `rmse` is its mean's, and `ensemble` has "crps" and "spread_skill" of its members.
     """
-    return torch.where(torch.isfinite(state[:, None]), truths[:, lead : lead + 1], torch.nan)
 
+    variables: Sequence[str]
+    lead_hours: Sequence[int]
+    num_dates: Sequence[int]  # with a truth, a lead
+    units: Sequence[str]
+    rmse: dict[str, Tensor]
+    loss: float
+    ensemble: dict[str, Tensor] = field(default_factory=dict)
 
-def loss_of_date(predicted: Tensor, truth: Tensor, loss: Loss) -> Tensor:
-    """() of fields (M, V, H, W) and (1, V, H, W); 0 where there is no truth."""
-    return torch.where(torch.isfinite(truth).any(), loss(predicted, truth), 0.0)
+    def units_of(self, variable: str) -> str:
+        return self.units[list(self.variables).index(variable)]
+
+    def record(self, step: int) -> dict[str, float]:
+        """The validation object of metrics.jsonl: the first lead under plain names, others with @<hours>h."""
+        record: dict[str, float] = {"step": step, "val/loss": self.loss}
+        suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
+        record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
+        keys = {name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.rmse}
+        tables = {keys[name]: table for name, table in self.rmse.items()} | self.ensemble
+        for key, values in tables.items():
+            for suffix, row in zip(suffixes, values.tolist(), strict=True):
+                record |= {
+                    f"val/{key}/{v}{suffix}": value for v, value in zip(self.variables, row, strict=True)
+                }
+        return record
+
+    def datasets(self) -> dict[str, xr.Dataset]:
+        """Return scores by forecast in the form of `Evaluation.scores`, of the region "global"."""
+        counts = torch.tensor(self.num_dates, dtype=torch.float64)[:, None].expand(-1, len(self.variables))
+        leads = np.array(self.lead_hours, "timedelta64[h]").astype("timedelta64[ns]")
+        units = dict(zip(self.variables, self.units, strict=True))
+        found = {}
+        for name, rmse in self.rmse.items():
+            tables = {"rmse": rmse, "num_dates": counts, **(self.ensemble if name == "model" else {})}
+            coords = {"metric": list(tables), "region": ["global"], "lead_time": leads}
+            coords["num_dates"] = ("lead_time", list(self.num_dates))
+            values = torch.stack([each.double().cpu() for each in tables.values()])[:, None].numpy()
+            dims = ("metric", "region", "lead_time", "variable")
+            found[name] = by_variable(values, dims, self.variables, coords, units)
+        return found
+
+    def table(self) -> str:
+        """RMSE a variable and lead, the best of each row with a star; of an ensemble also its scores."""
+        scores, dates = self.datasets(), dates_of_leads(self.num_dates, self.lead_hours)
+        texts = [table(scores, "rmse", f"validation over {dates}")]
+        model = {"model": scores["model"]}
+        titles = {"crps": "CRPS of the members", "spread_skill": "spread over skill: 1 if reliable"}
+        texts += [table(model, metric, titles[metric]) for metric in self.ensemble]
+        return "\n\n".join(texts)
 
 
 class Validation:
@@ -43,23 +90,25 @@ class Validation:
         dataset: FieldDataset,
         lead_steps: Sequence[int],
         step_hours: int,
-        area: Tensor,
+        device: torch.device,
         batch_size: int,
         num_workers: int = 0,
         part: tuple[int, int] = (0, 1),
         counts: bool = True,
         members: int = 1,
+        num_forcing: int = 0,
     ) -> None:
         """part: which part of the dates is this rank's, of how many; counts: on one rank of each part;
-        members: of the model's forecasts.
+        members: of the model's forecasts; num_forcing: variables that are not scored, the last ones.
         """
-        self.lead_steps, self.step_hours, self.area, self.device = lead_steps, step_hours, area, area.device
-        self.dataset, self.variables, self.num_samples = dataset, dataset.variables, len(dataset)
+        self.lead_steps, self.step_hours, self.device = lead_steps, step_hours, device
+        self.variables = dataset.variables[: len(dataset.variables) - num_forcing]
+        self.dataset, self.num_samples = dataset, len(dataset)
         self.counts, self.history = counts, dataset.samples.shape[1] - len(lead_steps)
-        self.members, self.ensemble = members, ENSEMBLE * (members > 1)
+        self.members, self.mean = members, RegionMeans(dataset.archive.grid, ["global"], device)
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         # One batch ahead: each has the truth at every lead.
-        self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=area.device.type == "cuda")
+        self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=device.type == "cuda")
         self.known: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -67,36 +116,40 @@ class Validation:
         """Scores of the model and the baselines; these are computed the first time only."""
         forecasts = {"model": model, **({} if self.known else baselines)}
         shape = (self.num_samples, len(self.lead_steps), len(self.variables))
-        tables = [*forecasts, *self.ensemble]
-        errors = {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name in tables}
-        losses, present = torch.zeros_like(errors["model"][:, 0, 0]), torch.zeros_like(errors["model"])
+        sums = {name: self._zeros(len(self._statistics(name)), *shape) for name in forecasts}
+        losses, present = self._zeros(self.num_samples), self._zeros(*shape)
         for indices, (fields, times) in zip(
             self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True
         ):
-            # -1: a date that is another rank's
-            mine = [row for row, index in enumerate(indices) if index >= 0]
-            dates = torch.tensor([indices[row] for row in mine], dtype=torch.int64, device=self.device)
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
             window, truths = split_sample(fields, self.history)
             state = fields[:, 0]
             for name, forecast in forecasts.items():
-                start = window if name == "model" else state
-                predicted = forecast(start, times, self.lead_steps)  # (B M, L, V, H, W)
+                predicted = forecast(window if name == "model" else state, times, self.lead_steps)
                 predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, L, V, H, W)
-                for lead in range(len(self.lead_steps)):
-                    truth = truth_of(state, truths, lead)
-                    members = predicted[:, :, lead]  # (B, M, V, H, W)
-                    mean = members.mean(dim=1, keepdim=True)
-                    errors[name][dates, lead] = mean_squared_error(mean, truth, self.area)[mine, 0]
-                    present[dates, lead] = torch.isfinite(truth).any(-1).any(-1)[mine, 0].double()
-                    for table in self.ensemble if name == "model" else ():
-                        of_members = ensemble_errors(table, members, truth[:, 0], self.area)
-                        errors[table][dates, lead] = of_members[mine]
-                if name == "model":
-                    for row in mine:
-                        truth = truth_of(state[row : row + 1], truths[row : row + 1], 0)[0]
-                        losses[indices[row]] = loss_of_date(predicted[row, :, 0], truth, loss)
-        return self._scores(errors, losses, present)
+                for row, date in enumerate(indices):
+                    if date < 0:  # another rank's
+                        continue
+                    for lead in range(len(self.lead_steps)):
+                        # Cells missing at the start are left out: persistence has no value there.
+                        truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
+                        members = predicted[row, :, lead]  # (M, V, H, W)
+                        fields_of = members if len(members) > 1 else members[0]
+                        names, truth_of = slice(len(self.variables)), truth[: len(self.variables)]
+                        fields_of = fields_of[..., names, :, :]
+                        values, there = date_statistics(fields_of, truth_of, None, self.mean)
+                        sums[name][:, date, lead] = torch.where(there, values, 0.0)[..., 0]
+                        present[date, lead] = there[:, 0].double()
+                        if name == "model" and lead == 0 and there.any():
+                            losses[date] = loss(members, truth[None])
+        return self._scores(sums, losses, present)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def _statistics(self, name: str) -> list[str]:
+        """Names of `date_statistics` of a forecast."""
+        return list(statistic_names(False, self.members if name == "model" else 1)[:-1])
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> Example:
@@ -108,30 +161,40 @@ class Validation:
         (window, truths), first = split_sample(fields, self.history), self.lead_steps[:1]
         predicted = forecast(window.to(self.device), times.to(self.device), first)[:, 0].mean(dim=0).cpu()
         pairs = zip(truths[0, 0].numpy(), predicted.numpy(), strict=True)
-        return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=True))
+        return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
 
-    def _scores(self, errors: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:
+    def _scores(self, sums: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:
         """Each date was filled by one rank, so that the sum over ranks adds zeros: the same bits on any
         number.
         """
-        for name, table in errors.items():
-            errors[name] = torch.where(present > 0, table, 0.0)
-        for table in (*errors.values(), losses, present):
+        for values in (*sums.values(), losses, present):
             if not self.counts:
-                table.zero_()  # another rank says the same
-            dist.all_reduce(table)
-        of_ensemble = {name: errors.pop(name).sum(dim=0) / present.sum(dim=0) for name in self.ensemble}
-        tables = {name: rmse(table, present) for name, table in errors.items()}
+                values.zero_()  # another rank has the same
+            dist.all_reduce(values)
+        means = {name: values.sum(dim=1) / present.sum(dim=0) for name, values in sums.items()}  # (S, L, V)
+        rmse = {name: mean[0].sqrt() for name, mean in means.items()}  # the root after the mean over dates
+        self.known |= {name: values for name, values in rmse.items() if name != "model"}
+        ensemble = {}
+        if self.members > 1:
+            of_model = dict(zip(self._statistics("model"), means["model"], strict=True))
+            ensemble["crps"] = of_model["crps"]
+            ensemble["spread_skill"] = spread_skill(of_model["variance"], rmse["model"], self.members)
         counts = (present > 0).any(-1).sum(dim=0)  # (L,)
-        self.known |= {name: table for name, table in tables.items() if name != "model"}
-        lead_hours = [steps * self.step_hours for steps in self.lead_steps]
         return Scores(
             self.variables,
-            lead_hours,
+            [steps * self.step_hours for steps in self.lead_steps],
             counts.tolist(),
             [self.dataset.archive.units(name) for name in self.variables],
-            {"model": tables["model"], **self.known},
+            {"model": rmse["model"], **self.known},
             (losses.sum() / counts[0]).item(),
-            of_ensemble,
-            self.members,
+            ensemble,
         )
+
+
+def spread_skill(variance: Tensor, rmse: Tensor, num_members: int) -> Tensor:
+    """Spread over skill: 1 where the truth might be one of the members, less where they are too sure.
+
+    variance: the mean over dates and cells of the members' unbiased variance; rmse: of their mean. That of M
+    members errs by sqrt((M + 1) / M) more than that of infinitely many (Fortin et al. 2014).
+    """
+    return ((num_members + 1) / num_members * variance).sqrt() / rmse
