@@ -71,6 +71,7 @@ class Layout:
     members: int = 1  # of each sample, with noise
     lora: bool = False
     conserve: bool = False  # dry mass
+    roles: bool = False  # one variable of each
 
     @property
     def noise_dim(self) -> int:
@@ -134,14 +135,18 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "spectral_fraction": layout.spectral,
         "rollout_steps": (layout.rollout,),
         "steps": 3,
-        "variable_weights": (1.0, 2.0, 0.5),
+        "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],
         "max_norm": 0.5,
     }
     optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
+    names = {"variables": VARIABLES}
+    if layout.roles:
+        keys = ("variables", "diagnostic_variables", "forcing_variables")
+        names = {key: (name,) for key, name in zip(keys, VARIABLES, strict=True)}
     return Config(
-        data=Data(static_variables=("one", "another"), history=layout.history, variables=VARIABLES),
+        data=Data(static_variables=("one", "another"), history=layout.history, **names),
         model=replace(
             Model(dim=32, noise_dim=layout.noise_dim, conserve=("dry_mass",) * layout.conserve), **model
         ),
@@ -454,6 +459,16 @@ HISTORY = {
     "history 3, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=3),
 }
 TABLE |= HISTORY
+ROLES = {
+    "roles, accumulation 2": Layout(1, accumulation=2, roles=True),
+    "roles, fsdp 2 x tp 2": Layout(4, tp(), roles=True),
+    "roles, fsdp 2 x ulysses 2": Layout(4, cp(), roles=True),
+    "roles, history 2, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, history=2, roles=True),
+    "roles, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, roles=True),
+    "roles, crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3, roles=True),
+    "roles, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), rollout=2, roles=True),
+}
+TABLE |= ROLES
 TURNED = {
     "rotary, accumulation 2": Layout(1, accumulation=2, model=ROTARY),
     "rotary, qk norm, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=(*ROTARY, ("qk_norm", True))),

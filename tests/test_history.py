@@ -331,16 +331,24 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
     model, objective = deepcopy(run.model.meta_model).double(), run.objective
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
     static, history = objective.conditions.static.double(), run.layout.history
+    seen, variable_weights = torch.ones(3, 1, 1), torch.tensor((1, 2, 0.5)) / 3
+    if run.layout.roles:  # the second is diagnostic, the third a forcing
+        seen[1], change[1] = 0, std[1]
+        variable_weights = torch.tensor((1, 2, 0)) / 2
     normalised = (fields.double() - mean) / std
     states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
     for number, share in enumerate(shares):
         states = [state.detach() if number <= begin else state for state in states]
-        output = model.predict(torch.cat([*states, static.expand(len(fields), -1, -1, -1)], dim=1))
-        new = output if objective.normalizer.predict == "state" else states[0] + change / std * output
-        states = [new, *states[:-1]]
+        given = [state * seen for state in states]
+        output = model.predict(torch.cat([*given, static.expand(len(fields), -1, -1, -1)], dim=1))
+        new = output if objective.normalizer.predict == "state" else given[0] + change / std * output
         truth = normalised[:, history + number]
+        if run.layout.roles:
+            forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
+            new = torch.cat([new[:, :2], forcing], dim=1)
+        states = [new, *states[:-1]]
         weights = truth.isfinite() * area[:, None]
-        weights = weights / weights.sum((-2, -1), keepdim=True) * torch.tensor((1, 2, 0.5))[:, None, None] / 3
+        weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
         loss = loss + share * (weights * (new - truth.nan_to_num()).square()).sum() / len(fields)
     loss.backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
@@ -355,6 +363,7 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         (Layout(history=3, rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3, unet=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3, roles=True), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
     ],

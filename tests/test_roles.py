@@ -1,0 +1,153 @@
+"""Variables of all roles: what a model sees and predicts, from training to scores."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xarray as xr
+
+import forecast
+from config import Data
+from datasets.archive import open_archive
+from datasets.field_dataset import LaterForcings
+from datasets.options import Roles, check_data, roles_of, state_variables
+from errors import ConfigError
+from evaluate import main as evaluate
+from tests.parity import VARIABLES, Layout, SmallRun
+from tests.sample_archives import weatherbench
+from tests.test_history import CONFIG
+from train import train
+from training.config_checks import load_checked
+
+WIND, RAIN, SEA = "10m_u_component_of_wind", "total_precipitation_6hr", "sea_surface_temperature"
+STEP, LAST = np.timedelta64(6, "h"), 159
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Weather that its forcing drives: w' = w / 2 + f and r' = w - f, f random in time.
+
+    The forcing of the last dates is another one in a second store, and of other dates in a third.
+    """
+    folder, draw = tmp_path_factory.mktemp("roles"), np.random.default_rng(0)
+    axes = {
+        "time": np.datetime64("2020-01-01", "ns") + np.arange(LAST + 1) * STEP,
+        "latitude": np.arange(75.0, -76, -30.0),
+        "longitude": np.arange(0, 360, 45.0),
+    }
+    waves = np.stack([np.sin(np.deg2rad(axes["longitude"])), np.cos(np.deg2rad(axes["longitude"]))])
+    pattern = np.cos(np.deg2rad(axes["latitude"]))[:, None] * waves[:, None]  # (2, H, W)
+    sea = np.einsum("tk,khw->thw", draw.normal(size=(LAST + 1, 2)), pattern)
+    wind, rain = np.zeros_like(sea), np.zeros_like(sea)
+    for t in range(LAST):
+        wind[t + 1], rain[t + 1] = wind[t] / 2 + sea[t], wind[t] - sea[t]
+    fields = {WIND: wind, RAIN: rain, SEA: sea}
+    data = xr.Dataset({name: (tuple(axes), field.astype("f4")) for name, field in fields.items()}, axes)
+    text = CONFIG.format(path=weatherbench(folder, data)).replace("history = 2", "history = 1")
+    roles = f'["{WIND}"]\ndiagnostic_variables = ["{RAIN}"]\nforcing_variables = ["{SEA}"]'
+    text = text.replace('["10m_u_component_of_wind", "10m_v_component_of_wind"]', roles)
+    (folder / "roles.toml").write_text(text)
+    shuffled = data[SEA].copy(data=data[SEA].values[draw.permutation(LAST + 1)])
+    data.assign({SEA: shuffled}).to_zarr(folder / "shuffled.zarr", zarr_format=2)
+    return folder
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return ["--job.config_file", str(folder / "roles.toml"), "--job.dump_folder", str(folder / "run"), *more]
+
+
+def run(arguments: list[str]) -> dict[str, float]:
+    """Train, and return the scores of the validation."""
+    try:
+        train(load_checked(arguments))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    lines = (Path(arguments[3]) / "metrics.jsonl").read_text().splitlines()
+    return next(each for each in map(json.loads, reversed(lines)) if "val/loss" in each)
+
+
+@pytest.fixture(scope="module")
+def scores(folder: Path) -> dict[str, float]:
+    return run(options(folder))
+
+
+def test_a_forcing_is_used_and_not_scored(folder: Path, scores: dict[str, float]) -> None:
+    """With the right forcing errors are small at both leads; with a shuffled one they are not."""
+    assert not any(SEA in key for key in scores)
+    where = ["--job.dump_folder", str(folder / "shuffled"), "--data.path", str(folder / "shuffled.zarr")]
+    shuffled = run([*options(folder)[:2], *where])
+    for name in (WIND, RAIN):
+        for lead in ("", "@12h"):
+            assert scores[f"val/rmse/{name}{lead}"] < 0.3 * shuffled[f"val/rmse/{name}{lead}"]
+
+
+def test_a_diagnostic_variable_is_no_input(one_rank) -> None:
+    run = SmallRun(Layout(roles=True, history=2))
+    window, times = torch.randn(2, 6, 16, 32), torch.zeros(2, dtype=torch.int64)
+    other, conditions = window.clone(), run.objective.conditions
+    other[:, [1, 4]] += 1
+    with torch.no_grad():
+        outputs = [run.model.predict(conditions.append(each, times)) for each in (window, other)]
+        states = [run.objective.normalizer.advance(window, output)[:, :3] for output in outputs]
+    assert torch.equal(*outputs) and torch.equal(*states)
+    other[:, 2] += 1  # the forcing
+    assert not torch.equal(run.model.predict(conditions.append(other, times)), outputs[0])
+
+
+def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monkeypatch) -> None:
+    """Forecasts have the predicted variables, and the scores of the validation; one with the forcing of its
+    initial date does not.
+    """
+    errors = {}
+    for persist in ("false", "true"):
+        path = folder / f"{persist}.zarr"
+        period = ["--forecast.period", '["2020-02-01", "2020-02-08"]', "--forecast.path", str(path)]
+        words = options(folder, *period, "--forecast.persist_forcings", persist)
+        assert forecast.forecast(load_checked(words)) == 0
+        assert set(xr.open_zarr(path).data_vars) == {WIND, RAIN}
+        own = ["--forecast", f"model={path}", "--baselines", "persistence", "--output", str(folder / persist)]
+        monkeypatch.setattr("sys.argv", ["evaluate.py", *options(folder), *own])
+        with pytest.raises(SystemExit) as ended:
+            evaluate()
+        assert not ended.value.code
+        found = xr.open_dataset(folder / persist / "scores.nc").sel(forecast="model", metric="rmse")
+        errors[persist] = found[WIND].isel(region=0).values
+    assert errors["false"][0] == pytest.approx(errors["true"][0])  # the first step has the same forcing
+    assert errors["false"][1] < 0.3 * errors["true"][1]
+    assert errors["false"] == pytest.approx(
+        [scores[f"val/rmse/{WIND}"], scores[f"val/rmse/{WIND}@12h"]], rel=0.2
+    )
+
+
+def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
+    more = ["--checkpoint.interval", "10", "--training.rollout_steps", "[2]", "--lr_scheduler.decay_type"]
+    found = []
+    for name, stops in (("whole", ("20",)), ("resumed", ("10", "20"))):
+        for stop in stops:
+            own = [*options(folder)[:2], "--job.dump_folder", str(tmp_path / name), "--training.steps", stop]
+            found.append(run([*own, *more, "constant", "--metrics.log_freq", "1"]))
+    assert found[0]["val/loss"] == found[2]["val/loss"] != found[1]["val/loss"]
+
+
+def test_later_forcings_are_read_by_date(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    archive = open_archive(str(folder / "shuffled.zarr"))
+    read = LaterForcings(archive, [SEA])
+    dates = torch.from_numpy(archive.times[[3, 3, LAST]].astype(np.int64)) + torch.tensor([0, 0, 21_600])
+    found = read(1, dates).numpy()
+    np.testing.assert_array_equal(found[:2, 0], archive.read_block(3, 4, [SEA])[[0, 0], 0])
+    assert np.isnan(found[2]).all() and "stay as they are" in caplog.text
+
+
+def test_names_of_roles() -> None:
+    data = Data(
+        variables=("temperature",), levels=(500, 850), diagnostic_variables=(RAIN,), forcing_variables=(SEA,)
+    )
+    assert state_variables(data) == ["temperature:500", "temperature:850", RAIN, SEA]
+    assert roles_of(data) == Roles(2, 1, 1) and roles_of(data).predicted == 3
+    with pytest.raises(ConfigError, match=RAIN):
+        check_data(Data(variables=(RAIN,), diagnostic_variables=(RAIN,)))
+    assert len(VARIABLES) == 3
