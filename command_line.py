@@ -275,10 +275,10 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     base, bounds = _unwrap(kind)
     if get_origin(base) is tuple:
         return _convert_list(name, value, get_args(base))
+    if type(value) is str and (name, value) in REMOVED_VALUES:
+        fix = REMOVED_VALUES[name, value]
+        raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
     if get_origin(base) is Literal:
-        if isinstance(value, str) and (name, value) in REMOVED_VALUES:
-            fix = REMOVED_VALUES[name, value]
-            raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
         if value not in get_args(base):
             raise ConfigError(f"{name} = {format_value(value)}: {nearest(str(value), get_args(base))}")
         return value

@@ -156,7 +156,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    name: Literal["vit", "unet"] = option("vit", "Architecture; docs/models.md.")
+    name: str = option(
+        "vit", 'Architecture: "vit", "unet", or one of your own, "package.module:build"; docs/models.md.'
+    )
     patch_size: tuple[Width, Width] = option((4, 4), "ViT: latitudes and longitudes of the grid per token.")
     dim: Width = option(192, "ViT: width of the residual stream.")
     num_layers: Layers = option(4, "ViT: number of transformer blocks.")

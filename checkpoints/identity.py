@@ -23,7 +23,7 @@ from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from datasets.variables import expand_levels
 from errors import ConfigError, without_secrets
-from models.registry import MODELS
+from models.registry import registered
 
 LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
@@ -141,7 +141,7 @@ def meaning(values: Values) -> dict[str, Any]:
         return {}
     model, data = values["model"], values["data"]
     found = {"model.name": model["name"]}
-    found |= {f"model.{key}": model[key] for key in MODELS[model["name"]].settings}
+    found |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
     if "model.mlp_dim" in found:
         found["model.mlp_dim"] = model["mlp_dim"] or 4 * model["dim"]
     lora = values["lora"]

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from config import Config, Model, Parallelism
-from errors import refuse
+from errors import nearest, refuse
 
 if TYPE_CHECKING:
     from models.weather_model import WeatherModel
@@ -26,7 +26,7 @@ HALF_LEADS = (1.0, 4.0, 16.0, 64.0)  # steps at which a feature of the lead time
 
 @dataclass(frozen=True)
 class Registered:
-    """An architecture. `builder` is "module.function" in models/, with the arguments of `build_model`'s call.
+    """An architecture. `builder` is "module:function", with the arguments of `build_model`'s call.
 
     splits: ways to shard a sample or the model: "tp", "pp", "tiles", or methods of context parallelism. All
     models have data parallelism, checkpointing of whole blocks and compile.
@@ -51,10 +51,31 @@ class Registered:
 VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "qkv_bias", "qk_norm")
 MODELS = {
     "vit": Registered(
-        "a ViT", "conditioning.build_vit", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
+        "a ViT", "models.conditioning:build_vit", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
     ),
-    "unet": Registered("a U-Net", "unet.build_unet", ("tiles",), (*VIT_KEYS, "conditions"), has_tokens=False),
+    "unet": Registered(
+        "a U-Net", "models.unet:build_unet", ("tiles",), (*VIT_KEYS, "conditions"), has_tokens=False
+    ),
 }
+
+
+def registered(name: str) -> Registered:
+    """Return what is known of a model: an entry of MODELS, or a function "package.module:build" with the
+    arguments of those in models/, which may have attributes `splits` and `has_tokens` (default: none, False).
+
+    Raises ConfigError if there is no such model.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        refuse("model.name", name, f'{nearest(name, MODELS)}; a model of your own is "package.module:build"')
+    try:
+        builder = getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        refuse("model.name", name, f"{error}; name a function of a module on PYTHONPATH")
+    splits, has_tokens = getattr(builder, "splits", ()), getattr(builder, "has_tokens", False)
+    return Registered(f"the model {name}", name, tuple(splits), has_tokens=has_tokens)
 
 
 def build_model(
@@ -67,10 +88,17 @@ def build_model(
     """
     import torch
 
-    module, _, name = MODELS[model.name].builder.rpartition(".")
-    builder = getattr(import_module(f"models.{module}"), name)
+    from models.weather_model import GridModel, TokenModel
+
+    known = registered(model.name)
+    module, _, function = known.builder.partition(":")
     with torch.device("meta"):
-        return builder(num_variables + num_more, num_variables, grid_shape, model, periodic)
+        builder = getattr(import_module(module), function)
+        built = builder(num_variables + num_more, num_variables, grid_shape, model, periodic)
+    if not isinstance(built, kind := TokenModel if known.has_tokens else GridModel):
+        reason = f"returns a {type(built).__name__}, not a {kind.__name__} of models/weather_model.py"
+        refuse("model.name", model.name, reason)
+    return built
 
 
 def num_channels(conditions: Sequence[str]) -> int:
@@ -83,29 +111,29 @@ def num_features(conditions: Sequence[str]) -> int:
 
 def check_model(config: Config) -> None:
     """Raise ConfigError for settings of the model that cannot work, or parallelism that it cannot have."""
-    registered = MODELS[config.model.name]
-    _check_splits(config.parallelism, registered)
-    if registered.has_tokens:
+    known = registered(config.model.name)
+    _check_splits(config.parallelism, known)
+    if known.has_tokens:
         _check_transformer(config.model)
     else:
-        _check_grid_model(config, registered)
+        _check_grid_model(config, known)
     if config.model.conditions:
-        _check_conditions(config, registered)
+        _check_conditions(config, known)
     if config.lora.enable:
         _check_lora(config)
 
 
-def _check_splits(parallelism: Parallelism, registered: Registered) -> None:
-    method = "tiles" if "tiles" in registered.splits else parallelism.context_parallel_method
+def _check_splits(parallelism: Parallelism, known: Registered) -> None:
+    method = "tiles" if "tiles" in known.splits else parallelism.context_parallel_method
     for axis, split in {"context": method, "tensor": "tp", "pipeline": "pp"}.items():
         key = f"{axis}_parallel_degree"
-        if (degree := getattr(parallelism, key)) == 1 or split in registered.splits:
+        if (degree := getattr(parallelism, key)) == 1 or split in known.splits:
             continue
-        if axis == "context" and (methods := [split for split in registered.splits if split in CONTEXT]):
-            reason = f"{registered.label} cannot be split so; valid: {', '.join(methods)}"
+        if axis == "context" and (methods := [split for split in known.splits if split in CONTEXT]):
+            reason = f"{known.label} cannot be split so; valid: {', '.join(methods)}"
             refuse("parallelism.context_parallel_method", method, reason)
         fix = "1, and parallelism.context_parallel_degree instead" if method == "tiles" else "1"
-        refuse(f"parallelism.{key}", degree, f"{registered.label} cannot be split so; set this to {fix}")
+        refuse(f"parallelism.{key}", degree, f"{known.label} cannot be split so; set this to {fix}")
 
 
 def _check_transformer(model: Model) -> None:
@@ -127,23 +155,23 @@ def _check_transformer(model: Model) -> None:
             refuse("model.num_heads", model.num_heads, reason)
 
 
-def _check_grid_model(config: Config, registered: Registered) -> None:
+def _check_grid_model(config: Config, known: Registered) -> None:
     mode = config.activation_checkpoint.mode
     if mode in ("selective", "every_n_blocks"):
         reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full'
         refuse("activation_checkpoint.mode", mode, reason)
     if config.float8.enable:
-        reason = f"multiplies the matrices of a ViT, {registered.label} has none; set it to false"
+        reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
         refuse("float8.enable", True, reason)
 
 
-def _check_conditions(config: Config, registered: Registered) -> None:
+def _check_conditions(config: Config, known: Registered) -> None:
     conditions, key = list(config.model.conditions), "model.conditions"
     for name in conditions:
         if conditions.count(name) > 1:
             refuse(key, conditions, f"{name!r} is listed twice; name it once")
-    if "conditions" in registered.unused:
-        reason = f"are for the norms of a ViT; {registered.label} takes data.forcings: set this to []"
+    if "conditions" in known.unused:
+        reason = f"are for the norms of a ViT; {known.label} takes data.forcings: set this to []"
         refuse(key, conditions, reason)
     if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
         reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"

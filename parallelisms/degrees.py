@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from config import Config, Parallelism
 from errors import refuse
-from models.registry import MODELS
+from models.registry import registered
 
 # From the slowest to the fastest varying rank number: neighbours in number, which share a node, are tp, then
 # cp, which communicate most; a pipeline sends least.
@@ -120,7 +120,7 @@ def check_processes(name: str, number: int) -> None:
 def check_layout(config: Config) -> None:
     """Raise ConfigError for degrees, batches and options that do not work together."""
     degrees = resolve_degrees(num_ranks(), config.parallelism)
-    if MODELS[config.model.name].has_tokens:
+    if registered(config.model.name).has_tokens:
         method = config.parallelism.context_parallel_method
         _check_heads(config.model.num_heads, degrees.tp, degrees.cp, method)
     if degrees.pp > 1:

@@ -43,7 +43,7 @@ from datasets.options import parse_period
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection
 from errors import BAD_INPUT, UserError, end_process, one_line_errors, without_secrets
-from models.registry import MODELS
+from models.registry import registered
 from parallelisms.degrees import Degrees, num_ranks
 from parallelisms.mesh import start_ranks
 from planning.cost import checkpoint_size, checkpoint_storage
@@ -71,7 +71,7 @@ class Row:
 
 def plan_row(config: Config, selection: Selection, cluster: Cluster | None) -> tuple[Row, Plan | None]:
     """Compare the planned peak with the memory of a rank."""
-    if not MODELS[config.model.name].planned or config.training.spectral_fraction or cluster is None:
+    if not registered(config.model.name).planned or config.training.spectral_fraction or cluster is None:
         found = "closed forms do not know this model, its loss, or this GPU: memory is not planned"
         return Row("memory", WARN, found, "plan.py --dry_run measures it; --clusters adds a GPU"), None
     if torch.cuda.is_available():

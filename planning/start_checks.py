@@ -26,7 +26,7 @@ from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
-from models.registry import MODELS, build_model, num_channels
+from models.registry import build_model, num_channels, registered
 from models.weather_model import GridModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment, resolve_degrees
 from parallelisms.domain_parallel import choose_tiles
@@ -63,7 +63,7 @@ def check_machine(config: Config) -> None:
         refuse("parallelism.enable_async_tensor_parallel", True, reason)
     check_schedule(config)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
-    if MODELS[config.model.name].has_tokens:
+    if registered(config.model.name).has_tokens:
         check_backend(config.model.attention_backend, device_type, dtype)
     if config.float8.enable:
         check_float8(config.float8, device_type)
@@ -123,7 +123,7 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
-    if MODELS[model.name].has_tokens:
+    if registered(model.name).has_tokens:
         key, numbers = (
             "dim",
             model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
@@ -179,7 +179,7 @@ def check_tokens(config: Config, grid: Grid) -> None:
     """ConfigError: a rank would have none of a sample's tokens."""
     degree = config.parallelism.context_parallel_degree
     tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
-    if MODELS[config.model.name].has_tokens and degree > tokens:
+    if registered(config.model.name).has_tokens and degree > tokens:
         reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
         refuse("parallelism.context_parallel_degree", degree, reason)
 

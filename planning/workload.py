@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from config import Config, Model, Optimizer
 from datasets.options import PREFETCH, state_variables
 from errors import ConfigError
-from models.registry import MODELS, num_channels, num_features
+from models.registry import MODELS, num_channels, num_features, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
@@ -155,7 +155,7 @@ class Workload:
 
 def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_variables: int) -> Workload:
     """The workload of `config` on `world` ranks. ConfigError where closed forms are not here."""
-    if not MODELS[config.model.name].planned:
+    if not registered(config.model.name).planned:
         known = ", ".join(name for name, model in MODELS.items() if model.planned)
         raise ConfigError(
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'

@@ -141,7 +141,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
     optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
-    names = {"variables": VARIABLES}
+    names: dict[str, Any] = {"variables": VARIABLES}
     if layout.roles:
         keys = ("variables", "diagnostic_variables", "forcing_variables")
         names = {key: (name,) for key, name in zip(keys, VARIABLES, strict=True)}
@@ -296,6 +296,7 @@ MODEL_KEYS = (
     "rollout",
     "history",
     "conserve",
+    "roles",
     "members",
     "lora",
 )  # what a layout does not change

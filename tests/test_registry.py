@@ -6,11 +6,12 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
+import forecast
 from checkpoints.identity import Identity, meaning, plain
 from command_line import load_config
 from config import Config, Data, Model, Parallelism
@@ -18,7 +19,9 @@ from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.registry import CONTEXT, HARMLESS, MODELS, Registered, build_model
 from models.weather_model import GridModel, TokenModel, WeatherModel
-from training.config_checks import check
+from tests.started_jobs import write_config
+from train import train
+from training.config_checks import check, load_checked
 
 GRID = (13, 32)  # rows that nothing divides
 SMALL: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 2, "width": 4, "levels": 2}
@@ -116,11 +119,72 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
         check(config)
 
 
-def test_the_configuration_knows_every_registered_model() -> None:
-    """config.py lists the names itself: help needs no model."""
-    assert set(get_args(get_type_hints(Model)["name"])) == set(MODELS)
-
-
 def test_a_configuration_is_read_without_torch() -> None:
     command = "import sys, command_line; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+OUTSIDE = """
+import torch
+from torch import nn
+from models.weather_model import GridModel
+
+
+class Pointwise(GridModel):
+    def __init__(self, channels_in, channels_out, grid_shape):
+        super().__init__()
+        self.grid_shape, self.in_channels = grid_shape, channels_in
+        self.padded_shape, self.multiple = grid_shape, 1
+        self.blocks = nn.ModuleDict({"0": nn.Conv2d(channels_in, channels_out, 1)})
+
+    def from_fields(self, fields, with_zeros=False):
+        return fields
+
+    def to_fields(self, output):
+        return output
+
+    def forward(self, fields):
+        return self.blocks["0"](fields)
+
+    def initial_std(self, name):
+        return 0.1 if name.endswith("weight") else None
+
+    def flops(self):
+        return 1
+
+    def describe(self):
+        return "1 convolution"
+
+
+def build(channels_in, channels_out, grid_shape, model, periodic):
+    return Pointwise(channels_in, channels_out, grid_shape)
+
+
+def build_linear(channels_in, channels_out, grid_shape, model, periodic):
+    return nn.Linear(channels_in, channels_out)
+"""
+
+
+def test_a_model_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains, forecasts, is part of the identity, and cannot be split in ways that it does not name."""
+    (tmp_path / "their_models.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*write_options(tmp_path), "--model.name", "their_models:build", "--training.steps", "3"]
+    train(load_checked(words))
+    assert forecast.forecast(load_checked([*words, "--forecast.num_steps", "1"])) == 0
+    for name, reason in (
+        ("their_models:other", "no attribute 'other'"),
+        ("no_models:build", "No module named"),
+        ("vitt", "did you mean vit"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_checked([*words, "--model.name", name])
+    with pytest.raises(ConfigError, match="cannot be split"):
+        check(replace(load_checked(words), parallelism=Parallelism(tensor_parallel_degree=2)))
+    with pytest.raises(ConfigError, match="a Linear, not a GridModel"):
+        build_model(Model("their_models:build_linear"), 3, 2, GRID, True)
+
+
+def write_options(folder: Path) -> list[str]:
+    config = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
+    return [*config, "--data.validation_period", '["2020-01-10", "2020-01-10"]']

@@ -26,6 +26,7 @@ from verification.maps import Land, draw_map, error_colours, field_colours
 from verification.matching import Pair
 from verification.report import GRAVITY, energy_units
 from verification.score_tables import (
+    count_dates,
     dates_of_leads,
     lead_hours,
     one_variable,
@@ -214,11 +215,16 @@ def plot_by_lead(
                 draw_by_lead(axes, lead_hours(dataset), select(dataset, metric, name), label, number)
         draw_published(axes, published(name))
         label_axes(axes, name, metric, units_of(first, name))
+    add_legend(figure, panels)
+    save(figure, target)
+
+
+def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Add one legend below a figure, of the curves of all its panels."""
     handles = {
         text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    save(figure, target)
 
 
 def draw_by_lead(axes: Axes, hours: Sequence[int], values: Any, label: str, number: int) -> None:
@@ -326,7 +332,7 @@ def describe(evaluations: Mapping[str, Evaluation]) -> str:
 
 def counts_at(evaluation: Evaluation, hours: int) -> str:
     """Return the number of initial dates of one lead, for titles."""
-    return f"{int(evaluation.scores['num_dates'].sel(lead_time=np.timedelta64(hours, 'h')))} initial dates"
+    return count_dates(int(evaluation.scores["num_dates"].sel(lead_time=np.timedelta64(hours, "h"))))
 
 
 def plot_spectra(spectra: Mapping[str, xr.Dataset], title: str, target: Path, names: Sequence[str]) -> None:

@@ -26,10 +26,11 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.pyplot import close
 
 from command_line import own_options, split_options
+from datasets.variables import units
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
-from verification.plots import build_panels, draw_by_lead, draw_losses, headline, label_axes
+from verification.plots import add_legend, build_panels, draw_by_lead, draw_losses, headline, label_axes
 
 OPTIONS = own_options(output="")
 KEY = re.compile(r"val/rmse(?:_(?P<baseline>\w+))?/(?P<variable>.+?)(?:@(?P<hours>\d+)h)?")
@@ -194,9 +195,8 @@ def rmse_by_lead(tables: dict[str, Any]) -> str:
         for number, (label, table) in enumerate(tables.items()):
             own = table[table.variable == name].sort_values("hours")
             draw_by_lead(axes, own.hours, own.value, label, number)
-        units = next(iter(own.units.dropna()), "") if len(own) else ""
-        label_axes(axes, name, "rmse", str(units))
-    panels[0].legend(fontsize=8)
+        label_axes(axes, name, "rmse", units(name))
+    add_legend(figure, panels)
     return picture(figure)
 
 

@@ -113,6 +113,11 @@ def dates_of_leads(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
     """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where the leads differ."""
     first, last, fewest, most = num_dates[0], num_dates[-1], min(num_dates), max(num_dates)
     if fewest == most:
-        return f"{first} initial dates"
+        return count_dates(first)
     between = f", {fewest} to {most} in between" if {fewest, most} != {first, last} else ""
-    return f"{first} initial dates at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
+    return f"{count_dates(first)} at {lead_hours[0]} h, {last} at {lead_hours[-1]} h{between}"
+
+
+def count_dates(number: int) -> str:
+    """Return "1 initial date" or "47 initial dates"."""
+    return f"{number} initial date{'s' * (number != 1)}"

@@ -36,7 +36,7 @@ def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation])
 
     Columns first, second, variable, lead_hours, percent (below 0 the first has the smaller error),
     significant (1 or 0; 0 also where the dates are fewer than `dates_needed`), num_dates that both have.
-    DataError where both have nothing in common.
+    Attribute `dates_needed`. DataError where both have nothing in common.
     """
     ours, theirs = evaluations[first].by_date, evaluations[second].by_date
     found = compare(theirs, ours, block_length(ours)).isel(region=0)
@@ -51,7 +51,9 @@ def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation])
         outside = (lower > 0) | (upper < 0)
         columns["significant"] = (outside & (columns["num_dates"] >= needed)).astype(int)
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
-    return pd.concat(parts, ignore_index=True)
+    card = pd.concat(parts, ignore_index=True)
+    card.attrs["dates_needed"] = needed
+    return card
 
 
 def block_length(by_date: xr.Dataset) -> int:
@@ -149,11 +151,11 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
     axes.set_xlabel("lead time (h), and below it the number of initial dates")
     first, second = card["first"][0], card["second"][0]
     title = f"RMSE of {first} relative to {second} (%)"
-    note = (
-        "• 95 % of resamples agree"
-        if (card["significant"] > 0).to_numpy().any()
-        else "no difference is significant"
-    )
+    needed = card.attrs.get("dates_needed", 0)
+    note = "• 95 % of resamples agree"
+    if not bool(np.any(card["significant"])):
+        few = bool(np.max(card["num_dates"]) < needed)
+        note = f"significance needs {needed} dates" if few else "no difference is significant"
     axes.set_title(f"{title}\nbelow 0: {first} is better; {note}", fontsize=9)
     figure.colorbar(mesh, ax=axes, shrink=0.8, label="%", extend="both")
     save(figure, target)
