@@ -14,6 +14,8 @@ from benchmarks.results_file import FOLDER_VARIABLE
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 SLOW = pytest.mark.slow
+SHORT = '--data.train_period=["2001-01-01","2001-03-01"] --training.steps=3 --model.dim=16'
+SCALING = ["scaling", "--steps=4", "--widths", "16", "32", "48", "--plot={tmp}/plot.png", "--more", SHORT]
 # Arguments of a small run, words of its last line, and its exit codes: 1 where a limit is asked for.
 RUNS = [
     ("mission_figures", [], "a year of a run a day", (0,)),
@@ -26,6 +28,14 @@ RUNS = [
     ("verification_speed", ["2"], "at least 4 are needed", (2,)),
     pytest.param("verification_speed", ["4", "--levels", "1"], "memory from 1 to 4", (0, 1), marks=SLOW),
     pytest.param("trainer_overhead", ["--rounds=1", "--steps=20", "--dim=12"], "asked", (0, 1), marks=SLOW),
+    pytest.param("skill", SCALING, "written: ", (0,), marks=SLOW),
+    pytest.param(
+        "skill",
+        ["time_to_skill", "--seeds=1", "--task=simulated", f"--more={SHORT}"],
+        "missed",
+        (1,),
+        marks=SLOW,
+    ),
     pytest.param("trainer_overhead", ["fingerprints", "--rounds", "2"], "tp 2", (0,), marks=SLOW),
 ]
 
@@ -37,7 +47,11 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "arguments", "last", "codes"), RUNS)
 def test_a_small_run_prints_its_table(tmp_path, name: str, arguments: list[str], last: str, codes) -> None:
-    command = [sys.executable, f"benchmarks/{name}.py", *arguments]
+    command = [
+        sys.executable,
+        f"benchmarks/{name}.py",
+        *(word.replace("{tmp}", str(tmp_path)) for word in arguments),
+    ]
     environment = {**os.environ, FOLDER_VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=400
