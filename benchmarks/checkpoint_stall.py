@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record
 from checkpoints.checkpointer import Checkpointer
 from config import Checkpoint, Config, Model, Optimizer
 from config import Training as TrainingSection
@@ -121,7 +121,7 @@ def floor(training: Training) -> tuple[float, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from benchmarks.gpu import TINY, Case, Session, Sizes, training_of
-from benchmarks.results_file import RESULTS, append, read_lines
+from benchmarks.results_file import RESULTS, append, parser_of, read_lines
 from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, one_line_errors
@@ -97,9 +97,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cluster", default="", help="of planning/clusters.toml; default: this GPU's")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--rehearse", action="store_true", help="gloo on the CPU, tiny sizes, some layouts")

@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import checkpoint_stall
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import RESULTS, append, read_lines
+from benchmarks.results_file import RESULTS, append, parser_of, read_lines
 from benchmarks.saved_activations import Case as KeptCase
 from benchmarks.saved_activations import units
 from benchmarks.step_time import Peer, TimmViT
@@ -981,9 +981,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     names = list(PARTS)
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU, in four minutes")
     parser.add_argument("--only", default=names, type=lambda text: text.split(","), help="names of parts")

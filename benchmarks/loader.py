@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec
 
-from benchmarks.results_file import record, require
+from benchmarks.results_file import parser_of, record, require
 from command_line import text_table
 from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
@@ -492,9 +492,7 @@ def largest_difference(one: Statistics, other: Statistics) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("words", nargs="*", help="training, statistics, or words of rows")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")

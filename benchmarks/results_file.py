@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (text.split(":")[1].strip() for text in lines if text.startswith("model name"))
     return next(names, platform.machine())
+
+
+def parser_of(doc: str | None) -> ArgumentParser:
+    """Return a parser with the text of a script as its help."""
+    return ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
 def require(number: Any, least: int, what: str) -> None:

@@ -8,7 +8,6 @@ is of a forward and a backward pass, interleaved medians, relative to mode "none
 is off by more than 1 % (on a GPU, 5 %).
 """
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record
 from config import ActivationCheckpoint, Model
 from models.initialization import init_weights
 from models.vit import VisionTransformer
@@ -199,9 +198,7 @@ def off(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import xarray as xr
 
-from benchmarks.results_file import record, require
+from benchmarks.results_file import parser_of, record, require
 from command_line import text_table
 from datasets.variables import units
 from training.config_checks import load_checked
@@ -647,9 +647,7 @@ COMMANDS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("command", choices=[each.__name__ for each in COMMANDS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)

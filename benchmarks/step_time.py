@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record
 from command_line import text_table
 from config import Compile, Config, Model, Optimizer, Parallelism, Training
 from models.embeddings import unpatchify
@@ -244,7 +244,7 @@ def best(product: Callable[[], Any]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--tutorial", required=True)
     parser.add_argument("--dims", default="384,768")
     parser.add_argument("--ranks", default="1,2")

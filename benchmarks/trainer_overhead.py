@@ -12,7 +12,6 @@ fingerprints: two ranks of DDP (all weights are compared) and of tensor parallel
 train the demo's model; steps and comparisons of the weights alternate, medians.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import record, require
+from benchmarks.results_file import parser_of, record, require
 from command_line import text_table
 from config import Config
 from config import Training as TrainingSection
@@ -52,9 +51,7 @@ COMPARED = (("dim", 192), ("num_layers", 4), ("num_heads", 4), ("mlp_dim", 768),
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", nargs="?", choices=("loop", "fingerprints"), default="loop")
     parser.add_argument("--rounds", type=int, default=0, help="default: 5, of fingerprints 15")
     parser.add_argument("--steps", type=int, default=30)

@@ -9,7 +9,6 @@ own. Ends with 1 when the scores differ, ours come less than 5 times as fast, or
 of dates.
 """
 
-import argparse
 import multiprocessing as mp
 import os
 import sys
@@ -26,7 +25,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from benchmarks.results_file import record, require
+from benchmarks.results_file import parser_of, record, require
 from command_line import text_table
 from datasets.archive import open_archive
 from verification.climatology import open_climatology
@@ -43,9 +42,7 @@ LEAST_SPEEDUP, MOST_GROWTH = 5.0, 1.1  # growth of memory from a quarter of the 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("dates", nargs="?", type=int, default=20)
     parser.add_argument("--levels", type=int, default=len(LEVELS))
     options = parser.parse_args()

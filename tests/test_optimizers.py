@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import benchmarks.optimizers
+from benchmarks import layout_parity
 from config import LrScheduler, Optimizer
 from errors import ConfigError
 from training.optimizers.build import build_optimizer
@@ -57,8 +57,8 @@ def test_moments_in_few_bits_are_refused() -> None:
 
 
 def test_the_benchmark_at_its_smallest(monkeypatch, capsys) -> None:
-    words = ["optimizers.py", "--layouts", "few", "--ranks", "1", "2", "--dim", "32"]
+    words = ["layout_parity.py", "--optimizers", "few", "--ranks", "1", "2", "--dim", "32"]
     monkeypatch.setattr("sys.argv", words)
-    monkeypatch.setattr(benchmarks.optimizers, "record", lambda *_: None)
-    assert benchmarks.optimizers.main() == 0
+    monkeypatch.setattr(layout_parity, "record", lambda *_: None)
+    assert layout_parity.main() == 0
     assert "LAMB: 2 layouts" in capsys.readouterr().out
