@@ -2,16 +2,11 @@
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
 
-keys: values outside the type or range of every key of config.py, misspelt keys, options, files that are no
-configuration, environments. combinations: settings that cannot work together, sizes that nothing holds. data:
-archives that are damaged, mislabelled, odd or only written differently. identity: weights that would mean
-something else. files: of a run, cut short, flipped, foreign or forged. faults: full disks, signals, killed
-processes, missing rights. Bad input has to end in one line and exit code 2, a fault in one line or nothing
-worse, and what can be understood in the right values; no byte of a run's folder may change where nothing was
-to be written. "other" is an answer of several lines, or with another exit code.
-
-Commands are forks of a process that has imported torch already, `--jobs` at a time: tenths of a second each.
-Needs no GPU. Ends with 1 when anything is not as it should be, and names it.
+Bad input has to end in one line and exit code 2, a fault in one line or nothing worse, and what can be
+understood in the right values; no byte of a run's folder may change where nothing was to be written.
+"other" is an answer of several lines, or with another exit code. Cases are made from the types and ranges
+of config.py, variants of an archive, damaged files, and the lists of attack.toml. Commands are forks of a
+process that has imported torch, `--jobs` at a time. Ends with 1 when anything is not as it should be.
 """
 
 import atexit
@@ -100,9 +95,6 @@ class Case:
     keeps: Path | None = None  # a run's folder of which no byte may change
     act: Callable[[subprocess.Popen], object] | None = None  # on the program while it runs
     confined: bool = False  # without root's right to read and write what is forbidden
-
-
-# -- right answers
 
 
 def refused(*words: str, code: int = 2, alone: bool = True) -> Right:
@@ -195,12 +187,10 @@ def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str]
 class Running:
     """A case that has been started."""
 
-    numbers = itertools.count()
-
     def __init__(self, case: Case, scratch: Path) -> None:
         case.prepare()
-        self.case, self.before, number = case, contents(case.keeps), next(self.numbers)
-        self.outputs = str(scratch / f"{number}.out"), str(scratch / f"{number}.err")
+        self.case, self.before = case, contents(case.keeps)
+        self.outputs = str(scratch / f"{id(case)}.out"), str(scratch / f"{id(case)}.err")
         self.end, variables = time.monotonic() + case.limit, environment(case.environment)
         self.program: subprocess.Popen | None = None
         if case.words[0] in VERBS:
@@ -234,7 +224,7 @@ class Running:
         stdout, stderr = (Path(path).read_text(errors="replace") for path in self.outputs)
         ended = Ended(code, stdout, stderr, left and code is not None)
         answer, after = self.judge(ended), contents(self.case.keeps)
-        changed = sorted(k for k in self.before.keys() | after.keys() if self.before.get(k) != after.get(k))
+        changed = sorted(k for k in self.before | after if self.before.get(k) != after.get(k))
         return ((SILENT, f"changed {', '.join(changed)}") if changed else answer), ended
 
     def judge(self, ended: Ended) -> Answer:
@@ -251,11 +241,10 @@ class Running:
 
 
 def alive(session: int) -> bool:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(session, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 def descendants(pid: int) -> list[int]:
@@ -282,9 +271,6 @@ def attack(cases: list[Case], scratch: Path, jobs: int) -> list[tuple[Case, Answ
         for each in [r for r in running if r.code() is not None or time.monotonic() > r.end]:
             running.remove(each)
             results.append((each.case, *each.finish()))
-            case, answer, _ = results[-1]
-            if answer[0] in BAD:
-                print(f"{answer[0]}: {case.kind}, {case.name}: {answer[1]}", flush=True)
         time.sleep(0.005)
     return results
 
@@ -330,9 +316,7 @@ class Stage:
         wrong = [step for step in range(STEPS + 1, MORE + 1) if found.get(step) != self.losses[step]]
         return f"loss of step {wrong[0]} is {found.get(wrong[0])}" if wrong else ""
 
-    def resumed(
-        self, kind: str, name: str, change: Callable[[Path], object], log: str = "", also: Any = str
-    ) -> Case:
+    def resumed(self, kind: str, name: str, change: Any, log: str = "", also: Any = str) -> Case:
         """Return a case that ends with the losses of the undisturbed run; also(): what else is wrong."""
         folder = self.fresh(f"resumed {name}")
         right, prepare = runs(lambda: also() or self.goes_on(folder), log=log), self.copying(folder, change)
@@ -346,8 +330,7 @@ def build(scratch: Path) -> Stage:
     config.write_text(tomli_w.dumps(LISTS["run"]))
     waves().to_netcdf(scratch / "waves.nc", engine="h5netcdf")
     stage = Stage(scratch, data, config, scratch / "run", {})
-    verbs = ("train", "forecast", "evaluate")
-    first = [Case("", verb, [verb, *stage.options(stage.run)], runs(), limit=300) for verb in verbs]
+    first = [Case("", verb, [verb, *stage.options(stage.run)], runs(), limit=300) for verb in [*VERBS][:3]]
     longer = Case("", "on", ["train", *stage.longer(on)], runs(), limit=300, prepare=stage.copying(on))
     for case in [*first, longer]:
         ((_, answer, ended),) = attack([case], scratch, 1)
@@ -355,9 +338,6 @@ def build(scratch: Path) -> Stage:
     stage.losses = losses(on)
     assert set(stage.losses) == set(range(1, MORE + 1)), stage.losses
     return stage
-
-
-# -- keys, options, files of configuration, environments
 
 
 LONG, TEXTS = "[" + ",".join(["1"] * 20_000) + "]", ["x" * 300, "a\0b", "a\ud800b", "a\nb", "\x1b[31m"]
@@ -390,7 +370,7 @@ def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
         return rng.sample([*values], min(number, len(values)))
 
     number, paths = itertools.count(), {"job.config_file": stage.config, "job.dump_folder": stage.run}
-    texts: dict[str, tuple[str, str]] = {name: (text, "") for name, text in LISTS["files"].items()}
+    texts = {name: (text, "") for name, text in LISTS["files"].items()}
     texts |= {f"5000 x {c}": (f"[data]\nlevels = {c * 5000}", "") for c in "[9"}
     for section, cls in SECTIONS.items():
         fields = {f"{section}.{each.name}": each.type for each in dataclasses.fields(cls)}
@@ -410,7 +390,6 @@ def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
         words = ["train", "--job.config_file", str(path), "--job.dump_folder", str(stage.run)]
         yield Case("keys", f"a TOML file, {name}", words, refused(word), keeps=stage.run)
     yield from own_options(stage)
-    yield from environments(stage)
 
 
 def own_options(stage: Stage) -> Iterator[Case]:
@@ -430,9 +409,6 @@ def own_options(stage: Stage) -> Iterator[Case]:
             start = [sys.executable, f"{verb}.py"] if alone else [verb]
             right = refused("forecast" if "--forecast.path" in text else "")
             yield Case("keys", f"{verb} {text!r}", [*start, *options, *words], right, keeps=stage.run)
-
-
-def environments(stage: Stage) -> Iterator[Case]:
     for text in LISTS["environment"]["variables"]:
         variables = dict(word.split("=", 1) for word in text.split())
         name, words = [*variables][-1], [RUN_TRAIN, *stage.longer(stage.run)]
@@ -441,14 +417,7 @@ def environments(stage: Stage) -> Iterator[Case]:
     bom = stage.scratch / "bom.toml"
     bom.write_text("\ufeff" + stage.config.read_text(), encoding="utf-8")
     words = ["checks", "--job.config_file", str(bom), "--job.dump_folder", str(stage.fresh("bom"))]
-    yield Case("keys", "a TOML file with a BOM works", words, runs())
-    spaced = Path(str(stage.fresh("y")) + " -h z")  # -h within a value is part of the value
-    words = [RUN_TRAIN, *stage.options(spaced, *CALM)]
-    trained = runs(lambda: "" if (spaced / "metrics.jsonl").exists() else "nothing was trained")
-    yield Case("keys", "a folder named 'y -h z', two ranks", words, either(trained, refused()), {"NGPU": "2"})
-
-
-# -- combinations, and sizes that are numbers but nothing holds
+    yield Case("keys", "a TOML file with a BOM", words, runs())
 
 
 def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
@@ -465,8 +434,7 @@ def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
         huge = [ranks, text, word] in LISTS["combinations"]["huge"]
         words = re.sub(r"(^| )p\.", r"\1parallelism.", text).split()
         words = [f"--{each}" if re.match(r"[a-z_0-9]+\.", each) else each for each in words]
-        verb, folder = ("checks", stage.fresh(text)) if huge or ranks > 1 else ("train", stage.run)
-        folder = folder if huge else stage.run
+        verb, folder = "checks" if huge or ranks > 1 else "train", stage.fresh(text) if huge else stage.run
         options = stage.options(folder, *(["--data.path", str(large)] if huge else []), *words)
         about: Any = {"environment": {"NGPU": str(ranks)}, "keeps": None if huge else stage.run}
         yield Case("combinations", f"{ranks} ranks {text}", [verb, *options], refused(word), **about)
@@ -535,9 +503,6 @@ def fields(rng: random.Random) -> Iterator[Odd]:
     def assign(change: Callable[[xr.DataArray], xr.DataArray]) -> Change:
         return lambda ds: ds.assign({U: change(ds[U])})
 
-    def select(**indices: Any) -> Change:
-        return lambda ds: ds.isel(indices)
-
     same, dates, own = (lambda ds: ds), np.arange(80), {}
     outside, both = runs(log=f"{U}: .*outside -120 to 120 m s-1"), either(refused(U), runs(log=U))
     found: dict[str, tuple[Change, Right | str]] = {
@@ -553,9 +518,9 @@ def fields(rng: random.Random) -> Iterator[Odd]:
         "one member": (lambda ds: ds.expand_dims(member=[0], axis=1), "same"),
         "no longitudes": (lambda ds: ds.isel(longitude=0, drop=True), "longitude"),
         "no dates": (lambda ds: ds.isel(time=0, drop=True), ""),
-        "gaps": (select(time=[i for i in dates if i % 7]), runs()),
+        "gaps": (lambda ds: ds.isel(time=[i for i in dates if i % 7]), runs()),
         "another name": (lambda ds: ds.rename({U: "x"}), U),
-        "times in no order": (select(time=np.random.default_rng(0).permutation(80)), "same"),
+        "times in no order": (lambda ds: ds.isel(time=np.random.default_rng(0).permutation(80)), "same"),
         "valid_time, lat": (lambda ds: ds.rename(time="valid_time", latitude="lat"), "same"),
     }
     for fill in (9.96921e36, 1e30, 1e20, -9999.0, -32767.0):
@@ -565,9 +530,9 @@ def fields(rng: random.Random) -> Iterator[Odd]:
     for units, factor, right in LISTS["data"]["units"]:
         found[f"in {units}"] = (partial(scaled, units, factor), both if right == "warned" else right)
     for dim, indices, right in LISTS["data"]["select"]:
-        found[f"{dim} {indices}"] = (select(**{dim: indices}), right)
+        found[f"{dim} {indices}"] = (lambda ds, i=indices, d=dim: ds.isel({d: i}), right)
     for dim, order in itertools.product(DIMS, itertools.permutations(DIMS)):
-        found[f"{dim} reversed"] = (select(**{dim: slice(None, None, -1)}), "same")
+        found[f"{dim} reversed"] = (lambda ds, d=dim: ds.isel({d: slice(None, None, -1)}), "same")
         found[f"dimensions {', '.join(order)}"] = (lambda ds, order=order: ds.transpose(*order), "same")
     for kind in ("f8", ">f4", ">f8"):
         found[f"numbers as {kind}"] = (lambda ds, kind=kind: ds.astype(kind), "same")
@@ -652,9 +617,6 @@ def stores(rng: random.Random) -> Iterator[Odd]:
     yield "a folder without data", lambda path: path.mkdir(), ""
 
 
-# -- what weights mean, and who may write into a run's folder
-
-
 def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
     def case(name: str, words: list[str], right: Right, folder: Any = None, change: Any = id) -> Case:
         """Return a case of the run itself, of which nothing may change, or of a copy."""
@@ -708,9 +670,6 @@ def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
         options = stage.longer(stage.run, "--data.path", weatherbench(path, ds))
         for verb in ("train", "forecast") if word == "grid" else ("train",):  # which may start from others
             yield case(f"{verb}: {name}", [verb, *options], refused(word))
-
-
-# -- files of a run's folder
 
 
 DAMAGES = ("empty", "half", "all but one byte", "zeros", "another's", "one bit")
@@ -822,29 +781,23 @@ def faults(stage: Stage, rng: random.Random) -> Iterator[Case]:
     processes = ["--data.path", str(stage.scratch / "waves.nc"), "--data.cache_gib=0", "--data.num_workers=2"]
     for number, ranks in itertools.product((signal.SIGTERM, signal.SIGINT), ("1", "2")):
         # Before the program listens, the signal's own death is an answer too.
-        own = {signal.SIGTERM: (143, -15), signal.SIGINT: (130, -2)}[number]
+        own = (128 + number, -number)
         right = either(one_of(75, 1, *own), *(runs(code=code) for code in own))
         name, step = f"{number.name}, {ranks} ranks", rng.randrange(3, 60)
         for when, at, answer in (("early", 0, right), ("in a step", step, one_of(75))):
-            seconds, folder = (
-                rng.uniform(0, 0.3) if at else rng.uniform(0.3, 3.0),
-                stage.fresh(f"{name} {when}"),
-            )
+            seconds = rng.uniform(0, 0.3) if at else rng.uniform(0.3, 3.0)
+            folder = stage.fresh(f"{name} {when}")
             act = partial(send, number, b"", folder, at, seconds)
             yield fault(f"{name}, {when}", SLOW, act, answer, folder, ranks)
-    killed: list[tuple[str, bytes, list[str], int, Right, str]] = [
+    for name, word, words, step, right, ranks in (
         ("a loader process killed", b"spawn_main", processes, 5, one_of(1), "1"),
         ("a rank killed", b"train.py", [], 5, one_of(1), "2"),
         ("a writer killed", b"spawn_main", ["--checkpoint.async_mode=async"], 55, one_of(0, 1), "1"),
-    ]
-    for name, word, words, step, right, ranks in killed:
+    ):
         act = partial(send, signal.SIGKILL, word, stage.fresh(name), step, 0.0)
         yield fault(name, [*SLOW, *words], act, right, stage.fresh(name), ranks)
     yield from rights(stage)
-    if mount("1m", stage.scratch / "probe"):
-        yield from disks(stage, fault, processes)
-    else:
-        print("nothing can be mounted here: full disks and small /dev/shm are left out", flush=True)
+    yield from disks(stage, fault, processes)
 
 
 def send(number: int, word: bytes, folder: Path, step: int, seconds: float, job: subprocess.Popen) -> None:
@@ -875,14 +828,16 @@ def rights(stage: Stage) -> Iterator[Case]:
         yield Case("faults", name, [verb, *words], right, prepare=prepare, confined=True)
 
 
-def mount(size: str, where: Path) -> bool:
-    where.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-
-
 def disks(stage: Stage, fault: Callable[..., Case], processes: list[str]) -> Iterator[Case]:
-    """Yield a disk that is full, one that fills, and a small /dev/shm."""
+    """Yield a disk that is full, one that fills, and a small /dev/shm, where they can be mounted."""
+
+    def mount(size: str, where: Path) -> bool:
+        where.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
+        return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+
+    if not mount("1m", stage.scratch / "probe"):
+        return
 
     for name, size, right in (("is full", "200k", one_of(1, 2)), ("fills", "900k", one_of(1))):
         where = stage.fresh(f"disk {name}")
@@ -898,15 +853,12 @@ def disks(stage: Stage, fault: Callable[..., Case], processes: list[str]) -> Ite
         yield made
 
 
-# -- the table
-
-
 KINDS = {each.__name__: each for each in (keys, combinations, data, identity, files, faults)}
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--kind", choices=("", *KINDS), default="")
     parser.add_argument("--named", default="", help="only those with this text in their names")
     parser.add_argument("--cases", type=int, default=0, help="so many, drawn; 0: all")
     parser.add_argument("--seed", type=int, default=0)
@@ -917,8 +869,8 @@ def main() -> int:
     multiprocessing.set_forkserver_preload([*VERBS.values(), "benchmarks.attack"])
     with tempfile.TemporaryDirectory(prefix="rossby-attack-", ignore_cleanup_errors=True) as text:
         stage, rng = build(Path(text)), random.Random(options.seed)
-        kinds = [options.kind] if options.kind else list(KINDS)
-        cases = [case for kind in kinds for case in KINDS[kind](stage, rng) if options.named in case.name]
+        made = itertools.chain(*(KINDS[kind](stage, rng) for kind in KINDS if options.kind in ("", kind)))
+        cases = [case for case in made if options.named in case.name]
         cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
         try:
             results = attack(cases, Path(text), options.jobs)
