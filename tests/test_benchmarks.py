@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 SLOW = pytest.mark.slow
 SHORT = '--data.train_period=["2001-01-01","2001-03-01"] --training.steps=3 --model.dim=16'
+STATISTICS = ["statistics", "--dates", "20", "--grid", "64", "128", "--more"]
+STATISTICS += ["--data.grid_shape [64,128] --model.patch_size [16,16] --compile.enable false"]
 SCALING = ["scaling", "--steps=4", "--widths", "16", "32", "48", "--plot={tmp}/plot.png", "--more", SHORT]
 # Arguments of a small run, words of its last line, and its exit codes: 1 where a limit is asked for.
 RUNS = [
@@ -23,6 +25,10 @@ RUNS = [
     ("saved_activations", ["--dim", "64", "--rounds", "1"], "0 of 12 counts off", (0,)),
     pytest.param("layout_parity", ["fsdp 2, zero-2"], "formulas in 1 of the 1", (0,), marks=SLOW),
     pytest.param("checkpoint_stall", ["--rounds", "1", "--dim", "64"], "one copy", (0, 1), marks=SLOW),
+    pytest.param("chaos", ["--trials", "1"], "seconds", (0,), marks=SLOW),
+    pytest.param("loader", ["--quick", "--rounds=1", "lz4", "180", "1"], "180", (0,), marks=SLOW),
+    pytest.param("loader", ["training", "--rounds=1", "--steps=41"], "losses are the same", (0,), marks=SLOW),
+    pytest.param("loader", STATISTICS, "ended well", (0,), marks=SLOW),
     pytest.param("chaos", ["convert", "--trials", "1"], "1 of 1 ended with equal values", (0,), marks=SLOW),
     pytest.param("attack", ["--cases", "12", "--kind", "keys"], " s", (0,), marks=SLOW),
     ("trainer_overhead", ["--steps", "4"], "at least 2 are needed", (2,)),
