@@ -12,6 +12,7 @@ with 2 without a GPU.
 import argparse
 import faulthandler
 import gc
+import itertools
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
@@ -67,7 +69,7 @@ from training.metrics import peak_tflops
 from training.optimizers.build import build_adamw, parameter_groups, set_lr
 from verification.rollout import rollout as roll_out
 
-ROOT = Path(__file__).parent.parent
+ROOT, TARGETS = Path(__file__).parent.parent, Path(__file__).with_suffix(".toml")
 Row = dict[str, Any]
 
 
@@ -889,88 +891,49 @@ def ratio(above: float | None, below: float | None, less: float = 0.0) -> float 
     return above / below - less if above and below else None
 
 
-def errors(rows: list[Row], part: str, kind: str, key: str) -> list[float]:
-    """Return the planner's errors, in per cent."""
-    return [abs(row[key]) for row in measured(rows, part=part, kind=kind)]
-
-
-def targets(rows: list[Row]) -> list[tuple[str, float | None, str, str, str, str]]:
-    """Return name, value, best known, limit, goal and format of each line of the table."""
-    apart, kept, a_rank = (
+def figures(rows: list[Row]) -> dict[str, float | None]:
+    """Return the figures that gpu.toml names; None: not measured."""
+    apart, saved = (
         "largest difference from the CPU's losses, ",
-        "units of T d kept, ",
-        "a rank of 8 and 64, ",
+        "excess of ten steps after a save, async_with",
     )
-    fast = [best_step(rows, length, 0, precision="float8") for length in (0, 1)]
+    begins = {"float32 losses": (f"{apart}, undist", "train"), "bf16 losses": (f"{apart}, bf16", "train")}
+    begins |= {"resumed": ("killed and resumed", "train"), "units": ("units of T d kept, sel", "activations")}
+    begins |= {name: (f"first step, {name}", "first") for name in ("cold", "warm")}
+    begins |= {
+        "save": (saved, "save"),
+        "loader": ("loader,", "loader"),
+        "adamw": ("AdamW fused", "optimizers"),
+    }
+    found = {name: named(rows, *each) for name, each in begins.items()}
     bf16 = [best_step(rows, length, 0) for length in (0, 1)]
-    mfu = {(n, h): best_step(rows, n, h, "mfu") for n in (0, 1) for h in (0, 1)}
+    for length in (0, 1):
+        fast = best_step(rows, length, 0, precision="float8")
+        found |= {f"float8 {length}": ratio(fast, bf16[length])}
+        found |= {f"mfu {length} {head}": best_step(rows, length, head, "mfu") for head in (0, 1)}
     none, selective = (best_step(rows, 0, 0, mode=mode) for mode in ("none", "selective"))
-    rollouts = sorted(
+    found["selective"] = ratio(none, selective, 1.0)
+    rolled = [
         (row["tokens"], 1e3 * row["value"]) for row in measured(rows, part="rollout") if "tokens" in row
-    )
-    rolled_ms = [*(ms for _, ms in rollouts), None, None]
-    times, sizes = (errors(rows, "planner", kind, "value") for kind in ("time", "memory"))
-    rank_times, rank_sizes = (errors(rows, "ranks", kind, "error") for kind in ("time", "memory"))
-    mean = statistics.mean(times) if times else None
-    worst = [max(each, default=None) for each in (times, sizes, rank_times, rank_sizes)]
-    saved = "excess of ten steps after a save, async_with"
-    given = named(rows, "samples that the loader gives", "loader")
-    tutorial, timm = (named(rows, name, "peers") for name in ("tutorial's way", "timm"))
-    return [
-        (
-            "losses beside the CPU's, float32",
-            named(rows, f"{apart}undist", "train"),
-            "",
-            "",
-            "<= 1e-3",
-            ".1e",
-        ),
-        ("losses beside the CPU's, bf16", named(rows, f"{apart}bf16", "train"), "", "", "<= 3e-2", ".1e"),
-        ("resumed to the bit (1: yes)", named(rows, "killed and resumed", "train"), "", "", ">= 1", ".3g"),
-        ("bf16 step, 4,096 tokens, head 64: MFU", mfu[0, 0], "~50%", "58.9%", ">= 0.55", ".1%"),
-        ("bf16 step, 8,192 tokens, head 64: MFU", mfu[1, 0], "37.7%", "54.3%", ">= 0.50", ".1%"),
-        ("bf16 step, 4,096 tokens, head 128: MFU", mfu[0, 1], "", "65%", ">= 0.60", ".1%"),
-        ("bf16 step, 8,192 tokens, head 128: MFU", mfu[1, 1], "", "63%", ">= 0.57", ".1%"),
-        (
-            "float8 over own bf16, 4,096 tokens",
-            ratio(fast[0], bf16[0]),
-            "1.18 (1 B)",
-            "1.18",
-            ">= 1.15",
-            ".3g",
-        ),
-        ("float8 over own bf16, 8,192 tokens", ratio(fast[1], bf16[1]), "", "1.12", ">= 1.08", ".3g"),
-        ("selective checkpointing slower by", ratio(none, selective, 1.0), "", "", "<= 0.03", ".1%"),
-        (
-            "units of T d kept, selective",
-            named(rows, f"{kept}sel", "activations"),
-            "16",
-            "9-10",
-            "<= 10.05",
-            ".2f",
-        ),
-        ("first step, cold (s)", named(rows, "first step, cold", "first"), "420", "", "<= 60", ".3g"),
-        ("first step, warm (s)", named(rows, "first step, warm", "first"), "", "", "<= 15", ".3g"),
-        ("rollout step, 4,096 tokens (ms)", rolled_ms[0], "1000", "26", "<= 32", ".3g"),
-        ("rollout step, 8,192 tokens (ms)", rolled_ms[1], "1000", "71", "<= 85", ".3g"),
-        ("planner's time, mean error", mean, "3.3-5%", "1%", "<= 0.03", ".1%"),
-        ("planner's time, worst error", worst[0], "", "", "<= 0.06", ".1%"),
-        ("planner's peak memory, worst error", worst[1], "", "", "<= 0.02", ".1%"),
-        (f"{a_rank}time, worst error", worst[2], "", "", "<= 0.06", ".1%"),
-        (f"{a_rank}memory, worst error", worst[3], "", "", "<= 0.02", ".1%"),
-        ("excess over 10 steps after a save (s)", named(rows, saved, "save"), "1.3", "0", "<= 0.05", ".3g"),
-        ("loader (GB/s)", named(rows, "loader,", "loader"), "4.2", "", "", ".3g"),
-        ("loader over what a step takes", ratio(given, bf16[0]), "", "", ">= 1.0", ".3g"),
-        ("fused AdamW, whole model (s)", named(rows, "AdamW fused", "optimizers"), "", "", "", ".3g"),
-        ("step over the tutorial's way", ratio(bf16[0], tutorial), "", "", "", ".3g"),
-        ("step over timm's", ratio(bf16[0], timm), "", "", "", ".3g"),
     ]
+    found |= {f"rollout {place}": ms for place, (_, ms) in enumerate(sorted(rolled))}
+    for kind, (part, key) in itertools.product(
+        ("time", "memory"), (("planner", "value"), ("ranks", "error"))
+    ):
+        errors = [abs(row[key]) for row in measured(rows, part=part, kind=kind)]
+        found[f"worst {kind} {part}"] = max(errors, default=None)
+        if errors and (kind, part) == ("time", "planner"):
+            found["mean time"] = statistics.mean(errors)
+    found["loader over step"] = ratio(named(rows, "samples that the loader gives", "loader"), bf16[0])
+    found |= {name: ratio(bf16[0], named(rows, name, "peers")) for name in ("tutorial", "timm")}
+    return found
 
 
 def table(rows: list[Row]) -> str:
+    found = figures(rows)
     lines: list[tuple] = [("", "measured", "best known", "limit", "goal")]
-    for what, value, known, limit, goal, form in targets(rows):
-        sign, _, number = goal.partition(" ")
+    for what, name, known, limit, goal, form in tomllib.loads(TARGETS.read_text())["lines"]:
+        value, (sign, _, number) = found.get(name), goal.partition(" ")
         verdict = ""
         if value is not None and goal:
             good = value >= float(number) if sign == ">=" else value <= float(number)
