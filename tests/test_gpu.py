@@ -159,7 +159,6 @@ def test_a_rehearsal_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
-    """An unknown part ends the process that they share."""
     names, end = ["no such part", "products"], time.monotonic() + 90
     assert run_group(names, tmp_path / "gpu.jsonl", "now", end, True, tmp_path) == ["no such part"]
     assert {row["part"] for row in rows_in(tmp_path)} == {"products"}
