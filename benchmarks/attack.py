@@ -1,133 +1,900 @@
-"""Attacks the program from outside, as a stranger would, and counts what it answers.
+"""Attack the program from outside, as a stranger would, and count how it answers.
 
-    .venv/bin/python benchmarks/attack.py [--kind data] [--cases 60] [--seed 0] [--jobs 2]
+    .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
 
-Kinds: schema (command lines, environments, files that are no configuration), combinations (settings that
-cannot work together, sizes that nothing holds), data (archives that are damaged, mislabelled or odd),
-identity (weights that would mean something else), files (of a run's folder, cut short or forged), faults
-(full disks, signals, killed processes). A case is right when bad input ends in one line and exit code 2, a
-fault in one line or nothing worse, and what can be understood runs to the right end; no byte of a run's
-folder changes where nothing was to be written.
-
-silent: accepted, or a wrong result, without a word. other: an answer, but several lines, or with another exit
-code. Needs no GPU. Ends with 1 when anything is not as it should be, and names it.
+Bad input has to end in one line and exit code 2, a fault in one line or nothing worse, and what can be
+understood in the right values; no byte of a run's folder may change where nothing was to be written.
+"other" is an answer of several lines, or with another exit code. Cases are made from the types and ranges
+of config.py, variants of an archive, damaged files, and the lists of attack.toml. Commands are forks of a
+process that has imported torch, `--jobs` at a time. Ends with 1 when anything is not as it should be.
 """
 
-import argparse
+import atexit
+import dataclasses
+import gc
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
 import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from ctypes import CDLL, c_uint32
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import attack_data, attack_faults, attack_files, attack_layouts, attack_run, attack_schema
-from benchmarks.attack_case import BAD, VERDICTS, Answer, Case, Ended, Runner, Runners, attempt
-from benchmarks.attack_stage import Stage, build
-from benchmarks.results_file import record
+import numpy as np
+import tomli_w
+import xarray as xr
+from numcodecs import LZ4, Blosc, Zlib, Zstd
 
-KINDS: dict[str, Callable[[Stage, random.Random], Iterator[Case]]] = {
-    attack_schema.KIND: attack_schema.cases,
-    attack_layouts.KIND: attack_layouts.cases,
-    attack_data.KIND: attack_data.cases,
-    attack_run.KIND: attack_run.cases,
-    attack_files.KIND: attack_files.cases,
-    attack_faults.KIND: attack_faults.cases,
-}
-TAIL = 600  # characters of an output that are shown
+from benchmarks.results_file import parser_of, record
+from checkpoints.files import crc32_of, read_manifest, write_manifest
+from command_line import answer_early, text_table
+from config import SECTIONS
+from tests.sample_archives import weatherbench
+from tests.started_jobs import last_step, losses
+from tests.test_identity import NAMES, waves
+from training.config_checks import check
+from training.run_folder import lock_folder
+
+ROOT = Path(__file__).parent.parent
+VERDICTS = ("one line", "right", "traceback", "hang", "silently wrong", "other")
+LINE, RIGHT, TRACEBACK, HUNG, SILENT, OTHER = VERDICTS
+BAD = (SILENT, TRACEBACK, HUNG, OTHER)
+VERBS = {name: name for name in ("train", "forecast", "evaluate", "plan")}
+VERBS |= {"checks": "planning.start_checks"}
+LISTS = tomllib.loads((ROOT / "benchmarks/attack.toml").read_text())
+RUN_TRAIN, U, V = str(ROOT / "run_train.sh"), *NAMES
+MOST_BYTES = 8 * 2**30  # of memory a case may ask for: one that asks for more meets a MemoryError
+LEAVE_SECONDS, TAIL = 3.0, 600  # for processes of a case to end after it; characters shown of its output
+# A line of a run's log, or a progress bar: no answer, and nothing against one.
+LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[|rank +\d+: ")
+CPP = re.compile(r"frame #\d+|Warning: .*|Exception .*|\[rank\d+\].*")  # what no table of a log has
+Answer = tuple[str, str]  # a verdict, and why
+
+
+class Ended(NamedTuple):
+    code: int | None  # None: it did not end
+    stdout: str
+    stderr: str
+    left: bool  # processes were left behind
+
+
+Right = Callable[[Ended], Answer]
 
 
 @dataclass
-class Result:
-    case: Case
-    answer: Answer
-    ended: Ended
+class Case:
+    """words: a command of VERBS with its arguments, or a program with its own."""
 
-    @property
-    def lines(self) -> str:
-        """What is wrong, with which command, and the end of what it said."""
-        verdict, why = self.answer
-        tail = (self.ended.stdout + self.ended.stderr)[-TAIL:].strip()
-        return f"WRONG, {verdict}: {self.case.kind}, {self.case.name}: {why}\n  {self.case.shown}\n  | " + (
-            "\n  | ".join(tail.splitlines())
-        )
-
-
-def drawn(options: argparse.Namespace, stage: Stage) -> list[Case]:
-    """All cases of the kinds asked for, or some of them."""
-    rng = random.Random(options.seed)
-    kinds = [options.kind] if options.kind else list(KINDS)
-    found = [case for kind in kinds for case in KINDS[kind](stage, rng)]
-    found = [case for case in found if options.named in case.name]
-    return rng.sample(found, min(options.cases, len(found))) if options.cases else found
+    kind: str
+    name: str
+    words: list[str]
+    right: Right
+    environment: dict[str, str] = field(default_factory=dict)
+    limit: float = 60.0
+    prepare: Callable[[], object] = lambda: None
+    keeps: Path | None = None  # a run's folder of which no byte may change
+    act: Callable[[subprocess.Popen], object] | None = None  # on the program while it runs
+    confined: bool = False  # without root's right to read and write what is forbidden
 
 
-def attack(cases: list[Case], scratch: Path, jobs: int) -> list[Result]:
-    """Each case once, several at a time, in the order given."""
-    runners, began = Runners(scratch), time.monotonic()
+def refused(*words: str, code: int = 2, alone: bool = True) -> Right:
+    """Expect one line with all the words, nothing else that is no log, and this exit code.
 
-    def one(case: Case) -> Result:
-        answer, ended = attempt(case, runners.own)
-        if answer[0] in BAD:
-            print(
-                f"{time.monotonic() - began:6.0f} s  {answer[0]}: {case.kind}, {case.name}: {answer[1]}",
-                flush=True,
-            )
-        return Result(case, answer, ended)
+    alone: False after training, whose log has tables of several lines.
+    """
 
-    with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(one, cases))
-    for runner in Runners.made:
-        runner.close()
+    def judge(ended: Ended) -> Answer:
+        if ended.code == 0:
+            return SILENT, "accepted"
+        if ended.code != code:
+            return OTHER, f"exit code {ended.code}, not {code}"
+        every = ended.stderr.splitlines()
+        answers = [line for line in every if line.startswith("rossby: ")]
+        lines = every if alone else [*answers, *CPP.findall(ended.stderr)]
+        lines = [line for line in lines if line.strip() and not LOGGED.match(line)]
+        if len(lines) != 1 or answers != lines:
+            return OTHER, f"{len(lines)} lines, {len(answers)} of them an answer"
+        missing = [word for word in words if word not in lines[0]]
+        return (OTHER, f"does not say {missing[0]!r}") if missing else (LINE, "")
+
+    return judge
+
+
+def runs(check: Callable[[], str] = lambda: "", code: int = 0, log: str = "") -> Right:
+    """Expect this exit code. check: what is wrong with what was written; log: pattern of a line."""
+
+    def judge(ended: Ended) -> Answer:
+        if ended.code != code:
+            return OTHER, f"exit code {ended.code}, not {code}"
+        if log and not re.search(log, ended.stderr):
+            return SILENT, f"nothing says {log!r}"
+        wrong = check()
+        return (SILENT, wrong) if wrong else (LINE if log else RIGHT, "")
+
+    return judge
+
+
+def either(*rights: Right) -> Right:
+    """Expect any of these; where none fits, the answer is the first one's."""
+
+    def judge(ended: Ended) -> Answer:
+        answers = [right(ended) for right in rights]
+        good = [answer for answer in answers if answer[0] not in BAD]
+        silent = [answer for answer in answers if answer[0] == SILENT]
+        return (good or silent or answers)[0]
+
+    return judge
+
+
+def one_of(*codes: int) -> Right:
+    """Expect any of these exit codes, and no more than one line that is an answer."""
+    return either(*(refused(code=code, alone=False) if code else runs() for code in codes))
+
+
+# -- running cases
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    """Return what every case starts from: what names ranks or layouts comes from the case alone."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "WORLD_SIZE")}
+    clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return clean | {"ROSSBY_PYTHON": sys.executable} | more
+
+
+def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str], confined: bool) -> None:
+    """Turn this process, a fork, into the command, as `python train.py ...` is."""
+    gc.freeze()  # or every process collects, and so copies, what all of them share
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    for descriptor, path in enumerate((os.devnull, *outputs)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
+    if confined:
+        header, sets, libc = (c_uint32 * 2)(0x20080522), (c_uint32 * 6)(), CDLL(None)
+        libc.capget(header, sets)
+        sets[0], sets[1] = sets[0] & ~6, sets[1] & ~6  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        libc.capset(header, sets)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [f"{words[0]}.py", *words[1:]]
+    module = import_module(VERBS[words[0]])
+    try:
+        answer_early(module.__doc__, check if words[0] != "plan" else None, getattr(module, "OPTIONS", None))
+        module.main(words[1:]) if words[0] == "checks" else module.main()
+    finally:
+        atexit._run_exitfuncs()
+
+
+class Running:
+    """A case that has been started."""
+
+    def __init__(self, case: Case, scratch: Path) -> None:
+        case.prepare()
+        self.case, self.before = case, contents(case.keeps)
+        self.outputs = str(scratch / f"{id(case)}.out"), str(scratch / f"{id(case)}.err")
+        self.end, variables = time.monotonic() + case.limit, environment(case.environment)
+        self.program: subprocess.Popen | None = None
+        if case.words[0] in VERBS:
+            how = {"target": become, "args": (case.words, variables, self.outputs, case.confined)}
+            self.fork = multiprocessing.get_context("forkserver").Process(**how)
+            self.fork.start()
+            self.pid = self.fork.pid or 0
+            return
+        with open(self.outputs[0], "w") as out, open(self.outputs[1], "w") as err:
+            own: Any = {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True}
+            self.program = subprocess.Popen(case.words, cwd=ROOT, stdout=out, stderr=err, **own)
+        self.pid = self.program.pid
+        if case.act:
+            Thread(target=case.act, args=(self.program,), daemon=True).start()
+
+    def code(self) -> int | None:
+        return self.program.poll() if self.program else self.fork.exitcode
+
+    def finish(self) -> tuple[Answer, Ended]:
+        """Return the verdict; what is left of the case some seconds after its end is counted, then killed."""
+        code, deadline = self.code(), time.monotonic() + LEAVE_SECONDS
+        while code is not None and alive(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = alive(self.pid)
+        for pid in [*descendants(self.pid), self.pid] if left else []:  # ranks have sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.program.wait() if self.program else self.fork.join()
+        stdout, stderr = (Path(path).read_text(errors="replace") for path in self.outputs)
+        ended = Ended(code, stdout, stderr, left and code is not None)
+        answer, after = self.judge(ended), contents(self.case.keeps)
+        changed = sorted(k for k in self.before | after if self.before.get(k) != after.get(k))
+        return ((SILENT, f"changed {', '.join(changed)}") if changed else answer), ended
+
+    def judge(self, ended: Ended) -> Answer:
+        if ended.code is None:
+            return HUNG, f"still there after {self.case.limit:g} s"
+        if "Traceback (most recent" in ended.stderr + ended.stdout:
+            return TRACEBACK, "traceback"
+        if ended.left:
+            return HUNG, "processes were left"
+        answer = self.case.right(ended)
+        if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
+            return TRACEBACK, f"ended by signal {-ended.code}"
+        return answer
+
+
+def alive(session: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.killpg(session, 0)
+        return True
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below this one, whichever session they are of."""
+    with suppress(OSError):
+        own = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [*own, *(each for child in own for each in descendants(child))]
+    return []
+
+
+def contents(folder: Path | None, but: tuple[str, ...] = ("\0",)) -> dict[str, bytes]:
+    """Return every file of a folder, but for those whose names begin so."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder else []
+    found = {str(path.relative_to(folder)): path for path in files}  # type: ignore[arg-type]
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(but)}
+
+
+def attack(cases: list[Case], scratch: Path, jobs: int) -> list[tuple[Case, Answer, Ended]]:
+    """Run each case once, several at a time."""
+    waiting, running, results = cases[::-1], [], []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Running(waiting.pop(), scratch))
+        for each in [r for r in running if r.code() is not None or time.monotonic() > r.end]:
+            running.remove(each)
+            results.append((each.case, *each.finish()))
+        time.sleep(0.005)
     return results
 
 
-def table(results: list[Result]) -> str:
-    kinds = list(dict.fromkeys(result.case.kind for result in results))
-    counts = {kind: Counter(r.answer[0] for r in results if r.case.kind == kind) for kind in kinds}
-    counts["all"] = sum(counts.values(), Counter())
-    rows = [f"{'kind of case':16}{'cases':>8}" + "".join(f"{verdict:>11}" for verdict in VERDICTS)]
-    for kind, found in counts.items():
-        rows.append(f"{kind:16}{found.total():>8}" + "".join(f"{found[verdict]:>11}" for verdict in VERDICTS))
-    return "\n".join(rows)
+# -- what is attacked: a small archive of waves, and a run that was trained on it, forecast and scored
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kind", choices=KINDS)
-    parser.add_argument("--cases", type=int, default=0, help="so many, drawn; 0: all")
-    parser.add_argument("--named", default="", help="only those with this text in their names")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    return parser.parse_args()
+STEPS, MORE = 8, 12  # of the run that is there, and of the one that goes on
+
+
+@dataclass
+class Stage:
+    """Paths below one scratch folder; `losses` are of the run that goes on undisturbed to MORE steps."""
+
+    scratch: Path
+    data: Path
+    config: Path
+    run: Path
+    losses: dict[int, float]
+
+    def options(self, folder: Path | str, *more: str) -> list[str]:
+        return ["--job.config_file", str(self.config), "--job.dump_folder", str(folder), *more]
+
+    def longer(self, folder: Path | str, *more: str) -> list[str]:
+        return self.options(folder, "--training.steps", str(MORE), *more)
+
+    def fresh(self, name: str) -> Path:
+        """Return a folder that is not there yet."""
+        return self.scratch / "cases" / re.sub(r"[/ ]", "-", name)[:100]
+
+    def copying(self, target: Path, change: Callable[[Path], object] = id) -> Callable[[], None]:
+        """Return what prepares a case: a copy of the trained run, and a change of it."""
+
+        def prepare() -> None:
+            shutil.copytree(self.run, target)
+            change(target)
+
+        return prepare
+
+    def goes_on(self, folder: Path) -> str:
+        """Return what is wrong with a resumed run: its losses after the step that it resumed from."""
+        found = losses(folder)
+        wrong = [step for step in range(STEPS + 1, MORE + 1) if found.get(step) != self.losses[step]]
+        return f"loss of step {wrong[0]} is {found.get(wrong[0])}" if wrong else ""
+
+    def resumed(self, kind: str, name: str, change: Any, log: str = "", also: Any = str) -> Case:
+        """Return a case that ends with the losses of the undisturbed run; also(): what else is wrong."""
+        folder = self.fresh(f"resumed {name}")
+        right, prepare = runs(lambda: also() or self.goes_on(folder), log=log), self.copying(folder, change)
+        return Case(kind, f"resume: {name}", ["train", *self.longer(folder)], right, prepare=prepare)
+
+
+def build(scratch: Path) -> Stage:
+    """Train, forecast and score; AssertionError where that does not work."""
+    data, config, on = Path(weatherbench(scratch, waves())), scratch / "tiny.toml", scratch / "on"
+    LISTS["run"]["data"]["path"] = str(data)
+    config.write_text(tomli_w.dumps(LISTS["run"]))
+    waves().to_netcdf(scratch / "waves.nc", engine="h5netcdf")
+    stage = Stage(scratch, data, config, scratch / "run", {})
+    first = [Case("", verb, [verb, *stage.options(stage.run)], runs(), limit=300) for verb in [*VERBS][:3]]
+    longer = Case("", "on", ["train", *stage.longer(on)], runs(), limit=300, prepare=stage.copying(on))
+    for case in [*first, longer]:
+        ((_, answer, ended),) = attack([case], scratch, 1)
+        assert answer[0] == RIGHT, ended.stderr
+    stage.losses = losses(on)
+    assert set(stage.losses) == set(range(1, MORE + 1)), stage.losses
+    return stage
+
+
+LONG, TEXTS = "[" + ",".join(["1"] * 20_000) + "]", ["x" * 300, "a\0b", "a\ud800b", "a\nb", "\x1b[31m"]
+
+
+def bad_values(kind: Any) -> list[str]:
+    """Return values that a key of this type and range cannot mean."""
+    kind, bounds = (kind.__origin__, kind.__metadata__[0]) if hasattr(kind, "__metadata__") else (kind, None)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        numbers = bad_values(inner) if getattr(inner, "__origin__", inner) in (int, float) else []
+        lists = [f"[{value}]" for value in numbers if value and "[" not in value]
+        lists += [] if numbers else [f'["{"x" * 300}"]', '["a\\u0000b"]', '["a\\nb"]']
+        return ["[[1]]", '[["a"]]', LONG, "[", "{}", "[{a = 1}]", "1", *lists]
+    if kind in (int, float):
+        values = ["", "one", "nan", "[1]", "-1" + "0" * 30, "1.5" if kind is int else "1e300"]
+        values += ["inf"] if not (bounds and bounds.infinite) else []
+        ends: Any = (bounds.low - 1, bounds.low, bounds.high, bounds.high + 1) if bounds else ()
+        beyond = [kind(e) for e in ends if math.isfinite(e) and bounds and not bounds.admits(kind(e))]
+        return values + [str(end) for end in beyond]
+    if get_origin(kind) is Literal:
+        return ["", "x" * 300, "a\0b", "a\nb", "[]", *(f"{choice}x" for choice in get_args(kind) if choice)]
+    return ["yes", "1", "", "[true]"] if kind is bool else TEXTS
+
+
+def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    """Give each key some of its bad values, the commands in turn; then misspelt keys, options and files."""
+
+    def draw(values: Any, number: int) -> list:
+        return rng.sample([*values], min(number, len(values)))
+
+    number, paths = itertools.count(), {"job.config_file": stage.config, "job.dump_folder": stage.run}
+    texts = {name: (text, "") for name, text in LISTS["files"].items()}
+    texts |= {f"5000 x {c}": (f"[data]\nlevels = {c * 5000}", "") for c in "[9"}
+    for section, cls in SECTIONS.items():
+        fields = {f"{section}.{each.name}": each.type for each in dataclasses.fields(cls)}
+        values = [(key, value, key) for key, kind in fields.items() for value in draw(bad_values(kind), 4)]
+        for key, value, named in [*values, *((key + "q", "1", key) for key in draw(fields, 2))]:
+            verb = ("train", "forecast", "evaluate", "plan")[next(number) % 4]
+            options = [f"--{name}={path}" for name, path in paths.items() if name != key]
+            options += ["--cluster", "a100x8"] if verb == "plan" else []
+            right = refused(named.partition(".")[2])
+            words = [verb, *options, f"--{key}={value}"]
+            yield Case("keys", f"{verb} {key} = {value[:40]!r}", words, right, keeps=stage.run)
+        name = draw(fields, 1)[0].partition(".")[2]
+        texts[f"a table for {section}.{name}"] = (f"[{section}]\n{name} = {{a = 1}}", name)
+    for name, (text, word) in texts.items():
+        path = stage.scratch / f"{name.replace(' ', '-')}.toml"
+        path.write_text(text)
+        words = ["train", "--job.config_file", str(path), "--job.dump_folder", str(stage.run)]
+        yield Case("keys", f"a TOML file, {name}", words, refused(word), keeps=stage.run)
+    yield from own_options(stage)
+
+
+def own_options(stage: Stage) -> Iterator[Case]:
+    os.mkfifo(stage.scratch / "fifo")
+    (stage.scratch / "empty").mkdir()
+    paths = {"{config}": stage.config, "{data}": stage.data, "{scratch}": stage.scratch}
+    for verb, listed in LISTS["options"].items():
+        for number, text in enumerate(listed):
+            for name, path in paths.items():
+                text = text.replace(name, str(path))
+            words = text.split(" ")
+            given = [each for each in ("--job.config_file", "--job.dump_folder") if each in text]
+            pairs = zip(*[iter(stage.options(stage.run))] * 2, strict=True)
+            options = [word for pair in pairs if pair[0] not in given for word in pair]
+            # Every fifth is a process of its own, as the caller starts it.
+            alone = number % 5 == 0 and "\0" not in text
+            start = [sys.executable, f"{verb}.py"] if alone else [verb]
+            right = refused("forecast" if "--forecast.path" in text else "")
+            yield Case("keys", f"{verb} {text!r}", [*start, *options, *words], right, keeps=stage.run)
+    for text in LISTS["environment"]["variables"]:
+        variables = dict(word.split("=", 1) for word in text.split())
+        name, words = [*variables][-1], [RUN_TRAIN, *stage.longer(stage.run)]
+        right = refused("" if name in ("NGPU", "NNODES") else name)
+        yield Case("keys", f"run_train.sh with {text}", words, right, variables, keeps=stage.run)
+    bom = stage.scratch / "bom.toml"
+    bom.write_text("\ufeff" + stage.config.read_text(), encoding="utf-8")
+    words = ["checks", "--job.config_file", str(bom), "--job.dump_folder", str(stage.fresh("bom"))]
+    yield Case("keys", "a TOML file with a BOM", words, runs())
+
+
+def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
+    """On the run's own folder, of which nothing may change; huge ones on a larger grid."""
+    large, listed = stage.scratch / "large.zarr", [*LISTS["combinations"]["refused"]]
+    degrees = [f"{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline")]
+    degrees += ["data_parallel_shard_degree", "data_parallel_replicate_degree"]
+    for name, degree, ranks in itertools.product(degrees, (2, 3, 5), (2, 3, 4)):
+        listed += [[ranks, f"p.{name} {degree}", "degree"]] if ranks % degree else []
+    axes: Any = {"latitude": np.linspace(89.9, -89.9, 512), "longitude": np.arange(1024) * 360 / 1024}
+    zeros = xr.zeros_like(waves().isel(time=slice(70)).reindex(axes, method="nearest"))
+    write("zarr2", lambda _: zeros, large)
+    for ranks, text, word in [*listed, *LISTS["combinations"]["huge"]]:
+        huge = [ranks, text, word] in LISTS["combinations"]["huge"]
+        words = re.sub(r"(^| )p\.", r"\1parallelism.", text).split()
+        words = [f"--{each}" if re.match(r"[a-z_0-9]+\.", each) else each for each in words]
+        verb, folder = "checks" if huge or ranks > 1 else "train", stage.fresh(text) if huge else stage.run
+        options = stage.options(folder, *(["--data.path", str(large)] if huge else []), *words)
+        about: Any = {"environment": {"NGPU": str(ranks)}, "keeps": None if huge else stage.run}
+        yield Case("combinations", f"{ranks} ranks {text}", [verb, *options], refused(word), **about)
+
+
+# -- data
+
+
+CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None, "own": ""}
+FORMATS = ("zarr2", "zarr3", "netcdf4", "netcdf3")
+DIMS, DATES = ("time", "latitude", "longitude"), [str(each)[:19] for each in waves().time.values]
+Change = Callable[[xr.Dataset], xr.Dataset]
+# Name, what writes the data to a path, the right answer: a word of it, or "same": the losses of plain fields.
+Odd = tuple[str, Callable[[Path], object], Right | str]
+
+
+def write(format: str, change: Change, path: Path, **own: Any) -> None:
+    """Write the changed waves, a chunk a date, or as `own`, the encoding of fields, has it."""
+    ds = change(waves())
+    if format.startswith("netcdf"):
+        encoding = {name: own for name in ds.data_vars if own}
+        ds.to_netcdf(path, engine="scipy" if format == "netcdf3" else "h5netcdf", encoding=encoding)
+        return
+    encoding = {n: {"chunks": (1, *ds[n].shape[1:])} | own for n in ds.data_vars if ds[n].ndim > 2}
+    version: Any = 2 if format == "zarr2" else 3
+    ds.to_zarr(path, zarr_format=version, encoding=encoding, consolidated=version == 2)
+
+
+def data(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    """Train a few steps on each archive."""
+    short = ["--training.steps", "3", "--checkpoint.enable=false", "--checkpoint.keep_best="]
+    first: dict[int, float] = {}  # losses that all ways to write the same fields have to give
+
+    def wrong(run: Path, tolerance: float) -> str:
+        ours = losses(run)
+        first.update({} if first else ours)
+        close = ours.keys() == first.keys() and all(abs(ours[n] / first[n] - 1) < tolerance for n in first)
+        return "" if close else f"losses {ours}, not {first}"
+
+    generated = (each(rng) for each in (fields, times_and_places, stores))
+    for name, make, right in itertools.chain(*generated):
+        text, _, more = name.partition(" | ")
+        folder = stage.fresh(f"data {name}")
+        options = stage.options(folder / "run", *short, "--data.path", str(folder / "data"), *more.split())
+
+        def prepare(folder: Path = folder, make: Callable[[Path], object] = make) -> None:
+            folder.mkdir(parents=True)
+            make(folder / "data")
+
+        if right == "same":
+            right = runs(partial(wrong, folder / "run", 2e-2 if "packed" in name else 1e-4))
+        right = refused(right) if isinstance(right, str) else right
+        yield Case("data", text, ["train", *options], right, prepare=prepare)
+
+
+def fields(rng: random.Random) -> Iterator[Odd]:
+    """Yield fields with other values, units, dimensions, orders, types and packings."""
+
+    def put(value: float, date: int, ds: xr.Dataset) -> xr.Dataset:
+        ds[U][date, 2, :2] = value
+        return ds
+
+    def scaled(units: str, factor: float, ds: xr.Dataset) -> xr.Dataset:
+        return ds.assign({name: (ds[name] * factor).assign_attrs(units=units) for name in NAMES})
+
+    def assign(change: Callable[[xr.DataArray], xr.DataArray]) -> Change:
+        return lambda ds: ds.assign({U: change(ds[U])})
+
+    same, dates, own = (lambda ds: ds), np.arange(80), {}
+    outside, both = runs(log=f"{U}: .*outside -120 to 120 m s-1"), either(refused(U), runs(log=U))
+    found: dict[str, tuple[Change, Right | str]] = {
+        "as they are": (same, "same"),
+        "infinities": (partial(put, np.inf, 20), runs(log=f"{U}: 2 values infinite")),
+        "a variable without any value": (assign(lambda x: x * np.nan), U),
+        "a constant variable": (assign(lambda x: x * 0 + 3), both),
+        "100 times the values": (assign(lambda x: x * 100), outside),
+        "texts": (assign(lambda x: x.astype("U4")), U),
+        "dates for numbers": (assign(lambda x: x.astype("i8").astype("M8[ns]").drop_attrs()), U),
+        "whole numbers": (assign(lambda x: (x * 10).astype("i2")), runs()),
+        "members": (lambda ds: ds.expand_dims(member=[0, 1], axis=1), "data.select"),
+        "one member": (lambda ds: ds.expand_dims(member=[0], axis=1), "same"),
+        "no longitudes": (lambda ds: ds.isel(longitude=0, drop=True), "longitude"),
+        "no dates": (lambda ds: ds.isel(time=0, drop=True), ""),
+        "gaps": (lambda ds: ds.isel(time=[i for i in dates if i % 7]), runs()),
+        "another name": (lambda ds: ds.rename({U: "x"}), U),
+        "times in no order": (lambda ds: ds.isel(time=np.random.default_rng(0).permutation(80)), "same"),
+        "valid_time, lat": (lambda ds: ds.rename(time="valid_time", latitude="lat"), "same"),
+    }
+    for fill in (9.96921e36, 1e30, 1e20, -9999.0, -32767.0):
+        date = rng.randrange(1, 45)
+        right = refused("_FillValue", DATES[date])
+        found[f"{fill:g} that nothing declares, date {date}"] = (partial(put, fill, date), right)
+    for units, factor, right in LISTS["data"]["units"]:
+        found[f"in {units}"] = (partial(scaled, units, factor), both if right == "warned" else right)
+    for dim, indices, right in LISTS["data"]["select"]:
+        found[f"{dim} {indices}"] = (lambda ds, i=indices, d=dim: ds.isel({d: i}), right)
+    for dim, order in itertools.product(DIMS, itertools.permutations(DIMS)):
+        found[f"{dim} reversed"] = (lambda ds, d=dim: ds.isel({d: slice(None, None, -1)}), "same")
+        found[f"dimensions {', '.join(order)}"] = (lambda ds, order=order: ds.transpose(*order), "same")
+    for kind in ("f8", ">f4", ">f8"):
+        found[f"numbers as {kind}"] = (lambda ds, kind=kind: ds.astype(kind), "same")
+    encodings: dict[str, dict[str, Any]] = {"a declared fill value": {"_FillValue": -9999.0}}
+    for offset in (0.0, 5.0):
+        packed = {"dtype": "i2", "scale_factor": 1e-3, "add_offset": offset, "_FillValue": -32767}
+        encodings[f"packed, offset {offset}"] = packed
+    found |= {name: (same, "same") for name in encodings}
+    for format, (name, (change, right)) in itertools.product(FORMATS, found.items()):
+        own = encodings.get(name, {})
+        own |= {"chunks": None} if name.startswith("dimensions") and "zarr" in format else {}
+        if not (format.startswith("netcdf") and name in ("texts", "numbers as >f4", "numbers as >f8")):
+            yield f"{format}: {name}", partial(write, format, change, **own), right
+    for format, chunk in itertools.product(FORMATS[:2], ((2, 6, 8), (80, 6, 8), (1, 3, 4), (7, 5, 3))):
+        yield f"{format}: chunks of {chunk}", partial(write, format, same, chunks=chunk), "same"
+
+
+def times_and_places(_: random.Random) -> Iterator[Odd]:
+    """Yield archives whose coordinates mean something else, or nothing, or the same in other words."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for dim, order, factor, right in LISTS["data"]["places"]:
+        found[f"{dim} {order} x {factor}"] = ({dim: waves()[dim].values[order] * factor}, right)
+    north, hours = np.deg2rad(waves().latitude.values), np.arange(80) * 6.0
+    found["radians"] = ({"latitude": ("latitude", north, {"units": "radians"})}, "radians")
+    for units, calendar, factor, offset, right in LISTS["data"]["times"]:
+        attrs = {name: text for name, text in (("units", units), ("calendar", calendar)) if text}
+        time_axis = ("time", hours * factor + offset, attrs)
+        found[f"times {units} {calendar} x {factor:.3g} + {offset:g}"] = ({"time": time_axis}, right)
+    for format, (name, (axes, right)) in itertools.product(FORMATS, found.items()):
+        yield f"{format}: {name}", partial(write, format, lambda ds, a=axes: ds.assign_coords(a)), right
+
+    def levelled(dim: str, attrs: dict[str, str], numbers: Any, ds: xr.Dataset) -> xr.Dataset:
+        ds = ds.rename({U: "u_component_of_wind", V: "v_component_of_wind"})
+        stacked = xr.concat([ds, ds * 0.5, ds * 0.25], dim).transpose("time", dim, ...)
+        for name in stacked.data_vars:
+            stacked[name].attrs["units"] = "m s-1"
+        return stacked.assign_coords({dim: (dim, np.asarray(numbers), attrs)})
+
+    options = '--data.variables=["u_component_of_wind","v_component_of_wind"] --data.levels=[500]'
+    for format, (dim, units, numbers, right) in itertools.product(FORMATS, LISTS["data"]["levels"]):
+        change = partial(levelled, dim, {"units": units} if units else {}, numbers)
+        yield f"{format}: {dim} {numbers} {units} | {options}", partial(write, format, change), right
+
+
+def damage(path: Path, how: str, seed: float) -> None:
+    """Cut, change or remove a file."""
+    content, rng = path.read_bytes(), random.Random(seed)
+    at = rng.randrange(len(content))
+    flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    found = {"empty": b"", "half": content[: len(content) // 2], "all but one byte": content[:-1]}
+    found |= {"zeros": bytes(len(content)), "another's": rng.randbytes(len(content)), "one bit": flipped}
+    found |= {"nonsense": b"{nonsense", "a list": b"[1, 2]"}
+    path.unlink() if how == "gone" else path.write_bytes(found[how])
+
+
+def stores(rng: random.Random) -> Iterator[Odd]:
+    """Yield archives whose files and chunks are cut short, empty, damaged, gone or something else."""
+
+    def damaged(format: str, own: dict[str, Any], name: str, how: str, path: Path) -> None:
+        write(format, lambda ds: ds, path, **own)
+        damage(path / name, how, 0.0)
+        for each in (".zmetadata", f"{U}/.zarray") if how == "gone" and name[-1:] == "0" and own else ():
+            text = (path / each).read_text()  # as other programs write it: what is missing reads as zeros
+            (path / each).write_text(text.replace('"fill_value": "NaN"', '"fill_value": 0.0'))
+
+    ways = ("gone", "empty", "half", "all but one byte")
+    metadata = [(format, name) for format, names in LISTS["data"]["metadata"].items() for name in names]
+    for (format, name), how in itertools.product(metadata, (*ways, "nonsense", "a list")):
+        # .zmetadata has what the other files of Zarr 2 say, and they have what it says.
+        right = either(runs(), refused()) if format == "zarr2" else ""
+        yield f"{format}: {name}, {how}", partial(damaged, format, {}, name, how), right
+    for format, codec, how in itertools.product(("zarr2", "zarr3"), CODECS, ways):
+        own, date = {"compressors": CODECS[codec]} if codec != "own" else {}, rng.randrange(1, 45)
+        if (format == "zarr3") == (codec == "own"):
+            gone = f"{DATES[date]}, (is|are) not in the store|, 1 left out for fields without a value"
+            right = runs(log=gone) if how == "gone" else refused(U, DATES[date])
+            name = f"{U}/{date}.0.0" if own else f"{U}/c/{date}/0/0"
+            yield f"{format} {codec}: chunk {date}, {how}", partial(damaged, format, own, name, how), right
+    yield "a text", lambda path: path.write_text("time,latitude\n"), ""
+    yield "a folder with a text", lambda path: (path.mkdir(), (path / "data.nc").write_text("time\n")), ""
+    yield "nothing", lambda path: None, ""
+    yield "a folder without data", lambda path: path.mkdir(), ""
+
+
+def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
+    def case(name: str, words: list[str], right: Right, folder: Any = None, change: Any = id) -> Case:
+        """Return a case of the run itself, of which nothing may change, or of a copy."""
+        if not folder:
+            return Case("identity", name, words, right, keeps=stage.run)
+        return Case("identity", name, words, right, prepare=stage.copying(folder, change))
+
+    for key, value in LISTS["meaning"].items():
+        word = key if key != "data.static_variables" else "land_sea_mask"
+        leads = ["--validation.lead_hours", "[12]"]  # that go with 12 hours too
+        for verb in ("train", "forecast"):
+            words = [verb, *stage.longer(stage.run, *leads, f"--{key}", value)]
+            yield case(f"{verb} with {key} = {value}", words, refused(word))
+        load = ["--checkpoint.initial_load_path", str(stage.run), f"--{key}", value]
+        if key.startswith("model."):
+            words = ["train", *stage.options(stage.fresh(f"fine {key}"), *load)]
+            yield case(f"fine-tuning with {key}", words, refused(key))
+    for key, value in LISTS["harmless"].items():
+        folder = stage.fresh(f"changed {key}")
+        words = ["train", *stage.longer(folder, f"--{key}", value)]
+        yield case(f"resume with {key}", words, runs(log=f"changed since .*{key} "), folder)
+    yield stage.resumed("identity", "with nothing changed", id)
+    folder = stage.fresh("evaluated")
+
+    def differs() -> str:
+        """Return what is not as in the trained run, but for what forecasts and scores write."""
+        theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (stage.run, folder))
+        return ", ".join(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+
+    words = ["evaluate", *stage.options(folder, "--data.variables", f'["{V}"]')]
+    yield case("evaluate other variables", words, runs(differs), folder)
+    words = ["forecast", *stage.options(stage.run, "--forecast.num_steps", "3")]
+    yield case("another forecast in the store", words, refused("forecast.path"))
+    locks: list[Any] = []
+    for more in ([], ["--checkpoint.enable", "false", "--checkpoint.keep_best="]):
+        folder = stage.fresh(f"locked {len(more)}")
+        words, right = ["train", *stage.longer(folder, *more)], refused("another run writes there")
+        lock: Any = lambda path: locks.append(lock_folder(path))  # noqa: E731
+        yield case(f"a second start {more}", words, right, folder, lock)
+    swapped, shifted = dict(zip(NAMES, NAMES[::-1], strict=True)), waves().longitude + 1
+    others: dict[str, tuple[xr.Dataset, str]] = {
+        "a stretch of two dates": (waves().map(lambda x: x.where(x.time != x.time[20], x + 3)), "mean of"),
+        "variables swapped": (waves().rename(swapped), "is"),
+        "louder waves": (waves() * 1.5, "std of"),
+        "a shifted grid": (waves().assign_coords(longitude=shifted), "grid"),
+        "half a grid": (waves().isel(latitude=slice(None, 3)), "grid"),
+    }
+    for name, (ds, word) in others.items():
+        path, ds = stage.fresh(f"data {name}"), ds.map(lambda x: x.assign_attrs(units="m s-1"))
+        path.mkdir(parents=True)
+        options = stage.longer(stage.run, "--data.path", weatherbench(path, ds))
+        for verb in ("train", "forecast") if word == "grid" else ("train",):  # which may start from others
+            yield case(f"{verb}: {name}", [verb, *options], refused(word))
+
+
+DAMAGES = ("empty", "half", "all but one byte", "zeros", "another's", "one bit")
+NEWEST = f"checkpoints/step-{STEPS:08d}"
+
+
+def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    def damaging(name: str, how: str) -> Callable[[Path], object]:
+        return partial(lambda seed, folder: damage(folder / name, how, seed), rng.random())
+
+    resumed, stored_files = LISTS["saved"]["resumed"], LISTS["saved"]["stored"]
+    for name, how in itertools.product(resumed, DAMAGES):
+        yield stage.resumed("files", f"{name}, {how}", damaging(name, how))
+    for verb in stored_files:
+        for name, how in itertools.product(stored_files[verb], DAMAGES):
+            # Zarr 2 has no checksums: other bits of a chunk are other values, which only the disk can know.
+            if not (how in ("one bit", "zeros", "another's") and re.search(r"\.zarr/.*/[\d.]+$", name)):
+                yield stored(stage, verb, f"{name}, {how}", damaging(name, how))
+    for name in (*resumed, "checkpoints", "best"):
+
+        def remove(folder: Path, name: str = name) -> None:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        yield stage.resumed("files", f"{name}, removed", remove)
+    yield from forged(stage)
+
+
+def stored(stage: Stage, verb: str, name: str, change: Callable[[Path], object]) -> Case:
+    """Return a case that is refused naming the file, or ends as if nothing had happened."""
+    folder = stage.fresh(f"{verb} {name}")
+
+    def check() -> str:
+        made = "forecast.zarr" if verb == "forecast" else "evaluation/scores.nc"
+        opener = xr.open_zarr if verb == "forecast" else xr.open_dataset
+        try:
+            with opener(folder / made) as ours, opener(stage.run / made) as theirs:
+                same = ours.drop_attrs().identical(theirs.drop_attrs())
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            return f"{made} cannot be read: {type(error).__name__}"
+        return "" if same else f"another {made}"
+
+    right, prepare = either(runs(check), refused(), refused(code=1)), stage.copying(folder, change)
+    return Case("files", f"{verb}: {name}", [verb, *stage.options(folder)], right, prepare=prepare)
+
+
+class Exploit(str):
+    """A pickle that makes a folder of this name when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self),)
+
+
+def forged(stage: Stage) -> Iterator[Case]:
+    """Yield entries among the checkpoints that no run has made, and metadata that would run a command."""
+    proof = stage.scratch / "proof"
+
+    def strangers(folder: Path) -> None:
+        (folder / "checkpoints/step-00000099").symlink_to(stage.run / NEWEST)
+        (folder / "checkpoints/step-00000009.incomplete").symlink_to(stage.data)
+        (folder / "checkpoints/notes.txt").write_text("keep me")
+        (folder / "checkpoints/step-backup").mkdir()
+
+    def forge(folder: Path) -> None:
+        (folder / NEWEST / ".metadata").write_bytes(pickle.dumps(Exploit(proof)))
+
+    def vouched(folder: Path) -> None:
+        """Give the manifest the checksums of the files that are there."""
+        forge(folder)
+        about = read_manifest(folder / NEWEST)
+        paths = {name: folder / NEWEST / name for name in about.pop("files")}
+        write_manifest(folder / NEWEST, about, {n: (p.stat().st_size, crc32_of(p)) for n, p in paths.items()})
+
+    def statistics(folder: Path) -> None:
+        np.savez(folder / "statistics.npz", mean=np.array(Exploit(proof), object))
+
+    entries = ("step-00000099/manifest.json", "step-00000009.incomplete/.zgroup", "notes.txt", "step-backup")
+    left = "".join(f"(?=.*{each.split('/')[0]}.*left alone)" for each in entries)
+    for name, change, log in (
+        ("strangers", strangers, f"(?s){left}"),
+        ("a malicious pickle", forge, "damaged|refused|not those"),
+        ("a malicious pickle, vouched for", vouched, "posix.mkdir"),
+        ("a pickle in statistics.npz", statistics, "damaged"),
+    ):
+        kept = [stage.fresh(f"resumed {name}") / "checkpoints" / each for each in entries]
+
+        def wrong(kept: list[Path] = kept if name == "strangers" else []) -> str:
+            gone = "".join(f"{path} is gone" for path in kept if not path.exists())
+            return "a pickle was executed" if proof.exists() else gone
+
+        yield stage.resumed("files", name, change, log, wrong)
+
+
+# -- faults of the machine while real processes run
+
+
+CALM = ["--validation.enable=false", "--checkpoint.keep_best="]
+SLOW = [*CALM, "--training.steps", "300", "--checkpoint.interval", "50"]
+
+
+def faults(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    """At random moments, from the check of the command line to the last save."""
+
+    def fault(name: str, words: list[str], act: Any, right: Right, folder: Path, ranks: str = "1") -> Case:
+        command = [RUN_TRAIN, *stage.options(folder, *words)]
+        return Case("faults", name, command, right, {"NGPU": ranks}, 90.0, act=act)
+
+    # HDF5 has a lock, so that threads do not serve: a loader with processes.
+    processes = ["--data.path", str(stage.scratch / "waves.nc"), "--data.cache_gib=0", "--data.num_workers=2"]
+    for number, ranks in itertools.product((signal.SIGTERM, signal.SIGINT), ("1", "2")):
+        # Before the program listens, the signal's own death is an answer too.
+        own = (128 + number, -number)
+        right = either(one_of(75, 1, *own), *(runs(code=code) for code in own))
+        name, step = f"{number.name}, {ranks} ranks", rng.randrange(3, 60)
+        for when, at, answer in (("early", 0, right), ("in a step", step, one_of(75))):
+            seconds = rng.uniform(0, 0.3) if at else rng.uniform(0.3, 3.0)
+            folder = stage.fresh(f"{name} {when}")
+            act = partial(send, number, b"", folder, at, seconds)
+            yield fault(f"{name}, {when}", SLOW, act, answer, folder, ranks)
+    for name, word, words, step, right, ranks in (
+        ("a loader process killed", b"spawn_main", processes, 5, one_of(1), "1"),
+        ("a rank killed", b"train.py", [], 5, one_of(1), "2"),
+        ("a writer killed", b"spawn_main", ["--checkpoint.async_mode=async"], 55, one_of(0, 1), "1"),
+    ):
+        act = partial(send, signal.SIGKILL, word, stage.fresh(name), step, 0.0)
+        yield fault(name, [*SLOW, *words], act, right, stage.fresh(name), ranks)
+    yield from rights(stage)
+    yield from disks(stage, fault, processes)
+
+
+def send(number: int, word: bytes, folder: Path, step: int, seconds: float, job: subprocess.Popen) -> None:
+    """Send a signal to a job after a step, or to the first of its processes with a word in its command."""
+    while job.poll() is None and last_step(folder) < step:
+        time.sleep(0.05)
+    time.sleep(seconds)
+    with suppress(OSError):
+        below = [pid for pid in descendants(job.pid) if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for pid in below[:1] if word else [job.pid]:
+            os.kill(pid, number)
+
+
+def rights(stage: Stage) -> Iterator[Case]:
+    """Yield commands that may not read or write what they need."""
+    for verb, closed in LISTS["saved"]["closed"]:
+        name = f"{verb}: {closed or 'the folder'} closed"
+        folder, own = stage.fresh(name), verb == "checks"
+        path = folder / "wb.zarr" if own else folder
+        well = runs(partial(stage.goes_on, folder) if verb == "train" else str)
+
+        def prepare(path: Path = path, own: bool = own, closed: str = closed) -> None:
+            shutil.copytree(stage.data if own else stage.run, path)
+            (path / closed).chmod(0)
+
+        words = stage.options(folder / "run", "--data.path", str(path)) if own else stage.longer(folder)
+        right = either(refused(), refused(code=1), well)
+        yield Case("faults", name, [verb, *words], right, prepare=prepare, confined=True)
+
+
+def disks(stage: Stage, fault: Callable[..., Case], processes: list[str]) -> Iterator[Case]:
+    """Yield a disk that is full, one that fills, and a small /dev/shm, where they can be mounted."""
+
+    def mount(size: str, where: Path) -> bool:
+        where.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
+        return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+
+    if not mount("1m", stage.scratch / "probe"):
+        return
+
+    for name, size, right in (("is full", "200k", one_of(1, 2)), ("fills", "900k", one_of(1))):
+        where = stage.fresh(f"disk {name}")
+        words = [*CALM, "--training.steps", str(MORE)]
+        made = fault(f"a disk that {name}", words, None, right, where / "run")
+        made.prepare = partial(mount, size, where)
+        yield made
+    for ranks in ("1", "2"):
+        folder = stage.fresh(f"shm {ranks}")
+        made = fault(f"/dev/shm of 64 MB, {ranks} ranks", CALM, None, runs(), folder, ranks)
+        shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'  # as Docker gives it
+        made.words = ["unshare", "-m", "bash", "-c", shell, "bash", *made.words, *processes]
+        yield made
+
+
+KINDS = {each.__name__: each for each in (keys, combinations, data, identity, files, faults)}
 
 
 def main() -> int:
-    options, began = parse(), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rossby-attack-") as text:
-        scratch = Path(text)
-        runner = Runner(scratch)
-        stage = build(scratch, runner)
-        runner.close()
-        results = attack(drawn(options, stage), scratch, options.jobs)
-    seconds = time.monotonic() - began
-    wrong = [result for result in results if result.answer[0] in BAD]
-    counts = Counter(f"{result.case.kind}: {result.answer[0]}" for result in results)
-    names = [f"{result.case.kind}, {result.case.name}: {result.answer}" for result in wrong]
-    row = {"cases": len(results), "seed": options.seed, "counts": counts, "wrong": names, "seconds": seconds}
-    record("attack", [row | {"kind": options.kind or "all"}])
-    for result in wrong:
-        print(result.lines)
-    print(f"\n{table(results)}\n{seconds:.0f} s")
+    parser = parser_of(__doc__)
+    parser.add_argument("--kind", choices=("", *KINDS), default="")
+    parser.add_argument("--named", default="", help="only those with this text in their names")
+    parser.add_argument("--cases", type=int, default=0, help="so many, drawn; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    options, began = parser.parse_args(), time.monotonic()
+    os.environ |= environment({})  # before the server of forks starts, which takes them over
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may have it ignored
+    multiprocessing.set_forkserver_preload([*VERBS.values(), "benchmarks.attack"])
+    with tempfile.TemporaryDirectory(prefix="rossby-attack-", ignore_cleanup_errors=True) as text:
+        stage, rng = build(Path(text)), random.Random(options.seed)
+        made = itertools.chain(*(KINDS[kind](stage, rng) for kind in KINDS if options.kind in ("", kind)))
+        cases = [case for case in made if options.named in case.name]
+        cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
+        try:
+            results = attack(cases, Path(text), options.jobs)
+        finally:
+            for mounted in re.findall(rf" ({text}\S*) tmpfs", Path("/proc/mounts").read_text()):
+                subprocess.run(["umount", "-l", mounted], capture_output=True)
+    wrong, counts = [], Counter(f"{case.kind}: {answer[0]}" for case, answer, _ in results)
+    for case, (verdict, why), ended in results:
+        if verdict in BAD:
+            wrong.append(f"{verdict}: {case.kind}, {case.name}: {why}")
+            shown = " ".join(repr(word)[1:-1][:120] for word in (*case.environment, *case.words))
+            tail = (ended.stdout + ended.stderr)[-TAIL:].strip().splitlines()
+            print("\n  | ".join([f"WRONG, {wrong[-1]}\n  {shown}", *tail]))
+    row = {"cases": len(results), "seed": options.seed, "counts": counts, "wrong": wrong}
+    record("attack", [row | {"seconds": time.monotonic() - began, "kind": options.kind or "all"}])
+    lines: list[tuple] = [("kind of case", "cases", *VERDICTS)]
+    for kind in (*dict.fromkeys(case.kind for case, *_ in results), "all"):
+        found = [answer[0] for case, answer, _ in results if kind in (case.kind, "all")]
+        lines.append((kind, len(found), *(found.count(verdict) for verdict in VERDICTS)))
+    print(f"\n{text_table('<16 >8 >11 >8 >12 >8 >17 >8', lines)}\n{time.monotonic() - began:.0f} s")
     return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks import attack as module  # by its name, which forks know it by
+
+    sys.exit(module.main())

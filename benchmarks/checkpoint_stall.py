@@ -9,7 +9,6 @@ all rounds. The floor is one copy of the state into host memory that is in place
 excess of "async_with_pinned_mem" is above 0.35 x that of plain dcp.async_save.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -17,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -30,8 +30,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record
 from checkpoints.checkpointer import Checkpointer
+from command_line import text_table
 from config import Checkpoint, Config, Model, Optimizer
 from config import Training as TrainingSection
 from parallelisms.mesh import start_ranks
@@ -77,27 +78,20 @@ def measure(training: Training, folder: Path, rounds: int, device: torch.device)
     seconds: dict[str, list[float]] = {mode: [] for mode in ("", *MODES)}
     for number in range(-1, rounds):  # the first round only warms up
         for mode in ("", *MODES):
-            step, state, nothing = training.state.progress.step, training.state.state_dict(), lambda: None
+            step, state, pending = training.state.progress.step, training.state.state_dict(), []
+            plain = folder / f"plain-{step}"
             if mode == PLAIN:
-                pending = []
-                writer = FileSystemWriter(str(folder / f"plain-{step}"), sync_files=True)
-
-                def save(state=state, writer=writer, pending=pending) -> None:
-                    options = {"storage_writer": writer, "process_group": group}
-                    pending.append(state_dict_saver.async_save(state, **options))
-
-                taken = training.ten_steps(save, nothing)
+                writer = FileSystemWriter(str(plain), sync_files=True)
+                start: Any = partial(state_dict_saver.async_save, storage_writer=writer, process_group=group)
+                taken = training.ten_steps(lambda: pending.append(start(state)), lambda: None)  # noqa: B023
                 pending[0].result()
-                shutil.rmtree(folder / f"plain-{step}")
+                shutil.rmtree(plain)
             elif mode:
-                checkpointer = checkpointers[mode]
-                taken = training.ten_steps(
-                    lambda c=checkpointer, step=step, state=state: c.save(step, state),
-                    checkpointer.wait_for_staging,
-                )
-                checkpointer.wait()
+                own = checkpointers[mode]
+                taken = training.ten_steps(partial(own.save, step, state), own.wait_for_staging)
+                own.wait()
             else:
-                taken = training.ten_steps(nothing, nothing)
+                taken = training.ten_steps(lambda: None, lambda: None)
             if number >= 0:
                 seconds[mode].append(taken)
     for checkpointer in checkpointers.values():
@@ -121,7 +115,7 @@ def floor(training: Training) -> tuple[float, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--folder", default=None, help="where to write; default: a temporary folder")
@@ -135,25 +129,21 @@ def main() -> int:
         seconds = measure(training, Path(folder), options.rounds, device)
     copy_seconds, size = floor(training)
     base = seconds.pop("")
-    excess = {
-        mode: statistics.median(t - b for t, b in zip(times, base, strict=True))
-        for mode, times in seconds.items()
-    }
+    pairs = {mode: zip(times, base, strict=True) for mode, times in seconds.items()}
+    excess = {mode: statistics.median(t - b for t, b in found) for mode, found in pairs.items()}
     dist.destroy_process_group()
-    return report(excess, statistics.median(base) / STEPS, copy_seconds, size, options)
+    return report(excess, statistics.median(base) / STEPS, copy_seconds, size, options.rounds)
 
 
-def report(excess: dict[str, float], step: float, copy: float, size: int, options: argparse.Namespace) -> int:
-    plain, ours = excess[PLAIN], excess["async_with_pinned_mem"]
+def report(excess: dict[str, float], step: float, copy: float, size: int, rounds: int) -> int:
     row = {"bytes": size, "step_seconds": step, "floor_seconds": copy, "excess_seconds": excess}
-    record("checkpoint_stall", [row | {"rounds": options.rounds}])
-    print(f"state {size / 2**20:.0f} MiB, step {step:.3f} s, medians of {options.rounds} rounds\n")
-    print(f"{'':24}{'excess over 10 steps':>22}{'x plain':>10}{'x floor':>10}")
-    for mode in MODES:
-        value = excess[mode]
-        print(f"{mode:24}{value:>20.3f} s{value / plain:>10.2f}{value / copy:>10.2f}")
-    print(f"{'floor: one copy':24}{copy:>20.3f} s{copy / plain:>10.2f}{1:>10.2f}")
-    return int(ours > 0.35 * plain)
+    record("checkpoint_stall", [row | {"rounds": rounds}])
+    print(f"state {size / 2**20:.0f} MiB, step {step:.3f} s, medians of {rounds} rounds\n")
+    lines: list[tuple] = [("", "excess over 10 steps (s)", "x plain", "x floor")]
+    for mode, value in (excess | {"floor: one copy": copy}).items():
+        lines.append((mode, value, value / excess[PLAIN], value / copy))
+    print(text_table("<24 >26.3f >10.2f >10.2f", lines))
+    return int(excess["async_with_pinned_mem"] > 0.35 * excess[PLAIN])
 
 
 if __name__ == "__main__":

@@ -12,4 +12,4 @@ gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
 hosts=(--nproc-per-node "${NGPU:-$((gpus > 0 ? gpus : 1))}" --nnodes "${NNODES:-1}")
 [[ "${NNODES:-1}" == 1 ]] || hosts+=(--node-rank "$NODE_RANK" --rdzv-endpoint "$RDZV_ENDPOINT")
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$PYTHON" -P -m jobs.torchrun "${hosts[@]}" benchmarks/cluster_ranks.py "$@"
+exec "$PYTHON" -P -m jobs.torchrun "${hosts[@]}" benchmarks/cluster.py "$@"

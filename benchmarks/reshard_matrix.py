@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-
 from benchmarks.results_file import record
 from tests.distributed import Ranks
 from tests.resharding import KINDS, differences, load, save, tolerance
@@ -34,17 +33,9 @@ def main() -> int:
                 wrong = differences(tensors, loaded)
                 error = max(abs(a / b - 1) for a, b in zip(next_losses, losses, strict=True))
                 limit = tolerance(KINDS[source], kind)
-                rows.append(
-                    {
-                        "saved": source,
-                        "loaded": target,
-                        "tensors": len(tensors),
-                        "unequal": len(wrong),
-                        "loss": error,
-                        "tolerance": limit,
-                        "good": not wrong and error <= limit,
-                    }
-                )
+                row = {"saved": source, "loaded": target, "tensors": len(tensors), "unequal": len(wrong)}
+                good = not wrong and error <= limit
+                rows.append(row | {"loss": error, "tolerance": limit, "good": good})
                 print(f"{source} -> {target}: {'good' if rows[-1]['good'] else rows[-1]}", flush=True)
     for group in groups.values():
         group.stop()

@@ -8,7 +8,6 @@ is of a forward and a backward pass, interleaved medians, relative to mode "none
 is off by more than 1 % (on a GPU, 5 %).
 """
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -22,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record, require
+from command_line import text_table
 from config import ActivationCheckpoint, Model
 from models.initialization import init_weights
 from models.vit import VisionTransformer
@@ -50,24 +50,17 @@ class Case:
     dtype: str = "bfloat16"  # under autocast; float32 without
     backend: str = "sdpa"
     compiled: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.dim // 64
-
-    @property
-    def tokens(self) -> int:
-        return GRID[0] * GRID[1]
+    tokens = GRID[0] * GRID[1]
 
     @property
     def workload(self) -> Workload:
-        model = vit_architecture(GRID, (1, 1), 2, 2, self.dim, 2, self.heads)
+        model = vit_architecture(GRID, (1, 1), 2, 2, self.dim, 2, self.dim // 64)
         kind = {"dtype": self.dtype, "ac_mode": self.mode, "every_n": EVERY_N, "attention": self.backend}
         return Workload(model, Degrees(), self.batch, self.batch, **kind)
 
     @property
     def stated(self) -> float:
-        """Of the docs."""
+        """Units of the docs."""
         scores = self.tokens / 64 if self.backend == "math" else 0.0
         return stated_units(self.mode, every_n_blocks=EVERY_N, scores=scores)
 
@@ -80,7 +73,7 @@ class Blocks:
     """A model of `layers` blocks on a device, and one batch for it."""
 
     def __init__(self, case: Case, layers: int, device: torch.device) -> None:
-        shape = Model("vit", (1, 1), case.dim, layers, case.heads, attention_backend=case.backend)  # type: ignore[arg-type]
+        shape = Model("vit", (1, 1), case.dim, layers, case.dim // 64, attention_backend=case.backend)  # type: ignore[arg-type]
         self.model = VisionTransformer(2, 2, GRID, shape)
         init_weights(self.model, 0)
         self.model.to(device)
@@ -124,21 +117,17 @@ class Blocks:
 
 
 def units(case: Case, device: torch.device) -> float:
-    """Kept by one block, in T d numbers of the compute dtype.
+    """Return what a block keeps, in T d numbers of the compute dtype: half of what four keep beyond two.
 
     On a GPU of the difference between two batches: autocast's copies of weights, which the allocator cannot
     tell apart, do not depend on it.
     """
     torch._dynamo.reset()
-    found = block_bytes(case, device)
+    cases = [case]
     if device.type == "cuda":
-        found = block_bytes(dataclasses.replace(case, batch=2 * case.batch), device) - found
-    return found / unit_bytes(case.workload)
-
-
-def block_bytes(case: Case, device: torch.device) -> float:
-    four, two = (Blocks(case, layers, device).alive() for layers in (4, 2))
-    return (four - two) / 2
+        cases.insert(0, dataclasses.replace(case, batch=2 * case.batch))
+    found = [(Blocks(c, 4, device).alive() - Blocks(c, 2, device).alive()) / 2 for c in cases]
+    return (found[0] - sum(found[1:])) / unit_bytes(case.workload)
 
 
 def overheads(cases: list[Case], rounds: int, device: torch.device) -> list[float]:
@@ -155,65 +144,39 @@ def overheads(cases: list[Case], rounds: int, device: torch.device) -> list[floa
     return [statistics.median(found) - 1 for found in ratios]
 
 
-def eager_cases(dim: int, batch: int) -> list[list[Case]]:
-    """In groups whose first is mode "none"."""
-    kinds = [("bfloat16", "sdpa"), ("float32", "sdpa"), ("bfloat16", "math")]
-    return [[Case(dim, batch, mode, *kind) for mode in MODES] for kind in kinds]
-
-
-def compiled_cases(dim: int, batch: int) -> list[Case]:
-    """What the compiler makes of it: for a GPU, where all of a block can be counted."""
-    return [Case(dim, batch, mode, compiled=True) for mode in ("none", "selective", "full")]
-
-
 def rows_of(cases: list[Case], rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row a case."""
-    slower = overheads(cases, rounds, device)
+    """Measure cases, of which the first has mode "none"."""
     rows = []
-    for case, overhead in zip(cases, slower, strict=True):
-        found, stated = units(case, device), case.stated
-        row = {"mode": case.mode, "dtype": case.dtype, "backend": case.backend, "compiled": case.compiled}
-        row |= {"device": device.type, "dim": case.dim, "tokens": case.tokens, "batch": case.batch}
-        row |= {"units": found, "stated": stated, "planned": case.planned, "slower": overhead}
-        rows.append(row)
+    for case, slower in zip(cases, overheads(cases, rounds, device), strict=True):
+        row = dataclasses.asdict(case) | {"device": device.type, "tokens": case.tokens, "slower": slower}
+        rows.append(row | {"units": units(case, device), "stated": case.stated, "planned": case.planned})
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = f"{'units of T d':>13}{'stated':>9}{'planned':>9}{'slower':>9}"
-    lines = [f"{'mode':<16}{'dtype':<10}{'attention':<11}{head}"]
-    for row in rows:
-        stated, mode = f"{row['stated']:>9.2f}", row["mode"]
-        kind = row["backend"] + (", c." if row["compiled"] else "")
-        numbers = f"{row['units']:>13.2f}{stated}{row['planned']:>9.2f}{row['slower']:>+9.1%}"
-        lines.append(f"{mode:<16}{row['dtype']:<10}{kind:<11}{numbers}")
-    return "\n".join(lines)
-
-
-def off(row: dict[str, Any]) -> bool:
-    """Whether what was stated or planned is not what was measured."""
-    if row["stated"] is None:
-        return False
-    errors = [abs(row[name] / row["units"] - 1) for name in ("stated", "planned")]
-    return max(errors) > TOLERANCE[row["device"]]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    require(options.dim, 64, "features, of which a head has 64")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    groups = eager_cases(options.dim, options.batch)
-    groups += [compiled_cases(options.dim, options.batch)] if device.type == "cuda" else []
+    kinds = (("bfloat16", "sdpa"), ("float32", "sdpa"), ("bfloat16", "math"))
+    groups = [[Case(options.dim, options.batch, mode, *kind) for mode in MODES] for kind in kinds]
+    if device.type == "cuda":  # where all of a block can be counted, what the compiler makes of it
+        groups.append([Case(options.dim, options.batch, mode, compiled=True) for mode in MODES[:3]])
     rows = [row for group in groups for row in rows_of(group, options.rounds, device)]
     record("saved_activations", rows)
-    print(table(rows))
-    wrong = sum(map(off, rows))
-    print(f"\n{wrong} of {len(rows)} counts off by more than {TOLERANCE[device.type]:.0%}")
+    lines: list[tuple] = [("mode", "dtype", "attention", "units of T d", "stated", "planned", "slower")]
+    for row in rows:
+        kind = row["backend"] + (", c." if row["compiled"] else "")
+        numbers = (row["units"], row["stated"], row["planned"], row["slower"])
+        lines.append((row["mode"], row["dtype"], kind, *numbers))
+    print(text_table("<16 <10 <11 >13.2f >9.2f >9.2f >+9.1%", lines))
+    limit, wrong = TOLERANCE[device.type], 0
+    for row in rows:
+        wrong += max(abs(row[name] / row["units"] - 1) for name in ("stated", "planned")) > limit
+    print(f"\n{wrong} of {len(rows)} counts off by more than {limit:.0%}")
     return 1 if wrong else 0
 
 

@@ -1,6 +1,6 @@
 """Time and memory of scores, against plain xarray code that follows WeatherBench2's formulas.
 
-    .venv/bin/python benchmarks/verification_speed.py [number of dates, 20 if not given]
+    .venv/bin/python benchmarks/verification_speed.py [number of dates, 20 if not given] [--levels 13]
 
 A synthetic forecast of 5 variables on 13 levels, 240 x 121 cells, 40 leads, twice a day: 300 MB a date,
 written once to a temporary folder (6 GB for 20 dates). MSE, MAE, bias and ACC for the globe alone and for
@@ -25,7 +25,8 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from benchmarks.results_file import record
+from benchmarks.results_file import parser_of, record, require
+from command_line import text_table
 from datasets.archive import open_archive
 from verification.climatology import open_climatology
 from verification.evaluation import evaluate
@@ -41,19 +42,22 @@ LEAST_SPEEDUP, MOST_GROWTH = 5.0, 1.1  # growth of memory from a quarter of the 
 
 
 def main() -> int:
-    dates = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    rows = []
+    parser = parser_of(__doc__)
+    parser.add_argument("dates", nargs="?", type=int, default=20)
+    parser.add_argument("--levels", type=int, default=len(LEVELS))
+    options = parser.parse_args()
+    dates, rows = options.dates, []
+    require(dates, 4, "dates, of which a quarter is compared")
+    require(options.levels, 1, "levels")
     with tempfile.TemporaryDirectory() as folder:
-        write_data(folder, dates)
+        write_data(folder, dates, LEVELS[-options.levels :])
         for regions in (["global"], list(REGIONS)):
             rows += side_by_side(folder, dates // 4, regions)
         for more in (dates // 2, dates):
             rows.append(measure(with_rossby, folder, more, list(REGIONS))[1])
-            print(line(rows[-1]), flush=True)
     record("verification_speed", rows, ("xarray", "zarr"))
     growth = rows[-1]["peak_mib"] / rows[2]["peak_mib"]
-    print(f"\n{HEAD}\n" + "\n".join(map(line, rows)))
-    print(f"\nmemory from {dates // 4} to {dates} dates: x {growth:.2f}")
+    print(f"{table(rows)}\n\nmemory from {dates // 4} to {dates} dates: x {growth:.2f}")
     compared = [row for row in rows if "speedup" in row]
     fast = all(row["speedup"] >= LEAST_SPEEDUP and row["difference"] < 1e-4 for row in compared)
     return 0 if fast and growth <= MOST_GROWTH else 1
@@ -67,16 +71,15 @@ def side_by_side(folder: str, dates: int, regions: list[str]) -> list[dict]:
     row["speedup"] = other["seconds"] / row["seconds"]
     row["cpu_speedup"] = other["cpu_seconds"] / row["cpu_seconds"]
     row["difference"] = difference(ours, theirs)
-    print(f"{line(row)}\n{line(other)}", flush=True)
     return [row, other]
 
 
 # -- data
 
 
-def write_data(folder: str, dates: int) -> None:
-    """Forecast, truth and the needed days of the climatology, float32, one field of all levels a chunk."""
-    hours, shape = 12 * np.arange(dates), (len(LEVELS), len(LATITUDE), len(LONGITUDE))
+def write_data(folder: str, dates: int, levels: tuple[int, ...]) -> None:
+    """Write forecast, truth and the needed days of the climatology, float32, all levels in a chunk."""
+    hours, shape = 12 * np.arange(dates), (len(levels), len(LATITUDE), len(LONGITUDE))
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(len(NAMES), 7, *shape)).astype("f4")
 
@@ -84,7 +87,7 @@ def write_data(folder: str, dates: int) -> None:
         return size * np.roll(noise[name, seed % 7], seed, axis=-1)
 
     valid = np.unique(hours[:, None] + LEADS)
-    axes = {"time": hours, "prediction_timedelta": LEADS, "level": np.asarray(LEVELS)}
+    axes = {"time": hours, "prediction_timedelta": LEADS, "level": np.asarray(levels)}
     axes |= {"latitude": LATITUDE, "longitude": LONGITUDE}
     stores = {"forecast": axes, "truth": {**axes, "time": valid}, "climatology": {**axes}}
     del stores["truth"]["prediction_timedelta"]
@@ -106,30 +109,20 @@ def write_data(folder: str, dates: int) -> None:
 
 
 def create(path: str, coords: dict[str, np.ndarray]) -> Any:
-    """A Zarr 2 store, not compressed: it is arithmetic that is measured, not the codec."""
+    """Create a Zarr 2 store, not compressed: it is arithmetic that is measured, not the codec."""
     group = zarr.open_group(path, mode="w", zarr_format=2)
     units = {"time": f"hours since {START}:00:00", "prediction_timedelta": "hours"}
     for axis, values in coords.items():
-        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": [axis]} | (
-            {"units": units[axis]} if axis in units else {}
-        )
-        array = group.create_array(  # without a fill value: xarray would take 0 h for missing
-            axis, shape=values.shape, dtype=values.dtype, fill_value=None, attributes=attributes
-        )
-        array[:] = values
+        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": [axis]}
+        attributes |= {"units": units[axis]} if axis in units else {}
+        # Without a fill value: xarray would take 0 h for missing.
+        about: dict[str, Any] = {"shape": values.shape, "dtype": values.dtype, "attributes": attributes}
+        group.create_array(axis, fill_value=None, **about)[:] = values
     shape = tuple(map(len, coords.values()))
-    chunks = tuple(1 if i < len(shape) - 3 else size for i, size in enumerate(shape))
-    on_axes: dict[str, Any] = {"_ARRAY_DIMENSIONS": list(coords)}
+    about = {"shape": shape, "chunks": (1,) * (len(shape) - 3) + shape[-3:], "dtype": "f4"}
+    about |= {"compressors": None, "fill_value": np.nan, "attributes": {"_ARRAY_DIMENSIONS": list(coords)}}
     for name in NAMES:
-        group.create_array(
-            name,
-            shape=shape,
-            chunks=chunks,
-            dtype="f4",
-            compressors=None,
-            fill_value=np.nan,
-            attributes=on_axes,
-        )
+        group.create_array(name, **about)
     zarr.consolidate_metadata(path, zarr_format=2)
     return group
 
@@ -221,16 +214,23 @@ def difference(ours: xr.Dataset, theirs: xr.Dataset) -> float:
     return float((abs(a - b.values).max(over) / abs(a).max(over)).max())
 
 
-HEAD = f"{'code':<10}{'dates':>6}{'regions':>9}{'seconds':>10}{'cpu s':>9}{'load':>6}{'peak MiB':>10}"
-HEAD += f"{'speedup':>9}{'of cpu':>8}{'difference':>12}"
-
-
-def line(row: dict) -> str:
-    text = f"{row['code']:<10}{row['dates']:>6}{row['regions']:>9}"
-    text += f"{row['seconds']:>10.1f}{row['cpu_seconds']:>9.1f}{row['load']:>6.1f}{row['peak_mib']:>10.0f}"
-    if "speedup" in row:
-        text += f"{row['speedup']:>9.1f}{row['cpu_speedup']:>8.1f}{row['difference']:>12.1e}"
-    return text
+def table(rows: list[dict]) -> str:
+    columns = ("code", "dates", "regions", "seconds", "cpu_seconds", "load", "peak_mib")
+    compared = ("speedup", "cpu_speedup", "difference")
+    lines = [[row.get(name) for name in (*columns, *compared)] for row in rows]
+    head = (
+        "code",
+        "dates",
+        "regions",
+        "seconds",
+        "cpu s",
+        "load",
+        "peak MiB",
+        "speedup",
+        "of cpu",
+        "difference",
+    )
+    return text_table("<10 >6 >9 >10.1f >9.1f >6.1f >10.0f >9.1f >8.1f >12.1e", [head, *lines])
 
 
 if __name__ == "__main__":

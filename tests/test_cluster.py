@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster_table import table
+from benchmarks.cluster import table
 
 ROOT = Path(__file__).parent.parent
 

@@ -137,8 +137,7 @@ def check_verb(script: str, arguments: list[str]) -> None:
 def check_named(script: str, words: list[str]) -> None:
     """Options of a benchmark stand in its source, or in that of the module that it starts."""
     path = ROOT / script
-    started = [each.read_text() for each in path.parent.glob(f"{path.stem}_*.py")]
-    source = "".join([path.read_text(), *started])
+    source = "".join(each.read_text() for each in path.parent.glob(f"{path.stem}.*"))
     for word in words if script != "run_tests.sh" else []:
         assert not word.startswith("--") or f'"{word}"' in source, (script, word)
 

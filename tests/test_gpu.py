@@ -13,10 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_parts import Part, Runner
-from benchmarks.gpu_session import TINY, Rows
-from benchmarks.gpu_step import Case, training_of
-from benchmarks.gpu_table import table
+from benchmarks.gpu import TINY, Case, run_group, table, training_of
 from benchmarks.random_run import RandomRun
 from models.attention import activate, attention, check_backend
 from parallelisms.attention_choice import BACKENDS
@@ -127,7 +124,7 @@ def test_no_step_waits_for_the_device(training) -> None:
 
 def rehearsal(folder: Path, only: str) -> subprocess.Popen[str]:
     """Rows of it go to `folder`."""
-    command = [sys.executable, "benchmarks/gpu_parts.py", "--rehearse", "--only", only]
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--only", only]
     environment = os.environ | {"OUT": str(folder)}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -161,13 +158,9 @@ def test_a_rehearsal_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path: Path) -> None:
-    parts = [Part("no such part", "gpu_timings.py", 30), Part("products", "gpu_timings.py", 30)]
-    runner = Runner(Rows(tmp_path / "gpu.jsonl", "now"), tmp_path, time.perf_counter() + 60, rehearse=True)
-    try:
-        assert [runner.run(part) for part in parts] == [False, True]
-    finally:
-        runner.close()
+def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    names, end = ["no such part", "products"], time.monotonic() + 90
+    assert run_group(names, tmp_path / "gpu.jsonl", "now", end, True, tmp_path) == ["no such part"]
     assert {row["part"] for row in rows_in(tmp_path)} == {"products"}
 
 

@@ -34,7 +34,7 @@ PICKLES = {
     "tests/test_checkpoint.py",  # what torch's own tool makes of a checkpoint
     "tests/test_exact_resume.py",
     "benchmarks/chaos.py",
-    "benchmarks/attack_files.py",  # a crafted one
+    "benchmarks/attack.py",  # a crafted one
 }
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")
 
@@ -224,8 +224,7 @@ BACKWARD = {
     "parallelisms/parallelize.py",
     "planning/dry_run.py",
     "planning/calibrate.py",
-    "benchmarks/gpu_kernels.py",
-    "benchmarks/gpu_peers.py",
+    "benchmarks/gpu.py",
     "benchmarks/saved_activations.py",
     "benchmarks/step_time.py",
 }

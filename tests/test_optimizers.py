@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import benchmarks.optimizers
 from config import LrScheduler, Optimizer
 from errors import ConfigError
 from training.optimizers.build import build_optimizer
@@ -54,11 +53,3 @@ def test_moments_in_few_bits_are_refused() -> None:
     for name, dtype in (("exp_avg", torch.bfloat16), ("exp_avg_scale", torch.float32)):
         with pytest.raises(ConfigError, match='optimizer.name = "AdamW": .* 16 or 8 bits, of an earlier'):
             empty_moment(optimizer, parameter, name, dtype)
-
-
-def test_the_benchmark_at_its_smallest(monkeypatch, capsys) -> None:
-    words = ["optimizers.py", "--layouts", "few", "--ranks", "1", "2", "--dim", "32"]
-    monkeypatch.setattr("sys.argv", words)
-    monkeypatch.setattr(benchmarks.optimizers, "record", lambda *_: None)
-    assert benchmarks.optimizers.main() == 0
-    assert "LAMB: 2 layouts" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def check(found: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_does_what_the_paper_says(one_rank, name: str) -> None:
-    """tests/test_parity.py has layouts, benchmarks/optimizers.py all of them."""
+    """tests/test_parity.py has layouts, benchmarks/layout_parity.py --optimizers all all of them."""
     found = train(Layout(1), name)
     check(found, name)
     assert not found["collectives"]

@@ -1,0 +1,300 @@
+"""The ranks of benchmarks/cluster.sh: parity, bandwidths, scaling, on all ranks and on parts of them.
+
+    NGPU=8 benchmarks/cluster.sh --cluster h100 [--minutes 20] [--rehearse]
+
+Ranks 0 to n - 1 form a process group of their own for n = 1, 2, 4, ... all; the others wait. Rows are written
+by rank 0 as they are measured; one table and one picture last.
+"""
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
+
+from benchmarks.gpu import TINY, Case, Session, Sizes, training_of
+from benchmarks.results_file import RESULTS, append, parser_of, read_lines
+from command_line import text_table
+from config import Parallelism
+from errors import ConfigError, one_line_errors
+from jobs.log_setup import start_logging
+from parallelisms.degrees import Degrees
+from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
+from planning.clusters import load_cluster, machine_known_as
+from planning.hardware import Cluster
+from planning.network import route, seconds
+from planning.search import Plan, best_layouts, plan
+from planning.workload import Workload
+from tests.parity import TABLE, Layout, Outcome, reference_of, three_steps
+
+ROOT = Path(__file__).parent.parent
+WAIT = timedelta(hours=1)  # of ranks that have no part in a size
+LAYOUTS_A_SIZE = 2  # that plan.py ranks first
+PARITY_SHARE = 0.4  # of the time
+PAYLOADS = {"cpu": (2**12, 2**20), "cuda": (2**12, 2**20, 2**26)}  # bytes
+REHEARSED = (
+    "fsdp 2",
+    "tp 2",
+    "ulysses 2",
+    "ring 2",
+    "pp 2, 1f1b",
+    "fsdp 2 x tp 2",
+)  # rows of the parity table
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What all ranks know: where rows go, and until when."""
+
+    options: argparse.Namespace
+    device: torch.device
+    world: int
+    path: Path
+    end: float
+    run: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return TINY if self.options.rehearse else Sizes()
+
+    def clock(self, work: Callable[[], Any], warm_up: int, number: int) -> float:
+        return Session("cluster", None, "", 60.0, self.options.rehearse).seconds(work, warm_up, number)
+
+    def is_time(self, share: float) -> bool:
+        """Return whether more than this share of the time is left: rank 0's answer, on all ranks."""
+        return from_first_rank(lambda: self.end - time.monotonic() > share * 60 * self.options.minutes)
+
+    def attempt(self, part: str, what: str, measure: Callable[..., Row], *arguments: Any) -> None:
+        """Add the row of a measurement; what fails, on any rank, is a row with the reason."""
+        row, reason = {}, ""
+        try:
+            row = measure(*arguments)
+        except Exception as error:  # of whatever library: it is the answer to the question
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        reasons: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        if failed := next(filter(None, reasons), ""):
+            row = {"failed": failed}
+        if dist.get_rank() == 0:
+            shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+            print(f"{part:<8} {what:<56}{shown}", flush=True)
+            append(self.path, [{"run": self.run, "part": part, "what": what, **row}])
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--cluster", default="", help="of planning/clusters.toml; default: this GPU's")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rehearse", action="store_true", help="gloo on the CPU, tiny sizes, some layouts")
+    options = parser.parse_args()
+    with one_line_errors():
+        start_logging(is_first=os.environ["RANK"] == "0")
+        warnings.filterwarnings("ignore", message="DTensor random operators")  # on a CPU
+        known = "cpu" if options.rehearse else machine_known_as(torch.cuda.get_device_name())
+        if not (options.cluster or known):
+            raise ConfigError("--cluster: planning/clusters.toml knows no such GPU; name a machine of it")
+        cluster, world = load_cluster(options.cluster or known or ""), int(os.environ["WORLD_SIZE"])
+        pictures = Path(os.environ.get("OUT") or ROOT / "outputs/cluster")
+        folder = pictures if options.rehearse or "OUT" in os.environ else RESULTS
+        use_cuda = torch.cuda.is_available() and not options.rehearse
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+        end, began = time.monotonic() + 60 * options.minutes, time.strftime("%Y-%m-%dT%H:%M:%S")
+        run = Run(options, device, world, folder / "cluster.jsonl", end, began)
+        references: dict[Layout, Outcome] = {}
+        for ranks in [n for n in (2**k for k in range(world.bit_length())) if n < world] + [world]:
+            on_ranks(run, ranks, cluster, references)
+        if os.environ["RANK"] == "0":
+            print(f"\nrows: {run.path}\n{table(run.path, run.run)}")
+            print(f"picture: {plot(run.path, run.run, pictures / 'cluster.png')}")
+
+
+def on_ranks(run: Run, ranks: int, cluster: Cluster, references: dict[Layout, Outcome]) -> None:
+    """Run all parts in a process group of the first `ranks`; all go on when it has ended."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store, attempt = TCPStore(*address, timeout=WAIT), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    done = f"cluster/{attempt}/{ranks}"
+    if int(os.environ["RANK"]) >= ranks:
+        store.wait([done], WAIT)
+        return
+    os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": f"{attempt}/{ranks}"}
+    start_ranks(300, "gloo" if run.device.type == "cpu" else "auto")
+    try:
+        parity(run, ranks, references)
+        if ranks > 1 and ranks == run.world:
+            links(run, cluster)
+        scaling(run, ranks, cluster)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        os.environ |= {"WORLD_SIZE": str(run.world), "TORCHELASTIC_RESTART_COUNT": attempt}
+    if os.environ["RANK"] == "0":
+        store.set(done, "")
+
+
+def parity(run: Run, ranks: int, references: dict[Layout, Outcome]) -> None:
+    """Compare rows of tests/parity.py of as many ranks with what one process gives, which comes first."""
+
+    def is_chosen(name: str, layout: Layout) -> bool:
+        if run.options.rehearse:
+            return name in REHEARSED
+        return layout.ranks <= run.world and not layout.float8  # which is emulated there
+
+    def compare(layout: Layout) -> Row:
+        outcome = three_steps(layout)
+        errors = outcome.errors(references[reference_of(layout)]) if dist.get_rank() == 0 else {}
+        return {"good": all(error <= layout.tolerance(what) for what, error in errors.items()), **errors}
+
+    rows = {name: layout for name, layout in TABLE.items() if is_chosen(name, layout)}
+    if ranks == 1:
+        references |= {each: three_steps(each) for each in {reference_of(row) for row in rows.values()}}
+    for name, layout in rows.items():
+        if layout.ranks == ranks and run.is_time(1 - PARITY_SHARE):
+            run.attempt("parity", name, compare, layout)
+
+
+def links(run: Run, cluster: Cluster) -> None:
+    """Measure an all-reduce over each axis, all of its groups at once, beside the planner's seconds."""
+    inside = min(cluster.devices_per_node, run.world)
+
+    def reduce(group: dist.ProcessGroup, axis: str, size: int, degrees: Degrees) -> Row:
+        buffer = torch.zeros(size // 4, device=run.device)
+        taken = run.clock(lambda: dist.all_reduce(buffer, group=group), 3, 10)
+        way = route(cluster.with_devices(degrees.world), workload(run.sizes, degrees, 1), axis)
+        planned = seconds("all-reduce", size, way)
+        return {"gigabytes_per_second": size / taken / 1e9, "seconds": taken, "planned": planned}
+
+    for degrees in (Degrees(dp_shard=run.world), Degrees(dp_shard=run.world // inside, tp=inside)):
+        mesh = build_mesh(run.device.type, degrees)
+        for axis in ("dp_shard", "tp"):
+            ranks = getattr(degrees, axis)
+            if ranks == 1 or (ranks == run.world and axis == "tp"):
+                continue  # all ranks have been measured
+            for size in PAYLOADS[run.device.type]:
+                what = f"all-reduce, {axis} {ranks} of {run.world}, {size} bytes"
+                run.attempt("links", what, reduce, mesh.group(axis), axis, size, degrees)
+
+
+def scaling(run: Run, ranks: int, cluster: Cluster) -> None:
+    """Measure the layouts that the planner ranks first: the batch grows with the ranks, or does not."""
+    for accumulation in dict.fromkeys((1, run.world // ranks)):
+        for made in choose(run, ranks, accumulation, cluster):
+            if not run.is_time(0.0):
+                return
+            kinds = ["weak"] * (accumulation == 1) + ["strong"] * (ranks * accumulation == run.world)
+            run.attempt("scaling", f"{ranks} ranks, {describe(made.work)}", time_layout, run, made, kinds)
+
+
+def choose(run: Run, ranks: int, accumulation: int, cluster: Cluster) -> list[Plan]:
+    """Return plans of vit1b with one sample a rank and micro-batch, `accumulation` of these a step."""
+    work, there = workload(run.sizes, Degrees(dp_shard=ranks), accumulation), cluster.with_devices(ranks)
+    found = [made.work for made in best_layouts(work, there, 50)]
+    # Pipelines have no step with accumulated micro-batches.
+    plain = [each for each in found if each.accumulation * each.local_batch > 0 and each.degrees.pp == 1]
+    own: Row = {"local_batch": 1, "compiled": run.sizes.compiled, "reshard": "default"}
+    return [plan(each.replace(**own), there) for each in plain[:LAYOUTS_A_SIZE]]
+
+
+def workload(sizes: Sizes, degrees: Degrees, accumulation: int) -> Workload:
+    work = Case(sizes.patches[-1], sizes.heads[0]).workload(sizes)
+    return work.replace(degrees=degrees, global_batch=degrees.dp * accumulation)
+
+
+def describe(work: Workload) -> str:
+    d = work.degrees
+    axes = {"replicate": d.dp_replicate, "shard": d.dp_shard, "cp": d.cp, "tp": d.tp}
+    return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one"
+
+
+def time_layout(run: Run, made: Plan, kinds: list[str]) -> Row:
+    sizes, work, d = run.sizes, made.work, made.work.degrees
+    case = Case(sizes.patches[-1], sizes.heads[0], mode=work.ac_mode, batch=work.local_batch)
+    layout = Parallelism(
+        data_parallel_replicate_degree=d.dp_replicate,
+        data_parallel_shard_degree=d.dp_shard,
+        context_parallel_degree=d.cp,
+        tensor_parallel_degree=d.tp,
+    )
+    training = training_of(case, sizes, run.device, layout, work.accumulation)
+    taken = run.clock(training.step, *sizes.steps)
+    row: Row = {"kinds": kinds, "ranks": d.world, "layout": describe(work), "seconds": taken}
+    return row | {"samples_per_second": work.global_batch / taken, "planned": made.time.samples_per_second}
+
+
+# -- the table and the picture, from the rows of one run
+
+
+def table(path: Path, run: str) -> str:
+    rows, text = read_lines(path, run=run), ""
+    parts = {
+        part: [r for r in rows if r["part"] == part and "failed" not in r] for part in ("parity", "links")
+    }
+    bad = [f"out of tolerance: {row['what']}" for row in parts["parity"] if not row["good"]]
+    text = "\n".join(
+        [f"{len(parts['parity'])} layouts against one process, {len(bad)} out of tolerance", *bad]
+    )
+    lines: list[tuple] = [
+        (row["what"], row["gigabytes_per_second"], 1e6 * row["seconds"], 1e6 * row["planned"])
+        for row in parts["links"]
+    ]
+    if lines:
+        head = ("link", "GB/s", "us", "planned us")
+        text += "\n\n" + text_table("<48 >10.3g >12.1f >12.1f", [head, *lines])
+    lines = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
+    for kind in ("weak", "strong"):
+        found = of_kind(rows, kind)
+        for row in found:
+            rate, fewest = row["samples_per_second"], min(each["ranks"] for each in found)
+            # Samples/s a rank over those of the best layout of the fewest ranks.
+            best = max(each["samples_per_second"] for each in found if each["ranks"] == fewest) / fewest
+            figures = (rate, row["planned"], row["planned"] / rate - 1, rate / row["ranks"] / best)
+            lines.append((kind, row["ranks"], "  " + row["layout"], *figures))
+    if lines[1:]:
+        text += "\n\n" + text_table("<8 >6 <34 >11.4g >11.4g >+8.0% >11.1%", lines)
+    failed = [f"failed: {row['part']}, {row['what']}: {row['failed']}" for row in rows if "failed" in row]
+    return "\n\n".join([text, *(["\n".join(failed)] if failed else [])])
+
+
+def of_kind(rows: list[Row], kind: str) -> list[Row]:
+    return [row for row in rows if kind in row.get("kinds", ())]
+
+
+def plot(path: Path, run: str, picture: Path) -> Path:
+    """Draw samples/s of the best layout of each number of ranks, measured and planned."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    for axes, kind in zip(panels, ("weak", "strong"), strict=True):
+        rows = of_kind(read_lines(path, run=run), kind)
+        ranks = sorted({row["ranks"] for row in rows})
+        for name, key, line in (("measured", "samples_per_second", "-"), ("planned", "planned", ":")):
+            best = [max(row[key] for row in rows if row["ranks"] == n) for n in ranks]
+            axes.loglog(ranks, best, line, marker="o", label=name)
+        axes.set(xlabel="ranks", title=f"{kind} scaling", ylabel="samples/s")
+        axes.set_xticks(ranks, [str(n) for n in ranks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].legend()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
+
+
+if __name__ == "__main__":
+    main()
