@@ -4,8 +4,8 @@
 
 Nothing runs: the efficiencies of each device are those of planning/clusters.toml, and of
 published_machines.toml for machines that differ from it. No figure is fitted to a row. The errors of "seen"
-rows were looked at while the terms of the model were chosen. Of those that were added afterwards "held out"
-are the ones of a machine or a framework that no seen run has; the others are "later".
+rows were on the screen while the planner was written, those of "term" rows while a term was chosen, those of
+"held out" rows neither.
 
 Beside each figure stands what needs no model: the utilisation of the nearest seen run, copied. The errors of
 each class go into planning/error_bands.toml, which plan.py prints beside every time.
@@ -93,7 +93,7 @@ class LanguageModel(Architecture):
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
-GROUPS = ("seen", "later", "held out")
+GROUPS = ("seen", "term", "held out")
 FRAMEWORKS = {  # part of a source's name -> what trained there
     "pytorch/torchtitan": "TorchTitan",
     "fms-fsdp": "fms-fsdp",
@@ -101,10 +101,14 @@ FRAMEWORKS = {  # part of a source's name -> what trained there
     "section 2": "case study",
     "section 3": "NERSC",
     "NERSC": "NERSC",
-    "Megatron-Bridge": "Megatron",
+    "NVIDIA": "Megatron",
+    "nvidia": "Megatron",
     "pytorch-image-models": "timm",
 }
-ABOUT = ("model", "source", "cluster", "tokens", "rate", "unit", "seen", "unlike", "accumulation", "degrees")
+ABOUT = (
+    *("model", "source", "cluster", "tokens", "rate", "unit", "use", "unlike", "accumulation", "degrees"),
+    *("async_tp", "virtual_stages", "peak_gib"),
+)
 
 
 def main() -> None:
@@ -115,13 +119,10 @@ def main() -> None:
 
 
 def judged_runs() -> list[dict[str, Any]]:
-    """All rows, each with its group and what the nearest seen run's utilisation would have given."""
+    """All rows, each with what the utilisation of the nearest run that is not held out would have given."""
     rows = [judged(run, model) for run, model in published_runs()]
-    seen = [row for row in rows if row["seen"]]
-    known = {key: {row[key] for row in seen} for key in ("machine", "framework")}
+    seen = [row for row in rows if row["group"] != "held out"]
     for row in rows:
-        new = any(row[key] not in known[key] for key in known)
-        row["group"] = "seen" if row["seen"] else "held out" if new else "later"
         nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))
         row["neighbour"] = nearest["what"]
         row["neighbour_error"] = nearest["published_mfu"] / row["published_mfu"] - 1
@@ -181,7 +182,7 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "mfu": mfu,
         "published_mfu": mfu * run["rate"] / rate,
         "classes": classes_of(work, cluster),
-        "seen": bool(run.get("seen")),
+        "group": run["use"],
         "framework": next(name for part, name in FRAMEWORKS.items() if part in run["source"]),
         "machine": cluster.device.name,
         "layout": layout_kind(work),
@@ -218,7 +219,7 @@ def label(run: dict[str, Any], work: Workload) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens/s of one GPU, or samples/s of all; "copied": with the nearest seen run's utilisation."""
+    """Tokens/s of one GPU, or samples/s of all; "copied": with the nearest known run's utilisation."""
     heads = f"{'published':>10}{'planned':>9} {'unit':<8}{'error':>8}{'copied':>9}"
     lines = [f"{'run':<70}{heads}  group    framework, classes"]
     for row in rows:
@@ -232,7 +233,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def summaries(rows: list[dict[str, Any]]) -> str:
     """A line a group, and of the held-out runs one for each framework and machine."""
-    lines = [summary(group, [row for row in rows if row["group"] == group]) for group in GROUPS]
+    groups = [(group, [row for row in rows if row["group"] == group]) for group in GROUPS]
+    lines = [summary(group, found) for group, found in groups if found]
     held = [row for row in rows if row["group"] == "held out"]
     for name in dict.fromkeys((row["framework"], row["machine"]) for row in held):
         lines.append(
@@ -272,8 +274,12 @@ def accuracy(errors: list[float]) -> str:
 
 
 def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
-    """Class -> seconds as published over seconds as planned; a run counts in all its classes."""
+    """Class -> seconds as published over seconds as planned; a run counts in all its classes.
+
+    Those held out are not in it: they test it.
+    """
     factors: dict[str, list[float]] = {}
+    rows = [row for row in rows if row["group"] != "held out"]
     for row in rows:
         for kind in row["classes"]:
             factors.setdefault(kind, []).append(1 + row["error"])
