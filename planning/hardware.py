@@ -11,6 +11,12 @@ from typing import Any
 from errors import ConfigError
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
+# Of model.attention_backend: cuDNN's and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
+HOPPER_KERNELS = ("auto", "cudnn", "flash3", "flash4")
+RATES = (
+    *("peak", "matmul", "attention_forward", "attention_backward"),
+    *("hopper_forward", "hopper_backward"),
+)
 # clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
 # TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
@@ -33,6 +39,8 @@ class Device:
     matmul: dict[str, float]  # FLOP/s by precision that large matrix products reach
     attention_forward: dict[int, float]  # bf16 FLOP/s by head size: 4 T^2 d of them, not causal
     attention_backward: dict[int, float]  # the same, of 8 T^2 d
+    hopper_forward: dict[int, float]  # those of kernels made for Hopper or later; empty: there are none
+    hopper_backward: dict[int, float]
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
     launch: float  # seconds that an operator costs however small it is
     watts: float  # drawn while training, with the device's part of its node
@@ -51,10 +59,15 @@ class Device:
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
+        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products.
+
+        "sdpa" is FlashAttention-2, which torch chooses on every GPU.
+        """
         if backend == "math":
             return self._math_attention_seconds(batch * heads, tokens, head_dim, dtype, backward)
         rates = self.attention_backward if backward else self.attention_forward
+        if backend in HOPPER_KERNELS and self.hopper_forward:
+            rates = self.hopper_backward if backward else self.hopper_forward
         rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
         rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
@@ -73,7 +86,7 @@ class Device:
     def scaled(self, factor: float) -> "Device":
         """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
         changed: dict[str, Any] = {"memory": round(self.memory * factor)}
-        for name in ("peak", "matmul", "attention_forward", "attention_backward"):
+        for name in RATES:
             changed[name] = {key: rate * factor for key, rate in getattr(self, name).items()}
         for name in ("bandwidth", "watts"):
             changed[name] = getattr(self, name) * factor

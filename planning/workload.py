@@ -183,7 +183,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         every_n=ac.every_n_blocks,
         compiled=config.compile.enable,
         float8=config.float8.enable,
-        attention=config.model.attention_backend.replace("auto", "sdpa"),
+        attention=config.model.attention_backend,
         reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
         offload=parallelism.cpu_offload,
