@@ -34,6 +34,7 @@ class Architecture:
     biases: ClassVar[bool] = True
     reads_words: ClassVar[bool] = False
     loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
+    gradient_sums: ClassVar[int] = 0  # of the gradients of a tensor that several matrices of a block multiply
 
     @property
     def head_dim(self) -> int:

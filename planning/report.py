@@ -5,7 +5,7 @@ from typing import Any
 from command_line import text_table
 from planning.compute import hardware_flops
 from planning.cost import CostRange
-from planning.error_bands import band_line, band_of, classes_of
+from planning.error_bands import band_line, band_of, kind_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32, GIB, Memory
 from planning.search import Plan, capacity, fits
@@ -225,7 +225,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
         "step_seconds_band": band.around(time.total) if (band := band_of(work, cluster)) else None,
-        "error_classes": classes_of(work, cluster),
+        "error_kind": kind_of(work, cluster),
         "classes": time.classes,
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,
