@@ -292,7 +292,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """A line a use and kind: the planner's errors, and those of the two ways that need no model."""
+    """A line a use and kind: the planner's errors, and those of the two ways that need no model. Bands are of
+    the runs that are not held out.
+    """
     heads = "".join(f"  {name:<23}" for name in ("planner", "nearest run's MFU", "one MFU a device"))
     columns = "".join(f"{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7} " for _ in range(3))
     lines = [f"{'':<53}{heads}", f"{'use, kind':<40}{'runs':>5}{'in band':>9}{columns}"]
@@ -305,7 +307,7 @@ def summaries(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
-    known = known_bands(rows)
+    known = bands_by_kind([row for row in rows if row["group"] != "held out"])
     judged_by = [(row, known[row["kind"]]) for row in found if row["kind"] in known]
     inside = sum(band.fastest <= 1 + row["error"] <= band.slowest for row, band in judged_by)
     share = f"{inside}/{len(judged_by)}" if judged_by else "-"
@@ -333,26 +335,26 @@ def anchored_factors(rows: list[dict[str, Any]], kind: str) -> list[float]:
     return [
         (1 + row["error"]) / (1 + anchor["error"])
         for row, anchor in itertools.permutations(alike, 2)
-        if all(row[key] == anchor[key] for key in ("machine", "framework"))
+        if all(row[key] == anchor[key] for key in ("machine", "framework", "kind"))
     ]
 
 
-def known_bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
-    """Kind and framework -> seconds as published over seconds as planned. Runs held out test it."""
+def bands_by_kind(rows: list[dict[str, Any]]) -> dict[str, Band]:
+    """Kind and framework -> seconds as published over seconds as planned."""
     factors: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if row["group"] != "held out":
-            programs = factors.setdefault(row["kind"], {})
-            programs.setdefault(row["framework"], []).append(1 + row["error"])
+        programs = factors.setdefault(row["kind"], {})
+        programs.setdefault(row["framework"], []).append(1 + row["error"])
     return {kind: band(*programs.values()) for kind, programs in sorted(factors.items())}
 
 
 def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
-    """Those that plan.py prints: of layouts in PyTorch, and with a measured machine or run."""
-    known = [row for row in rows if row["group"] != "held out"]
-    found = {kind.removesuffix(PYTORCH): each for kind, each in known_bands(rows).items() if PYTORCH in kind}
+    """Those that plan.py prints, of all runs: of layouts in PyTorch, and with a measured machine or run."""
+    found = {
+        kind.removesuffix(PYTORCH): each for kind, each in bands_by_kind(rows).items() if PYTORCH in kind
+    }
     found[CALIBRATED] = band(calibrated_factors())
-    found |= {ANCHORED + kind: band(anchored_factors(known, kind)) for kind in KINDS}
+    found |= {ANCHORED + kind: band(anchored_factors(rows, kind)) for kind in KINDS}
     return {kind: each for kind, each in found.items() if is_useful(each)}
 
 
@@ -374,7 +376,7 @@ def bands_table(rows: list[dict[str, Any]]) -> str:
     """All kinds, with what plan.py does with each."""
     heads = "".join(f"{name:>9}" for name in ("fastest", "median", "slowest", "width"))
     lines = [f"{'a step as it was, over as planned':<40}{'runs':>6}{heads}"]
-    for kind, found in known_bands(rows).items():
+    for kind, found in bands_by_kind(rows).items():
         ends = (found.fastest, found.median, found.slowest, found.slowest / found.fastest)
         note = "" if is_useful(found) else "   too few or too different for a band"
         lines.append(f"{kind:<40}{found.runs:>6}{''.join(f'{end:>9.2f}' for end in ends)}{note}")
@@ -389,7 +391,7 @@ def bands_toml(rows: list[dict[str, Any]]) -> str:
         f"# Four fifths of each program's runs are inside; {FEWEST} runs at least, {WIDEST} wide at most.\n"
     )
     tables = (
-        f'\n["{kind}"]\n' + "".join(f"{key} = {value}\n" for key, value in vars(found).items())
+        f'"{kind}" = {{ ' + ", ".join(f"{key} = {value}" for key, value in vars(found).items()) + " }\n"
         for kind, found in bands(rows).items()
     )
     return head + "".join(tables)

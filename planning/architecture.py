@@ -129,13 +129,10 @@ class Architecture:
         """FLOPs of one sample and block, forward."""
         return self.matmul_flops() + self.attention_flops()
 
-    def end_flops(self) -> float:
-        """Patch embedding and head, one sample, forward."""
-        return 2 * self.tokens * self.dim * (self.in_features + self.out_features)
-
     def flops(self) -> float:
         """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
-        return self.layers * self.block_flops() + self.end_flops()
+        ends = 2 * self.tokens * self.dim * (self.in_features + self.out_features)
+        return self.layers * self.block_flops() + ends
 
 
 def count(shapes: Shapes) -> int:

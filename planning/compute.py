@@ -150,12 +150,11 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
 
 
 def exchange_units(work: Workload, backward: bool) -> float:
-    """Return the units of s that a pass reads and writes around its collectives.
+    """Return the units of s that a pass copies or adds around its collectives.
 
-    DTensor gathers tokens into the first dim and copies them to the second (torch's _maybe_view_chunk_cat),
-    and as many before it scatters; with one state there is nothing to move. ulysses puts q, k and v together
-    and in the order of ranks, what it receives in the order of tokens, and the output twice. all_gather
-    stacks keys and values and copies all ranks'. The ring merges each part into float32 sums.
+    DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
+    back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
+    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32.
     """
     model, cp, tp, half = work.model, work.degrees.cp, work.degrees.tp, work.itemsize
     moved = tp > 1 and work.states_at_once > 1 and not work.async_tp

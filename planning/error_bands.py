@@ -57,8 +57,7 @@ def band_line(work: Workload, cluster: Cluster, seconds: float) -> str:
     """In words, for a step that is planned to take `seconds`."""
     band, kind = band_of(work, cluster), kind_of(work, cluster)
     if not band:
-        what = "a CPU that is not calibrated" if cluster.shared and not cluster.measured else kind
-        return f"error band: no run of this kind is known ({what}); measure with --calibrate, or use --anchor"
+        return f"error band: no run of this kind is known ({kind}); measure with --calibrate, or use --anchor"
     low, high = band.around(seconds)
     return (
         f"error band: {low:,.3f} to {high:,.3f} s a step: four of five known runs ({band.runs}, {kind}) took "

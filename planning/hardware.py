@@ -13,10 +13,6 @@ from errors import ConfigError
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 # Of model.attention_backend: cuDNN's and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
 HOPPER_KERNELS = ("auto", "cudnn", "flash3", "flash4")
-RATES = (
-    *("peak", "matmul", "attention_forward", "attention_backward"),
-    *("hopper_forward", "hopper_backward"),
-)
 # clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
 # TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
@@ -71,8 +67,11 @@ class Device:
 
         "sdpa" is FlashAttention-2, which torch chooses on every GPU.
         """
-        if backend == "math":
-            return self._math_attention_seconds(batch * heads, tokens, head_dim, dtype, backward)
+        if backend == "math":  # each product writes or reads all T^2 scores, and so does every pass between
+            shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
+            products = sum(self.product_seconds(batch * heads, *shape, dtype) for shape in shapes)
+            scores = SCORE_BYTES[dtype != "float32"][backward] * batch * heads * tokens**2
+            return (2 if backward else 1) * products + self.elementwise_seconds(scores)
         rates = self.attention_backward if backward else self.attention_forward
         if backend in HOPPER_KERNELS and self.hopper_forward:
             rates = self.hopper_backward if backward else self.hopper_forward
@@ -80,22 +79,13 @@ class Device:
         rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
 
-    def _math_attention_seconds(
-        self, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool
-    ) -> float:
-        """Each product writes or reads all T^2 scores, and so does every pass between them."""
-        shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
-        products = sum(self.product_seconds(heads, *shape, dtype) for shape in shapes)
-        scores = SCORE_BYTES[dtype != "float32"][backward] * heads * tokens**2
-        return (2 if backward else 1) * products + self.elementwise_seconds(scores)
-
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         return size / self.bandwidth
 
     def scaled(self, factor: float) -> "Device":
         """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
         changed: dict[str, Any] = {"memory": round(self.memory * factor)}
-        for name in RATES:
+        for name in ("peak", "matmul", "attention_forward", "attention_backward"):
             changed[name] = {key: rate * factor for key, rate in getattr(self, name).items()}
         for name in ("bandwidth", "watts"):
             changed[name] = getattr(self, name) * factor

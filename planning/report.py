@@ -27,7 +27,8 @@ def describe(work: Workload, cluster: Cluster) -> str:
     return (
         f"{model.parameters / 1e6:,.0f} M parameters, {model.tokens} tokens, "
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
-        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
+        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {cluster.nodes:,} "
+        f"node{'s' * (cluster.nodes > 1)}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
         + (f"; windows of {work.history} states" if work.history > 1 else "")
@@ -40,10 +41,6 @@ def rollout(work: Workload) -> str:
     some = work.gradient_steps < work.rollout_steps
     through = f", gradients through the last {work.gradient_steps}" if some else ""
     return f"; rolled out over {work.rollout_steps} steps{through}"
-
-
-def number_of(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def layout(work: Workload) -> str:

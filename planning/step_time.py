@@ -141,7 +141,10 @@ def computing_seconds(work: Workload, rates: Rates, blocks: list[Times]) -> Time
 
 def exposed_copies(work: Workload, cluster: Cluster, computing: float) -> float:
     """Seconds that states come later from the host than the micro-batch before them is computed."""
-    return max(copy_seconds(work, cluster) - computing / work.accumulation, 0.0) * work.accumulation
+    if cluster.shared:
+        return 0.0
+    states = FLOAT32 * work.states_read * work.local_batch * work.field_values
+    return max(work.accumulation * states / cluster.host_link - computing, 0.0)
 
 
 def update_term(work: Workload, cluster: Cluster, routes: dict[str, Route]) -> Term:
@@ -172,13 +175,6 @@ def spread(devices: int) -> float:
 def normal_maximum(number: int) -> float:
     """Expected largest of `number` standard normal numbers (Blom 1958), within 1 %."""
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
-
-
-def copy_seconds(work: Workload, cluster: Cluster) -> float:
-    """The states of a micro-batch from the host to a device, while the one before it is computed."""
-    if cluster.shared:
-        return 0.0
-    return FLOAT32 * work.states_read * work.local_batch * work.field_values / cluster.host_link
 
 
 def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
