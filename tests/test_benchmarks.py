@@ -17,7 +17,7 @@ SLOW = pytest.mark.slow
 # Arguments of a small run, words of its last line, and its exit codes: 1 where a limit is asked for.
 RUNS = [
     ("mission_figures", [], "a year of a run a day", (0,)),
-    ("planner_published", [], "anchored, pipeline", (0,)),
+    ("planner_published", [], "llama3-405b 256k", (0,)),
     ("saved_activations", ["--dim", "64", "--rounds", "1"], "0 of 12 counts off", (0,)),
     pytest.param("layout_parity", ["fsdp 2, zero-2"], "formulas in 1 of the 1", (0,), marks=SLOW),
     pytest.param("checkpoint_stall", ["--rounds", "1", "--dim", "64"], "one copy", (0, 1), marks=SLOW),
