@@ -275,7 +275,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     base, bounds = _unwrap(kind)
     if get_origin(base) is tuple:
         return _convert_list(name, value, get_args(base))
-    if type(value) is str and (name, value) in REMOVED_VALUES:
+    if (name, str(value)) in REMOVED_VALUES:
         fix = REMOVED_VALUES[name, value]
         raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
     if get_origin(base) is Literal:

@@ -34,6 +34,7 @@ class Architecture:
     biases: ClassVar[bool] = True
     reads_words: ClassVar[bool] = False
     loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
+    gradient_sums: ClassVar[int] = 0  # of the gradients of a tensor that several matrices of a block multiply
 
     @property
     def head_dim(self) -> int:
@@ -128,13 +129,10 @@ class Architecture:
         """FLOPs of one sample and block, forward."""
         return self.matmul_flops() + self.attention_flops()
 
-    def end_flops(self) -> float:
-        """Patch embedding and head, one sample, forward."""
-        return 2 * self.tokens * self.dim * (self.in_features + self.out_features)
-
     def flops(self) -> float:
         """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
-        return self.layers * self.block_flops() + self.end_flops()
+        ends = 2 * self.tokens * self.dim * (self.in_features + self.out_features)
+        return self.layers * self.block_flops() + ends
 
 
 def count(shapes: Shapes) -> int:

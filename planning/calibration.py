@@ -94,7 +94,7 @@ class Calibration:
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
         """Seconds of attention between q, k, v of (batch, heads, tokens, head_dim), or of its backward."""
-        kind = f"attention/{backend}/{'backward' if backward else 'forward'}"
+        kind = f"attention/{backend.replace('auto', 'sdpa')}/{'backward' if backward else 'forward'}"
         return self._seconds(kind, dtype, (batch, heads, tokens, head_dim))
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:

@@ -30,13 +30,14 @@ KEYS: dict[str, type | tuple[str, ...]] = {
     **dict.fromkeys(("memory", "reserved", "bandwidth", "launch", "watts"), ()),
     **dict.fromkeys(("peak", "matmul"), PRECISIONS),
     **dict.fromkeys(("attention_forward", "attention_backward"), HEAD_SIZES),
+    **dict.fromkeys(("hopper_forward", "hopper_backward"), HEAD_SIZES),
     **dict.fromkeys(("inside", "between"), LINK),
     **dict.fromkeys(("devices_per_node", "host_memory", "host_bandwidth", "host_link", "storage"), ()),
     "cores": (),
     **dict.fromkeys(("on_demand", "spot", "spot_interruptions", "failures", "pue"), ()),
     "shared": bool,
 }
-OPTIONAL = ("like", "known_as", "shared", "cores")
+OPTIONAL = ("like", "known_as", "shared", "cores", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "launch", "on_demand", "spot", "spot_interruptions", "failures")
 WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
 
@@ -156,7 +157,7 @@ def build_cluster(machine: str, table: Table) -> Cluster:
     values = {key: value for key, value in table.items() if key not in ("like", "known_as")}
     for key, takes in KEYS.items():
         if takes is HEAD_SIZES:
-            values[key] = {int(head_size): rate for head_size, rate in values[key].items()}
+            values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
         elif takes is LINK:
             values[key] = Link(**values[key])
         elif key in WHOLE:

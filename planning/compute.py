@@ -13,6 +13,7 @@ from planning.architecture import Architecture, count, cut
 from planning.calibration import Rates
 from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
+from planning.network import kv_heads_sent
 from planning.workload import Workload
 
 # Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB's
@@ -31,6 +32,9 @@ FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
 # gradient 3.
 FIELD_PASSES, FIELD_PASSES_COMPILED = 55, 11.5
 OLDER_PASSES, OLDER_PASSES_COMPILED = 11.5, 2  # of an older state: normalised, an input, patches
+# Autocast on a GPU takes norms in float32: units of s that two of them read and write more, forward and
+# backward: 16 and 18 bytes a value of 2 (cast there and back, and twice as wide between).
+NORM_CASTS = (16, 18)
 PAIR_PASSES = 14  # CRPS, not compiled, for each other member: difference, size and sum, twice
 
 
@@ -133,15 +137,37 @@ def elementwise_passes(work: Workload, backward: bool) -> list[tuple[str, float]
     gelu = hidden * work.model.activation_passes(work.compiled, backward)
     turned = work.model.turning_units(work.itemsize, work.compiled)
     turned *= 2 if backward and not work.compiled else 1
+    exchanged = [("copy", units)] if (units := exchange_units(work, backward)) else []
     if work.compiled and not backward:  # a sum and the norm after it in one pass
-        return [("layer_norm", 8.0 + turned), ("gelu", gelu)]
+        return [("layer_norm", 8.0 + turned), ("gelu", gelu), *exchanged]
     if not backward:
-        return [("layer_norm", 4.0 + turned), ("add", 6.0), ("gelu", gelu)]
-    biases = (5 + hidden) * work.model.biases
+        return [("layer_norm", 4.0 + turned), ("add", 6.0), ("gelu", gelu), *exchanged]
+    sums = (5 + hidden) * work.model.biases + 3 * work.degrees.tp * work.model.gradient_sums
     if work.compiled:
-        return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", biases)]
+        return [("layer_norm_backward", 8.0 + turned), ("gelu_backward", gelu), ("sum", sums), *exchanged]
     adds = [("layer_norm_backward", 6.0 + turned), ("add", 6.0), ("gelu_backward", gelu)]
-    return [*adds, ("sum", biases), ("copy", 12.0)]
+    return [*adds, ("sum", sums), ("copy", 12.0), *exchanged]
+
+
+def exchange_units(work: Workload, backward: bool) -> float:
+    """Return the units of s that a pass copies or adds around its collectives.
+
+    DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
+    back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
+    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32.
+    """
+    model, cp, tp, half = work.model, work.degrees.cp, work.degrees.tp, work.itemsize
+    moved = tp > 1 and work.states_at_once > 1 and not work.async_tp
+    copied = 4 * tp * (1 + work.gathered_itemsize / half) * moved
+    grouped = kv_heads_sent(work) / model.heads
+    if cp == 1:
+        return copied
+    if work.method == "ulysses":
+        return copied + 4 * (1 + 2 * grouped) + 4 + (0 if work.compiled else 2 * (1 + 2 * grouped))
+    if work.method == "all_gather":
+        return copied + 4 * grouped * (1 + cp)
+    merged = half + 8 + 44 * grouped if backward else half + 24
+    return copied + cp * merged / half
 
 
 def elementwise_time(work: Workload, rates: Rates, backward: bool) -> float:
@@ -150,6 +176,8 @@ def elementwise_time(work: Workload, rates: Rates, backward: bool) -> float:
     copies = weight_cast_bytes(work) / work.rank_layers
     passes = [(operation, s * units) for operation, units in elementwise_passes(work, backward)]
     passes += [("cast", copies)] if copies else []
+    if isinstance(rates, Device) and work.casts_norms:
+        passes.append(("cast", s * NORM_CASTS[backward]))
     return sum(
         max(rates.elementwise_seconds(size, work.dtype, operation), rates.launch)
         for operation, size in passes

@@ -1,5 +1,5 @@
-"""Errors of plans of known runs, by class: planning/error_bands.toml, which
-benchmarks/planner_published.py writes and planning/report.py prints next to every predicted time.
+"""Errors of plans of known runs, by kind: planning/error_bands.toml, which benchmarks/planner_published.py
+writes and planning/report.py prints next to every predicted time. A kind that is not there has too few runs.
 """
 
 import tomllib
@@ -14,13 +14,11 @@ from planning.workload import Workload
 BANDS = Path(__file__).with_name("error_bands.toml")
 CALIBRATED = "calibrated machines"  # that plan.py --calibrate has measured
 ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
-LONG = 16_384  # tokens of a sample: above it, and with context parallelism, contexts are long
-TF32_PEAK = 300e12  # FLOP/s: Hopper and what came after multiply TF32 faster, an A100 at 156e12
 
 
 @dataclass(frozen=True)
 class Band:
-    """Seconds of a step as it was, over those planned: of the fastest, the median and the slowest run."""
+    """Seconds of a step as it was, over those planned: ends of four fifths of runs, and the median."""
 
     runs: int
     fastest: float
@@ -36,21 +34,12 @@ class Band:
         return max(first, second) * self.fastest <= min(first, second) * self.slowest
 
 
-def classes_of(work: Workload, cluster: Cluster) -> list[str]:
-    """Return all classes that apply: each adds its errors. None for a CPU that is not calibrated."""
-    if cluster.anchor and cluster.anchor.kind == layout_kind(work):
-        return [ANCHORED + layout_kind(work)]
-    if cluster.measured:
-        return [CALIBRATED]
-    if cluster.shared:
-        return []
-    found = {
-        "vision transformers": not work.model.reads_words,
-        "long context": work.degrees.cp > 1 or work.model.tokens > LONG,
-        "tensor parallel": work.degrees.tp > 1,
-    }
-    base = "PyTorch on H100" if cluster.device.peak["fp32"] > TF32_PEAK else "language models on A100"
-    return [kind for kind, applies in found.items() if applies] or [base]
+def kind_of(work: Workload, cluster: Cluster) -> str:
+    """Return the kind of runs that a plan is judged by: anchored, calibrated, or PyTorch's of its layout."""
+    kind = layout_kind(work)
+    if cluster.anchor and cluster.anchor.kind == kind:
+        return ANCHORED + kind
+    return CALIBRATED if cluster.measured else kind
 
 
 @cache
@@ -59,22 +48,18 @@ def error_bands() -> dict[str, Band]:
 
 
 def band_of(work: Workload, cluster: Cluster) -> Band | None:
-    """The widest of its classes."""
-    found = [error_bands()[kind] for kind in classes_of(work, cluster)]
-    if not found:
-        return None
-    ends = (min(b.fastest for b in found), max(b.median for b in found), max(b.slowest for b in found))
-    return Band(sum(b.runs for b in found), *ends)
+    """None for a CPU that is not calibrated, and for kinds of which too few runs are known."""
+    uncalibrated = cluster.shared and not cluster.measured
+    return None if uncalibrated else error_bands().get(kind_of(work, cluster))
 
 
 def band_line(work: Workload, cluster: Cluster, seconds: float) -> str:
     """In words, for a step that is planned to take `seconds`."""
-    band = band_of(work, cluster)
+    band, kind = band_of(work, cluster), kind_of(work, cluster)
     if not band:
-        return "error band: unknown, no published run is of such a machine; measure it with --calibrate"
+        return f"error band: no run of this kind is known ({kind}); measure with --calibrate, or use --anchor"
     low, high = band.around(seconds)
-    kinds = ", ".join(f"{error_bands()[kind].runs} of {kind}" for kind in classes_of(work, cluster))
     return (
-        f"error band: {low:,.3f} to {high:,.3f} s a step: known runs ({kinds}) took {band.fastest:.2f} to "
-        f"{band.slowest:.2f} times what was planned, median {band.median:.2f}"
+        f"error band: {low:,.3f} to {high:,.3f} s a step: four of five known runs ({band.runs}, {kind}) took "
+        f"{band.fastest:.2f} to {band.slowest:.2f} times what was planned, median {band.median:.2f}"
     )

@@ -11,11 +11,13 @@ from typing import Any
 from errors import ConfigError
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
+# Of model.attention_backend: cuDNN's and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
+HOPPER_KERNELS = ("auto", "cudnn", "flash3", "flash4")
 # clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
 # TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
-# 0.95, 0.90, 0.88.
-ORDINARY = 0.91
+# without the writing of their outputs 0.97, 0.96, 0.93.
+ORDINARY = 0.95
 # Bytes a score that "math" attention moves between its products, forward and backward (models/attention.py):
 # the scores divided (two numbers), their softmax (two; backward three) and its way from and to half
 # precision, since autocast takes the softmax in float32.
@@ -33,39 +35,49 @@ class Device:
     matmul: dict[str, float]  # FLOP/s by precision that large matrix products reach
     attention_forward: dict[int, float]  # bf16 FLOP/s by head size: 4 T^2 d of them, not causal
     attention_backward: dict[int, float]  # the same, of 8 T^2 d
+    hopper_forward: dict[int, float]  # those of kernels made for Hopper or later; empty: there are none
+    hopper_backward: dict[int, float]
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
     launch: float  # seconds that an operator costs however small it is
     watts: float  # drawn while training, with the device's part of its node
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
-        """One product forward, two backward: at the rate of large ones, or as fast as memory moves."""
-        return (2 if backward else 1) * self.product_seconds(1, rows, inputs, outputs, dtype)
+        """One product forward, two backward."""
+        if not backward:
+            return self.product_seconds(1, rows, inputs, outputs, dtype)
+        of_input = self.product_seconds(1, rows, outputs, inputs, dtype)
+        return of_input + self.product_seconds(1, outputs, rows, inputs, dtype)
 
     def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
-        """Seconds of `number` products of matrices, launched at once."""
+        """Seconds of `number` products of matrices, launched at once.
+
+        A tile of the output is written when it is computed, which takes longer than computing it where a row
+        has few inputs: those of a narrow model, or of one of many tensor-parallel ranks.
+        """
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
-        moved = (4 if dtype == "float32" else 2) * (rows * inputs + inputs * outputs + rows * outputs)
-        each = max(2 * rows * inputs * outputs / rate, moved / self.bandwidth)
-        return max(number * each, self.launch)
+        itemsize = 4 if dtype == "float32" else 2
+        read, written = itemsize * (rows + outputs) * inputs, itemsize * rows * outputs
+        computing = 2 * rows * inputs * outputs / rate + written / self.bandwidth
+        return max(number * max(computing, (read + written) / self.bandwidth), self.launch)
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
-        if backend == "math":
-            return self._math_attention_seconds(batch * heads, tokens, head_dim, dtype, backward)
+        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products.
+
+        "sdpa" is FlashAttention-2, which torch chooses on every GPU.
+        """
+        if backend == "math":  # each product writes or reads all T^2 scores, and so does every pass between
+            shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
+            products = sum(self.product_seconds(batch * heads, *shape, dtype) for shape in shapes)
+            scores = SCORE_BYTES[dtype != "float32"][backward] * batch * heads * tokens**2
+            return (2 if backward else 1) * products + self.elementwise_seconds(scores)
         rates = self.attention_backward if backward else self.attention_forward
+        if backend in HOPPER_KERNELS and self.hopper_forward:
+            rates = self.hopper_backward if backward else self.hopper_forward
         rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
         rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
-
-    def _math_attention_seconds(
-        self, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool
-    ) -> float:
-        """Each product writes or reads all T^2 scores, and so does every pass between them."""
-        product = self.product_seconds(heads, tokens, head_dim, tokens, dtype)
-        scores = SCORE_BYTES[dtype != "float32"][backward] * heads * tokens**2
-        return (4 if backward else 2) * product + self.elementwise_seconds(scores)
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
         return size / self.bandwidth

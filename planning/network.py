@@ -27,7 +27,8 @@ def tensor_collectives(work: Workload) -> Calls:
     """
     tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
     block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
-    calls = Counter({Collective("all-gather", "tp", block): 4 * depth + 4})
+    calls = Counter({Collective("all-gather", "tp", block): 4})
+    calls[Collective("all-gather", "tp", block * work.gathered_itemsize // work.itemsize)] += 4 * depth
     calls[Collective("reduce-scatter", "tp", block)] += 4 * depth
     calls[Collective("all-gather", "tp", end)] += 1
     calls[Collective("reduce-scatter", "tp", end)] += 1

@@ -5,7 +5,7 @@ from typing import Any
 from command_line import text_table
 from planning.compute import hardware_flops
 from planning.cost import CostRange
-from planning.error_bands import band_line, band_of, classes_of
+from planning.error_bands import band_line, band_of, kind_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32, GIB, Memory
 from planning.search import Plan, capacity, fits
@@ -27,7 +27,8 @@ def describe(work: Workload, cluster: Cluster) -> str:
     return (
         f"{model.parameters / 1e6:,.0f} M parameters, {model.tokens} tokens, "
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
-        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {number_of(cluster.nodes, 'node')}\n"
+        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {cluster.nodes:,} "
+        f"node{'s' * (cluster.nodes > 1)}\n"
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
         + (f"; windows of {work.history} states" if work.history > 1 else "")
@@ -40,10 +41,6 @@ def rollout(work: Workload) -> str:
     some = work.gradient_steps < work.rollout_steps
     through = f", gradients through the last {work.gradient_steps}" if some else ""
     return f"; rolled out over {work.rollout_steps} steps{through}"
-
-
-def number_of(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def layout(work: Workload) -> str:
@@ -225,7 +222,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
         "step_seconds_band": band.around(time.total) if (band := band_of(work, cluster)) else None,
-        "error_classes": classes_of(work, cluster),
+        "error_kind": kind_of(work, cluster),
         "classes": time.classes,
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import NormalDist
 
-from parallelisms.degrees import num_stages
 from planning.architecture import count, cut, padded
 from planning.calibration import Rates
 from planning.compute import (
@@ -20,6 +19,7 @@ from planning.compute import (
     end_seconds,
     field_seconds,
     host_update_seconds,
+    linear_times,
     slower_in_a_model,
     update_seconds,
 )
@@ -141,7 +141,10 @@ def computing_seconds(work: Workload, rates: Rates, blocks: list[Times]) -> Time
 
 def exposed_copies(work: Workload, cluster: Cluster, computing: float) -> float:
     """Seconds that states come later from the host than the micro-batch before them is computed."""
-    return max(copy_seconds(work, cluster) - computing / work.accumulation, 0.0) * work.accumulation
+    if cluster.shared:
+        return 0.0
+    states = FLOAT32 * work.states_read * work.local_batch * work.field_values
+    return max(work.accumulation * states / cluster.host_link - computing, 0.0)
 
 
 def update_term(work: Workload, cluster: Cluster, routes: dict[str, Route]) -> Term:
@@ -172,13 +175,6 @@ def spread(devices: int) -> float:
 def normal_maximum(number: int) -> float:
     """Expected largest of `number` standard normal numbers (Blom 1958), within 1 %."""
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
-
-
-def copy_seconds(work: Workload, cluster: Cluster) -> float:
-    """The states of a micro-batch from the host to a device, while the one before it is computed."""
-    if cluster.shared:
-        return 0.0
-    return FLOAT32 * work.states_read * work.local_batch * work.field_values / cluster.host_link
 
 
 def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
@@ -220,7 +216,8 @@ def inner_communication(
 ) -> tuple[dict[str, float], float]:
     """Exposed seconds of one micro-batch by class, and seconds in all."""
     part = work.rank_layers / work.model.layers  # of the blocks
-    again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # recomputation communicates again
+    # Recomputation communicates again: all of the forward, or its gathers.
+    again = {"full": 1.5, "every_n_blocks": 1.5, "every_second_product": 1.25}.get(work.ac_mode, 1.0)
     found: dict[str, float] = {}
     for name, axis, calls_of in (
         ("tensor", "tp", tensor_collectives),
@@ -231,6 +228,11 @@ def inner_communication(
             once_through = sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls)
             found[f"exposed {name} parallel"] = again * part * once_through
     everything = sum(found.values())
+    if work.async_tp and work.degrees.tp > 1:  # products start with the first of tp parts
+        products = sum(linear_times(work, rates, backward)["matmul"] for backward in (False, True))
+        first = found["exposed tensor parallel"] / work.degrees.tp
+        rest = found["exposed tensor parallel"] - first - work.rank_layers * products
+        found["exposed tensor parallel"] = first + max(rest, 0.0)
     if work.method == "ring" and work.degrees.cp > 1:
         attending = sum(attention_time(work, rates, backward) for backward in (False, True))
         hiding = work.rank_layers * attending * (1 - 1 / work.degrees.cp)
@@ -336,13 +338,13 @@ def replica_communication(work: Workload, on: Route, backward: float) -> tuple[d
 def bubble(work: Workload, in_block: list[float], inside: float) -> float:
     """Seconds of an idle stage in a step. `inside`: communication of a micro-batch within a sample.
 
-    Idle for p - 1 micro-batches; interleaved stages are half as long; zero-bubble schedules fill all but the
-    gradients of inputs, a third. The forecasts of a rollout pass one stage at a time.
+    Idle for p - 1 micro-batches of one of a rank's stages; zero-bubble schedules fill all but the gradients
+    of inputs, a third. The forecasts of a rollout pass one stage at a time.
     """
     pp, layers = work.degrees.pp, work.rank_layers
     if pp == 1:
         return 0.0
-    idle = {"GPipe": 1.0, "1F1B": 1.0, "Interleaved1F1B": 0.5}.get(work.schedule, 1 / 6)
+    idle = (1 / 3 if "ZeroBubble" in work.schedule else 1.0) / work.stages_of_rank
     micro_batch = (in_block[0] + in_block[1]) * layers + inside
     training = work.accumulation * work.gradient_steps * (pp - 1) * micro_batch * idle
     return training + (pp - 1) * work.forecasts * in_block[0] * layers
@@ -350,5 +352,5 @@ def bubble(work: Workload, in_block: list[float], inside: float) -> float:
 
 def pipeline_sends(work: Workload, on: Route) -> float:
     """Sends of a micro-batch through all stages and back; those of the others are hidden."""
-    hops = 2 * (num_stages(work.schedule, work.degrees.pp) - 1) if work.degrees.pp > 1 else 0
+    hops = 2 * (work.stages_of_rank * work.degrees.pp - 1) if work.degrees.pp > 1 else 0
     return work.accumulation * work.gradient_steps * hops * seconds("send", unit_bytes(work), on)

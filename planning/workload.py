@@ -37,6 +37,7 @@ class Workload:
     reshard: str = "default"
     zero1: bool = False
     offload: bool = False
+    async_tp: bool = False  # tensor parallel's collectives run during the products next to them
     method: str = "ulysses"
     schedule: str = "1F1B"
     pipeline_micro_batch: int = 1
@@ -138,8 +139,21 @@ class Workload:
             return 1
         if self.schedule == "GPipe":
             return self.micro_batches
-        stages = num_stages(self.schedule, self.degrees.pp) // self.degrees.pp
-        return min(self.micro_batches, math.ceil(self.degrees.pp * (1 + (stages > 1) * 0.5)))
+        return min(self.micro_batches, math.ceil(self.degrees.pp * (1 + (self.stages_of_rank > 1) * 0.5)))
+
+    @property
+    def casts_norms(self) -> bool:
+        """True if autocast takes norms in float32, which a compiled block does without writing it."""
+        return self.itemsize < 4 and not self.compiled
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Bytes of a value that tensor parallelism gathers."""
+        return self.itemsize
+
+    @property
+    def stages_of_rank(self) -> int:
+        return num_stages(self.schedule, self.degrees.pp) // self.degrees.pp
 
     @property
     def fsdp_ranks(self) -> int:
@@ -183,10 +197,11 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         every_n=ac.every_n_blocks,
         compiled=config.compile.enable,
         float8=config.float8.enable,
-        attention=config.model.attention_backend.replace("auto", "sdpa"),
+        attention=config.model.attention_backend,
         reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
         offload=parallelism.cpu_offload,
+        async_tp=parallelism.enable_async_tensor_parallel,
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,

@@ -20,7 +20,7 @@ SMALL = '--more "--data.grid_shape [64,128] --model.patch_size [16,16] --compile
 # A command, words of its last line, and its exit codes: 1 where a limit is asked for.
 RUNS = [
     ("mission_figures", "a year of a run a day", (0,)),
-    ("planner_published", "anchored, pipeline", (0,)),
+    ("planner_published", "llama3-405b 256k", (0,)),
     ("saved_activations --dim 64 --rounds 1", "0 of 12 counts off", (0,)),
     ("trainer_overhead --steps 4", "at least 2 are needed", (2,)),
     ("verification_speed 2", "at least 4 are needed", (2,)),

@@ -47,7 +47,7 @@ def decisions() -> list[Decision]:
         Decision("5.5 B, 64 GPUs", "FSDP", wide(3072, 24), "a100x64"),
         Decision("30 B, 64 GPUs", "FSDP", wide(7168, 56), "a100-8hdrx64"),
         Decision("131,072 tokens, batch 16", "context", fine, "a100x64"),
-        Decision("Llama-3-70B, 64 GPUs", "context", LLAMA, "a100-8hdrx64"),
+        Decision("Llama-3-70B, 64 GPUs", "tensor", LLAMA, "a100-8hdrx64"),
     ]
 
 

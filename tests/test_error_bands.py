@@ -8,10 +8,13 @@ import pytest
 
 from benchmarks.planner_published import (
     LanguageModel,
+    band,
     bands,
     bands_toml,
     distance,
+    is_useful,
     judged_runs,
+    peaks_table,
     summaries,
     table,
 )
@@ -19,7 +22,7 @@ from parallelisms.degrees import Degrees
 from planning.anchor import KINDS
 from planning.architecture import Architecture
 from planning.clusters import load_cluster
-from planning.error_bands import ANCHORED, BANDS, CALIBRATED, band_line, band_of, classes_of, error_bands
+from planning.error_bands import ANCHORED, BANDS, CALIBRATED, band_line, band_of, error_bands, kind_of
 from planning.workload import Workload
 from tests.test_plan import plan
 
@@ -33,31 +36,19 @@ def rows():
     return judged_runs()
 
 
-def test_held_out_is_a_machine_or_a_framework_never_seen():
-    seen = [row for row in rows() if row["group"] == "seen"]
+def test_runs_held_out_are_of_all_kinds_of_layout():
     held = [row for row in rows() if row["group"] == "held out"]
-    known = [{row[key] for row in seen} for key in ("machine", "framework")]
-    assert held and all(row["machine"] not in known[0] or row["framework"] not in known[1] for row in held)
-    later = [row for row in rows() if row["group"] == "later"]
-    assert all(row["machine"] in known[0] and row["framework"] in known[1] for row in later)
-    assert {(row["framework"], row["machine"]) for row in held} == {
-        ("Megatron", "h100"),
-        ("Megatron", "b200"),
-        ("timm", "rtx3090"),
-    }
+    assert len(held) >= 25
+    assert {row["layout"] for row in held} == set(KINDS)
+    assert any(row["kind"].startswith("vision") for row in held) and any(r["tokens"] > 32_000 for r in held)
+    assert {row["group"] for row in rows()} <= {"seen", "term", "held out"}
     assert all(row["source"].startswith(("https://", "mission.md")) for row in rows())
-
-
-def test_runs_are_planned_better_than_copied():
-    """Held out: within 15 % in the median, where copying is 3 times as far. Later: two of three in 10 %."""
-    held, later = ([r for r in rows() if r["group"] == group] for group in ("held out", "later"))
-    planned, copied = (statistics.median(abs(r[key]) for r in held) for key in ("error", "neighbour_error"))
-    assert planned < 0.15 and copied > 3 * planned
-    assert sum(abs(r["error"]) <= 0.10 for r in later) >= 2 * len(later) / 3
+    figures = [(row["what"], row["published"]) for row in rows()]
+    assert len(set(figures)) == len(figures)  # none is in two groups
 
 
 def test_a_neighbour_is_seen_and_near():
-    seen = [row for row in rows() if row["seen"]]
+    seen = [row for row in rows() if row["group"] != "held out"]
     for row in rows():
         others = [other for other in seen if other is not row]
         nearest = min(others, key=lambda other: distance(row, other))
@@ -67,51 +58,79 @@ def test_a_neighbour_is_seen_and_near():
         assert row["neighbour_error"] == pytest.approx(shares[0] / shares[1] - 1)
 
 
-def test_tables_print_neighbours_groups_and_bands():
+def test_one_utilisation_is_the_median_of_a_device_and_precision():
+    seen = [row for row in rows() if row["group"] != "held out"]
+    (row,) = [r for r in rows() if r["machine"] == "a100-400g" and r["what"].startswith("llama2-7b")]
+    keys = ("peak", "float8", "dtype")
+    others = [r for r in seen if r is not row and all(r[key] == row[key] for key in keys)]
+    shares = statistics.median(r["published_mfu"] for r in others)
+    assert row["average_error"] == pytest.approx(shares / row["published_mfu"] - 1)
+
+
+def test_tables_print_uses_kinds_baselines_and_bands():
     text = table(rows()) + summaries(rows())
-    assert re.search(r"planned +unit +error +copied +group", text)
-    assert text.count("held out") >= 11 and "copied from the nearest" in text and "Megatron, b200" in text
+    assert re.search(r"planned +unit +error +copied +use", text)
+    assert re.search(r"planner +nearest run's MFU +one MFU a device", text)
+    assert all(re.search(rf"^{group} +\d+", text, re.MULTILINE) for group in ("seen", "term", "held out"))
+    assert (
+        "vision transformer, timm" in text and "pipeline, Megatron" in text and "anchored, pipeline" in text
+    )
 
 
 def test_bands_are_those_of_the_published_runs():
-    """The committed file is what the benchmark writes."""
+    """The committed file is what the benchmark writes: four of five runs inside, 1.6 times wide."""
     assert BANDS.read_text(encoding="utf-8") == bands_toml(rows())
     assert error_bands() == bands(rows())
-    named = {"language models on A100", "PyTorch on H100", "tensor parallel", "long context"}
-    named |= {ANCHORED + kind for kind in KINDS}
-    assert set(error_bands()) == named | {"vision transformers", CALIBRATED}
-    for row in rows():
-        for kind in row["classes"]:
-            band = error_bands()[kind]
-            assert band.fastest - 1e-3 <= 1 + row["error"] <= band.slowest + 1e-3
+    named = {*KINDS, *(ANCHORED + kind for kind in KINDS), CALIBRATED}
+    assert {"data parallel", "tensor parallel", CALIBRATED} <= set(error_bands()) <= named
+    for kind, made in error_bands().items():
+        assert made.runs >= 5 and made.fastest <= made.median <= made.slowest <= 1.6 * made.fastest
+        factors = [1 + row["error"] for row in rows() if row["kind"] == f"{kind}, PyTorch"]
+        inside = sum(made.fastest <= factor <= made.slowest for factor in factors)
+        assert inside >= 0.8 * len(factors)
+
+
+def test_a_band_is_of_five_runs_that_are_alike():
+    alike = [1.0, 1.02, 1.04, 1.05, 1.1]
+    assert is_useful(band(alike)) and not is_useful(band(alike[:4])) and not is_useful(band([0.6, *alike]))
+    assert is_useful(band([0.6, *alike, *alike]))  # one in ten may be outside on either side
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "degrees", "classes"),
+    ("model", "cluster", "degrees", "kind"),
     [
-        (VIT, A100, Degrees(dp_shard=8), ["vision transformers"]),
-        (VIT, H100, Degrees(dp_shard=4, tp=2), ["vision transformers", "tensor parallel"]),
-        (VIT, A100, Degrees(cp=8), ["vision transformers", "long context"]),
-        (WORDS, A100, Degrees(dp_shard=8), ["language models on A100"]),
-        (WORDS, H100, Degrees(dp_shard=8), ["PyTorch on H100"]),
-        (WORDS, H100, Degrees(cp=2, tp=4), ["long context", "tensor parallel"]),
-        (VIT, load_cluster("cpu2"), Degrees(dp_shard=2), []),
+        (VIT, A100, Degrees(dp_shard=8), "data parallel"),
+        (WORDS, H100, Degrees(dp_replicate=8), "data parallel"),
+        (VIT, H100, Degrees(dp_shard=4, tp=2), "tensor parallel"),
+        (VIT, A100, Degrees(cp=8), "context parallel"),
+        (WORDS, H100, Degrees(pp=4, tp=2), "pipeline"),
+        (VIT, load_cluster("cpu2"), Degrees(dp_shard=2), "data parallel"),
     ],
 )
-def test_classes(model, cluster, degrees, classes):
+def test_kinds(model, cluster, degrees, kind):
     work = Workload(model, degrees, 1, degrees.dp)
-    assert classes_of(work, cluster) == classes
-    band = band_of(work, cluster)
-    if not classes:
-        assert band is None and "unknown" in band_line(work, cluster, 1.0)
+    assert kind_of(work, cluster) == kind
+    found, line = band_of(work, cluster), band_line(work, cluster, 1.0)
+    if cluster.shared or kind not in error_bands():
+        assert found is None and "no run of this kind is known" in line
         return
-    widest = [error_bands()[kind] for kind in classes]
-    assert band and band.fastest == min(b.fastest for b in widest)
-    assert band.around(10.0) == (10 * band.fastest, 10 * max(b.slowest for b in widest))
+    assert found and found == error_bands()[kind] and f"{found.runs}, {kind}" in line
+    assert found.around(10.0) == (10 * found.fastest, 10 * found.slowest)
 
 
-def test_every_predicted_time_has_its_band():
+def test_predicted_times_have_their_bands():
+    """But for context parallelism and pipelines, of which too few runs are known."""
     text = plan("--cluster", "a100x64", "--layout", "auto")
-    assert "band s" in text and "error band: " in text and "of vision transformers" in text
+    assert "band s" in text and "error band: " in text and ", data parallel)" in text
     rows = [line for line in text.splitlines() if re.match(r" +\d+ (dp_|pp )", line)]
-    assert len(rows) == 10 and all(re.search(r"\d\.\d-\d+\.\d", line) for line in rows)
+    assert len(rows) == 10 and all(
+        bool(re.search(r"\d\.\d-\d+\.\d", line)) == (" cp " not in line and "pp " not in line)
+        for line in rows
+    )
+
+
+def test_peaks_of_torchtitan_are_not_planned_too_small():
+    """Allocator's slack included: 19 of 20 within 15 %, and none more than 5 % below."""
+    errors = [float(error) for error in re.findall(r"([+-][\d.]+)%$", peaks_table(), re.MULTILINE)]
+    assert len(errors) == 20 and min(errors) >= -5
+    assert sum(abs(error) <= 15 for error in errors) >= 19

@@ -11,12 +11,18 @@ from benchmarks.planner_published import LanguageModel
 from datasets.grid import global_grid
 from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture
+from planning.architecture import Architecture, count
 from planning.clusters import load_cluster
-from planning.compute import hardware_flops, update_bytes
+from planning.compute import (
+    elementwise_passes,
+    elementwise_time,
+    exchange_units,
+    hardware_flops,
+    update_bytes,
+)
 from planning.dry_run import dry_run
 from planning.hardware import ORDINARY
-from planning.memory import field_bytes, memory, stored_bytes
+from planning.memory import field_bytes, memory, stored_bytes, unit_bytes
 from planning.network import context_collectives, route
 from planning.search import best_layouts, changes, changes_that_fit, check_device, fitting
 from planning.step_time import gathers_backward, normal_maximum, spread, step_time
@@ -41,9 +47,10 @@ def test_updates_by_hand():
     # (m, n) with m <= n: 2 (m^2 n + m^3 + m^2 n) FLOP, five times; D = m and n of 3, 1, 4 and 4 D.
     d = MODEL.dim
     flops = 5 * 48 * sum(2 * (2 * d**2 * n * d + d**3) for n in (3, 1, 4, 4))
+    written = 5 * 48 * sum(2 * (2 + n) * d**2 for n in (3, 1, 4, 4))  # two of m x m, one of m x n
     rate = ORDINARY * A100.rates.matmul["bf16"]  # type: ignore[union-attr]
     more = update["Muon"].classes["update"] - update["AdamW"].classes["update"]
-    assert more == pytest.approx(flops / rate, rel=0.02)
+    assert more == pytest.approx(flops / rate + written / A100.rates.bandwidth, rel=0.02)
     gathers = update["Muon"].classes["exposed gathers of Muon"]
     ring = route(A100, WORK, "fsdp").ring
     sent = 63 / 64 * 2 * 48 * 12 * d**2 / ring.bandwidth
@@ -147,11 +154,14 @@ def test_the_hosts_memory_is_not_endless():
 
 
 def test_math_attention_moves_its_scores():
-    """A head's forward: 2 products that move T^2 + 2 T E numbers, and 24 bytes a score between them."""
+    """A head's forward: T^2 numbers are written after they are computed, then read with 2 T E others, and 24
+    bytes a score between them.
+    """
     device, tokens, size = A100.device, 8192, 64
     took = device.attention_seconds(1, 1, tokens, size, "bfloat16", False, "math")
-    products = 2 * 2 * (tokens**2 + 2 * tokens * size) / device.bandwidth
-    assert took == pytest.approx(products + 24 * tokens**2 / device.bandwidth)
+    computing = 2 * tokens**2 * size / (ORDINARY * device.matmul["bf16"])
+    moved = 2 * tokens**2 + 2 * (tokens**2 + 2 * tokens * size) + 24 * tokens**2
+    assert took == pytest.approx(computing + moved / device.bandwidth)
     fused = device.attention_seconds(1, 1, tokens, size, "bfloat16", False, "sdpa")
     assert took > 5 * fused
     short = [device.attention_seconds(n, 12, 197, size, "bfloat16", True, "math") for n in (192, 384)]
@@ -166,6 +176,94 @@ def test_math_attention_computes_what_a_mask_hides():
     works = [WORK.replace(attention="math", model=model) for model in models]
     times = [step_time(work, A100).classes["attention"] for work in works]
     assert times[0] == times[1]
+
+
+# -- products, and what collectives move
+
+
+def test_narrow_products_wait_for_their_outputs():
+    """A product of 128 inputs writes as long as it computes; 8,192 cubed is as fast as an A100's measured one
+    (257 TFLOP/s, thonking.ai/p/strangely-matrix-multiplications).
+    """
+    rates = [
+        2 * 98304 * inputs * 4096 / A100.device.linear_seconds(98304, inputs, 4096, "bfloat16", False)
+        for inputs in (128, 512, 8192)
+    ]
+    assert rates[0] < 0.5 * rates[2] and rates[1] < 0.8 * rates[2]
+    measured = 2 * 8192**3 / A100.device.linear_seconds(8192, 8192, 8192, "bfloat16", False)
+    assert measured == pytest.approx(257e12, rel=0.03)
+
+
+def test_tensor_parallel_copies_what_it_exchanges():
+    """Two gathers and two scatters a block and pass, of all tokens of tp ranks, read and written; one state
+    is in order as it comes, and asynchronous products take parts.
+    """
+    work = WORK.replace(degrees=Degrees(dp_shard=8, tp=8), local_batch=2)
+    whole = 2 * MODEL.tokens * MODEL.dim * 2
+    for backward in (False, True):
+        assert exchange_units(work, backward) * unit_bytes(work) == pytest.approx(4 * 2 * whole)
+        assert exchange_units(work.replace(async_tp=True), backward) == 0
+        assert exchange_units(work.replace(local_batch=1), backward) == 0
+
+
+def test_asynchronous_tensor_parallel_exposes_its_first_part():
+    work = WORK.replace(degrees=Degrees(dp_shard=32, tp=2), local_batch=8)
+    plain, overlapped = (step_time(work.replace(async_tp=on), A100) for on in (False, True))
+    name = "exposed tensor parallel"
+    assert overlapped.classes[name] == pytest.approx(plain.classes[name] / 2)
+    assert overlapped.total < plain.total
+
+
+@pytest.mark.parametrize(("method", "units"), [("ulysses", (22, 22)), ("all_gather", (20, 20))])
+def test_context_parallel_puts_its_exchanges_in_order(method, units):
+    """ulysses: q, k, v stacked, by rank, by token, the output twice; all_gather: keys and values of all."""
+    work = WORK.replace(degrees=Degrees(dp_shard=16, cp=4), method=method)
+    assert tuple(exchange_units(work, backward) for backward in (False, True)) == units
+
+
+def test_the_ring_adds_up_in_float32():
+    """parallelisms/ring_attention.py, operator by operator, a value of each tensor and a part of the keys:
+    scaled sum 8 bytes, scaled part 2 + 4, their sum 12; backward: of q 10, of k and v zeros 8, parts 12, sums
+    24.
+    """
+    work = WORK.replace(degrees=Degrees(dp_shard=16, cp=4), method="ring")
+    assert [exchange_units(work, backward) * 2 / 4 for backward in (False, True)] == [26, 54]
+
+
+def test_a_rank_of_more_stages_waits_less():
+    work = WORK.replace(degrees=Degrees(pp=4, dp_shard=16), local_batch=64, global_batch=1024)
+    bubbles = {
+        schedule: step_time(work.replace(schedule=schedule), A100).classes["bubble"]
+        for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    }
+    assert bubbles["Interleaved1F1B"] == pytest.approx(bubbles["1F1B"] / 2)
+    assert bubbles["InterleavedZeroBubble"] == pytest.approx(bubbles["1F1B"] / 6)
+
+
+def test_uncompiled_norms_are_cast_on_a_gpu():
+    """Autocast takes them in float32: 16 and 18 units a block more; FSDP changes nothing in that."""
+    rates = A100.device
+    half, single = (elementwise_time(WORK.replace(dtype=d), rates, False) for d in ("bfloat16", "float32"))
+    moved = sum(units for _, units in elementwise_passes(WORK, False)) * unit_bytes(WORK)
+    cast = (4 + 2) * count(MODEL.block())
+    assert half == pytest.approx((moved + cast + 16 * unit_bytes(WORK)) / rates.bandwidth, rel=1e-3)
+    assert not WORK.replace(compiled=True).casts_norms and single > 0
+
+
+# -- attention by its kernel
+
+
+def test_hoppers_own_kernels_are_planned_where_they_are_named():
+    work = WORK.replace(compiled=True)
+    h100 = load_cluster("h100x64")
+    times = {
+        name: step_time(work.replace(attention=name), h100).classes["attention"]
+        for name in ("sdpa", "flash", "cudnn", "flash3", "auto")
+    }
+    assert times["sdpa"] == times["flash"] > 1.2 * times["cudnn"]
+    assert times["cudnn"] == times["flash3"] == times["auto"]
+    a100 = {step_time(work.replace(attention=name), A100).classes["attention"] for name in times}
+    assert len(a100) == 1
 
 
 # -- stragglers
