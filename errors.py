@@ -138,8 +138,15 @@ def end_rank(code: int) -> NoReturn:
     os._exit(code)
 
 
+def as_user_error(error: PermissionError, path: object = "") -> DataError:
+    """Return the error of a file or folder that the user of a run has no right to."""
+    name = error.filename or path or "a file"
+    return DataError(f"{name}: permission denied; give the user of this run the right to it")
+
+
 def one_line(error: BaseException) -> str | None:
     """Return the line for a user's mistake or a run that cannot go on; None for an error of ours."""
+    error = as_user_error(error) if isinstance(error, PermissionError) else error
     text = " ".join(str(error).splitlines())
     if isinstance(error, UserError | RunFailed):
         return without_secrets(text)
@@ -159,4 +166,4 @@ def one_line_errors() -> Iterator[None]:
             raise
         if is_reporting_rank():
             print_message(text)
-        end_process(BAD_INPUT if isinstance(error, UserError) else FAILED)
+        end_process(BAD_INPUT if isinstance(error, UserError | PermissionError) else FAILED)

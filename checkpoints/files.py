@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from errors import ConfigError, DataError
+from errors import ConfigError, DataError, as_user_error
 from jobs.durable_files import write_durably
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,7 @@ def read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError as error:
-        raise DataError(
-            f"{error.filename or path}: permission denied; give the user of this run the right to read it"
-        ) from None
+        raise as_user_error(error, path) from None
     except OSError as error:
         raise Damaged(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
 

@@ -51,8 +51,11 @@ class Identity:
         """Raises Damaged, DataError if a file may not be read, ConfigError for a model that was removed."""
         self.folder = folder
         path = folder / "config.toml"
-        with read_errors(path):
-            stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+        try:
+            with read_errors(path):
+                stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise Damaged(f"{path}: {error}") from None
         refuse_removed(folder, stored)
         self.values = with_defaults(stored) if stored else {}
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
@@ -164,7 +167,7 @@ def newest_identity(folder: Path) -> Identity | None:
     Raises DataError if a file may not be read.
     """
     for step in reversed(complete_steps(folder / "checkpoints")):
-        with suppress(Damaged, tomli.TOMLDecodeError):
+        with suppress(Damaged):
             return Identity(step_folder(folder / "checkpoints", step))
     return None
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from config import Parallelism
-from errors import UserError
+from errors import DataError, UserError, as_user_error
 from parallelisms.degrees import AXES, Degrees, resolve_degrees
 from parallelisms.peer_messages import use_plain_messages
 
@@ -163,6 +163,8 @@ def on_all_ranks(compute: Callable[[], T]) -> T:
 def _result_or_error(compute: Callable[[], T]) -> tuple[T | None, tuple[type[UserError], str] | None]:
     try:
         return compute(), None
+    except PermissionError as error:
+        return None, (DataError, str(as_user_error(error)))
     except UserError as error:
         # Not the error itself: where dask's tblib is installed, exceptions are pickled as code.
         return None, (type(error), str(error))

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ from checkpoints.files import (
     stored_tensors,
     write_manifest,
 )
-from errors import DataError
+from checkpoints.identity import Identity
+from errors import DataError, one_line
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.run_folder import lock_folder
 from training.state import resume
@@ -264,3 +266,20 @@ def test_a_checkpoint_of_the_version_before_resumes(build, tmp_path):  # noqa: F
     expected = [run.step() for _ in range(3)]
     other = Run(seed=1)
     assert resume(build(), other.state) and [other.step() for _ in range(3)] == expected
+
+
+def test_a_file_without_permission_is_one_line():
+    """Also where no code expects it: metrics.jsonl, or the folder of a run."""
+    line = one_line(PermissionError(errno.EACCES, "Permission denied", "runs/metrics.jsonl"))
+    assert (
+        line
+        and line.startswith("runs/metrics.jsonl: permission denied")
+        and one_line(OSError(28, "full")) is None
+    )
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[model", b""])
+def test_a_configuration_that_cannot_be_read_is_damage(tmp_path, content):
+    (tmp_path / "config.toml").write_bytes(content)
+    with pytest.raises(Damaged) if content else nullcontext():
+        assert not Identity(tmp_path).values
