@@ -497,7 +497,10 @@ class Comm:
 
 @dataclass(frozen=True)
 class Forecast:
-    path: str = option("", "Zarr store to write. Default: forecast.zarr in the folder of the run.")
+    path: str = option(
+        "",
+        "Zarr store to write; a NetCDF file if it ends in .nc. Default: forecast.zarr in the run's folder.",
+    )
     checkpoint: str = option(
         "", "Checkpoint, or folder of a run, to use. Default: the newest checkpoint of job.dump_folder."
     )

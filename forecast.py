@@ -46,7 +46,7 @@ from datasets.field_dataset import LaterForcings, channel_names
 from datasets.options import predicted_variables, roles_of, state_variables
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
-from errors import ConfigError, DataError, one_line_errors, without_secrets
+from errors import ConfigError, DataError, one_line_errors, refuse, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
@@ -56,7 +56,7 @@ from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
 from verification.export import Description, OneStep, check_target, export_step, write_safetensors
-from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
+from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex, write_netcdf
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
 
@@ -79,6 +79,8 @@ def forecast(config: Config) -> int:
     settings, data = config.forecast, config.data
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
+    if settings.path.endswith(".nc") and Path(settings.path).exists():
+        refuse("forecast.path", settings.path, "exists; remove it, or name another file")
     selection = open_data(config)
     chosen = initial_dates(
         selection, settings.period or data.test_period or data.validation_period, settings.interval_hours
@@ -100,7 +102,8 @@ def forecast(config: Config) -> int:
         settings.num_members,
         {name: selection.archive.units(name) for name in names},
     )
-    store = ForecastStore(Path(settings.path or config.dump_folder / "forecast.zarr"), index)
+    target = Path(settings.path or config.dump_folder / "forecast.zarr")
+    store = ForecastStore(Path(f"{target}.zarr") if target.suffix == ".nc" else target, index)
     from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
@@ -136,7 +139,9 @@ def forecast(config: Config) -> int:
     wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
     if rank == 0:
         report(wrong, index, len(pairs))
-        print(f"\n{len(pairs) - len(wrong)} forecasts: {store.path}")
+        if target != store.path:
+            write_netcdf(store.path, target)
+        print(f"\n{len(pairs) - len(wrong)} forecasts: {target}")
     dist.barrier()
     dist.destroy_process_group()
     return 1 if wrong else 0

@@ -65,6 +65,35 @@ ON_ONE_SURFACE = {
     "slope_of_sub_gridscale_orography": ("1", "slor"),
 }
 VARIABLES = ON_LEVELS | ON_ONE_SURFACE
+STANDARD_NAMES = {  # CF conventions, standard name table 92
+    "geopotential": "geopotential",
+    "temperature": "air_temperature",
+    "u_component_of_wind": "eastward_wind",
+    "v_component_of_wind": "northward_wind",
+    "specific_humidity": "specific_humidity",
+    "vertical_velocity": "lagrangian_tendency_of_air_pressure",
+    "relative_humidity": "relative_humidity",
+    "vorticity": "atmosphere_relative_vorticity",
+    "divergence": "divergence_of_wind",
+    "potential_vorticity": "ertel_potential_vorticity",
+    "wind_speed": "wind_speed",
+    "2m_temperature": "air_temperature",
+    "2m_dewpoint_temperature": "dew_point_temperature",
+    "10m_u_component_of_wind": "eastward_wind",
+    "10m_v_component_of_wind": "northward_wind",
+    "100m_u_component_of_wind": "eastward_wind",
+    "100m_v_component_of_wind": "northward_wind",
+    "mean_sea_level_pressure": "air_pressure_at_mean_sea_level",
+    "surface_pressure": "surface_air_pressure",
+    "total_column_water_vapour": "atmosphere_mass_content_of_water_vapor",
+    "total_cloud_cover": "cloud_area_fraction",
+    "total_precipitation": "lwe_thickness_of_precipitation_amount",
+    "total_precipitation_6hr": "lwe_thickness_of_precipitation_amount",
+    "total_precipitation_24hr": "lwe_thickness_of_precipitation_amount",
+    "sea_surface_temperature": "sea_surface_temperature",
+    "skin_temperature": "surface_temperature",
+    "sea_ice_cover": "sea_ice_area_fraction",
+}
 # Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
 OFTEN_ZERO = set(
     """

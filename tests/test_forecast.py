@@ -26,6 +26,7 @@ from models.vit import VisionTransformer
 from tests.sample_archives import zarr_chunked
 from train import train
 from training.config_checks import load_checked
+from verification.forecast_layouts import open_forecast
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size
 
@@ -140,6 +141,25 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
         ds["temperature"].sel(level=500).isnull().all()
         and not ds["temperature"].sel(level=850).isnull().any()
     )
+
+
+def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventions(run, tmp_path):
+    path = tmp_path / "forecast.nc"
+    plain = store(run, tmp_path / "forecast.zarr")
+    words = arguments(run, "--forecast.path", str(path))
+    assert forecast.forecast(load_checked(words)) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["forecast.nc", "forecast.zarr"]
+    with xr.open_dataset(path, decode_timedelta=True) as found:
+        xr.testing.assert_equal(found.load(), xr.open_zarr(tmp_path / "forecast.zarr", decode_timedelta=True))
+        assert found.attrs["Conventions"] == "CF-1.11" and plain.latitude.attrs["axis"] == "Y"
+        names = {name: each.attrs.get("standard_name") for name, each in found.variables.items()}
+    assert names["2m_temperature"] == "air_temperature" and names["level"] == "air_pressure"
+    assert names["time"] == "forecast_reference_time" and names["prediction_timedelta"] == "forecast_period"
+    both = [open_forecast(str(each)) for each in (path, tmp_path / "forecast.zarr")]
+    blocks = [each.read_block(slice(0, 6), slice(0, 5), each.variables) for each in both]
+    np.testing.assert_array_equal(*blocks)
+    with pytest.raises(UserError, match="exists"):
+        forecast.forecast(load_checked(words))
 
 
 def plain_forecast(run: Path, part: str, num_steps: int) -> np.ndarray:

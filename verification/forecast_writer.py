@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import xarray as xr
 import zarr
 from torch import Tensor
 
@@ -187,6 +188,16 @@ class ForecastWriter:
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_netcdf(store: Path, target: Path) -> None:
+    """Write a store of forecasts as one NetCDF-4 file, a chunk at a time, and remove the store."""
+    unfinished = target.with_name(target.name + ".incomplete")
+    with xr.open_zarr(store, chunks={}, decode_timedelta=True) as forecasts:
+        encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
+        forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
+    os.replace(unfinished, target)
+    shutil.rmtree(store)
 
 
 def _short(value: Any) -> str:

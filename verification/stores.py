@@ -10,9 +10,19 @@ from numcodecs import Blosc
 
 from datasets.fields import Field
 from datasets.grid import Grid
-from datasets.variables import full_name, group_levels, nearest_name, split_name, units
+from datasets.variables import STANDARD_NAMES, full_name, group_levels, nearest_name, split_name, units
 from errors import DataError
 
+# Attributes of coordinates and stores by the CF conventions, which other tools find them by.
+CONVENTIONS = {"Conventions": "CF-1.11"}
+COORDINATES = {
+    "time": {"standard_name": "forecast_reference_time", "axis": "T"},
+    "prediction_timedelta": {"standard_name": "forecast_period"},
+    "number": {"standard_name": "realization", "units": "1"},
+    "level": {"standard_name": "air_pressure", "units": "hPa", "axis": "Z", "positive": "down"},
+    "latitude": {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"},
+    "longitude": {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
+}
 COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
 
 
@@ -75,22 +85,21 @@ def create_store(
     attributes: Mapping[str, str],
     own_units: Mapping[str, str] | None = None,
 ) -> None:
-    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
+    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32,
+    with attributes by the CF conventions.
 
     axes: name -> coordinate; chunks: name of an axis -> how many of it are in a chunk, else all of them;
     own_units: of variables that the project does not know.
     """
     levels = all_levels(variables)
-    coords = {
-        **axes,
-        **({"level": ("level", levels, {"units": "hPa"})} if levels else {}),
-        "latitude": ("latitude", grid.latitude, {"units": "degrees_north"}),
-        "longitude": ("longitude", grid.longitude, {"units": "degrees_east"}),
-    }
+    values = {**axes, "level": levels, "latitude": grid.latitude, "longitude": grid.longitude}
+    values = {name: own for name, own in values.items() if len(own)}
+    coords = {name: (name, own, COORDINATES.get(name, {})) for name, own in values.items()}
     given = {split_name(name)[0]: text for name, text in (own_units or {}).items()}
-    empty = xr.Dataset(coords=coords, attrs=dict(attributes))
+    empty = xr.Dataset(coords=coords, attrs={**CONVENTIONS, **attributes})
     empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
     for name, own in group_levels(variables).items():
+        known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
         dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
         zarr.create_array(
             str(path),
@@ -101,6 +110,6 @@ def create_store(
             compressors=COMPRESSOR,
             fill_value=np.nan,
             zarr_format=2,
-            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, "")},
+            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, ""), **known},
         )
     zarr.consolidate_metadata(str(path), zarr_format=2)
