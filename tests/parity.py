@@ -411,6 +411,9 @@ TABLE: dict[str, Layout] = {
     "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
     "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
     "replicate 2 x fsdp 2 x tp 2": Layout(8, tp(**replicate())),
+    "vit1b_h100x8: fsdp 4 x ulysses 2, float8, ac selective": Layout(
+        8, cp(), activation_checkpoint="selective", float8=True, float8_all_gather=True, dtype="bfloat16"
+    ),
     "fsdp 2 x ulysses 2 x tp 2": Layout(8, cp(**tp())),
     "replicate 2 x ring 2 x tp 2": Layout(8, cp("ring", **tp(**replicate(data_parallel_shard_degree=1)))),
 }
