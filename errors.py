@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -151,6 +152,16 @@ def one_line(error: BaseException) -> str | None:
     if isinstance(error, UserError | RunFailed):
         return without_secrets(text)
     return f"{text} ({WHY_LOST})" if is_lost_loader(error) else None
+
+
+def module_command(module: str, *words: object) -> str:
+    """Return a command that runs a module of the project, or an installed one, from the current folder."""
+    python, folder, here = Path(sys.executable), Path(__file__).parent, Path.cwd()
+    if python.is_relative_to(here):
+        python = python.relative_to(here)
+    texts = [str(here / word) if isinstance(word, Path) and folder != here else str(word) for word in words]
+    change = f"cd {shlex.quote(str(folder))} && " if folder != here else ""
+    return change + shlex.join([str(python), "-m", module, *texts])
 
 
 @contextmanager

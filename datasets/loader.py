@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datasets.field_dataset import FieldDataset
 from datasets.options import PREFETCH
 from datasets.threaded_loader import ThreadedLoader
-from errors import UserError
+from errors import UserError, module_command
 
 NEVER = 2**62
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
@@ -184,5 +184,5 @@ def _fits_shared_memory(dataset: FieldDataset, sampler: Any, num_batches: int) -
 def data_wait_advice(fraction: float, by_threads: bool, num_workers: int) -> str:
     """Return one line for a loop that waits for data for this fraction of its time."""
     fix = f"raise data.num_workers, now {num_workers}" if num_workers else "set data.num_workers = 2"
-    fix += "" if by_threads else ", or convert the data (python -m datasets.convert)"
+    fix += "" if by_threads else f", or convert the data ({module_command('datasets.convert')})"
     return f"{fraction:.0%} of the time the loop waits for data: {fix}"

@@ -42,7 +42,7 @@ from datasets.dates import usual_hours
 from datasets.options import parse_period
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection
-from errors import BAD_INPUT, UserError, end_process, one_line_errors, without_secrets
+from errors import BAD_INPUT, UserError, end_process, module_command, one_line_errors, without_secrets
 from models.registry import registered
 from parallelisms.degrees import Degrees, num_ranks
 from parallelisms.mesh import start_ranks
@@ -127,7 +127,9 @@ def period_row(name: str, times: np.ndarray, first: np.datetime64, last: np.date
     if not gaps.any():
         return Row(name, PASS, found)
     found += f", {(steps[gaps] // usual - 1).sum()} missing, the first after {inside[:-1][gaps][0]}"
-    return Row(name, WARN, found, "python -m datasets.describe lists the gaps; training leaves them out")
+    return Row(
+        name, WARN, found, f"{module_command('datasets.describe')} lists the gaps; training leaves them out"
+    )
 
 
 # -- disk and network

@@ -157,7 +157,7 @@ def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventio
     assert names["time"] == "forecast_reference_time" and names["prediction_timedelta"] == "forecast_period"
     both = [open_forecast(str(each)) for each in (path, tmp_path / "forecast.zarr")]
     blocks = [each.read_block(slice(0, 6), slice(0, 5), each.variables) for each in both]
-    np.testing.assert_array_equal(*blocks)
+    np.testing.assert_array_equal(blocks[0], blocks[1])
     with pytest.raises(UserError, match="exists"):
         forecast.forecast(load_checked(words))
 

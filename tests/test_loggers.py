@@ -77,7 +77,8 @@ def test_a_logger_that_fails_costs_one_warning(caplog):
 def test_tensorboard_shows_validations(tmp_path):
     picture = tmp_path / "maps.png"
     Image.new("RGB", (4, 3), "red").save(picture)
-    logger = TensorBoard(tmp_path / "tensorboard", 0)
+    logger = TensorBoard(tmp_path / "tensorboard", 0, Config())
+    logger.log({"step": 20, "val/loss": 0.5, "val/rmse/a": 1.0, "val/rmse_persistence/a": 2.0})
     logger.log_images(20, {"maps": picture}, "RMSE  lead\na     6 h")
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -86,6 +87,11 @@ def test_tensorboard_shows_validations(tmp_path):
     assert (image.step, image.width, image.height) == (20, 4, 3)
     (text,) = events.Tensors("plots/scorecard/text_summary")
     assert text.tensor_proto.string_val == [b"    RMSE  lead\n    a     6 h"]
+    (text,) = events.Tensors("config/text_summary")
+    assert b"    local_batch_size = " in text.tensor_proto.string_val[0]
+    assert events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name == "hparams"
+    chart = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert b"val/rmse/a" in chart and b"val/rmse_persistence/a" in chart
 
 
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):

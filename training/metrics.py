@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from config import Config
 from datasets.loader import data_wait_advice
+from errors import module_command
 from jobs.journal import Journal
 from training.batches import Batches
 from training.loggers.opening import open_loggers
@@ -183,7 +184,9 @@ def output_summary(folder: Path) -> str:
     plots = sorted(path.name for path in (folder / "plots").glob("*.png"))
     found += [f"plots:            {folder / 'plots'}: {', '.join(plots)}"] if plots else []
     if (folder / "tensorboard").exists():
-        found.append(f"TensorBoard:      tensorboard --logdir {folder / 'tensorboard'}")
+        found.append(
+            f"TensorBoard:      {module_command('tensorboard.main', '--logdir', folder / 'tensorboard')}"
+        )
     if (folder / "traces").exists():
-        found.append(f"traces:           python -m traces.inspect_trace {folder}")
+        found.append(f"traces:           {module_command('traces.inspect_trace', folder)}")
     return "\n".join(found)

@@ -72,7 +72,7 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
     loggers, settings, folder, steps = Loggers(), config.metrics, config.dump_folder, config.training.steps
     is_first = dist.get_rank() == 0
     if is_first and settings.enable_tensorboard:
-        loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step)
+        loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step, config)
     if is_first and settings.enable_wandb:
         loggers.open("Weights & Biases", "wandb_run", folder, resume_step, written)
     if is_first and settings.enable_mlflow:
