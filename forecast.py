@@ -137,10 +137,10 @@ def forecast(config: Config) -> int:
     # -- at the end: what went wrong, of this start and of those before it ---------------------------
     dist.barrier()
     wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
+    if target != store.path:
+        from_first_rank(lambda: write_netcdf(store.path, target))
     if rank == 0:
         report(wrong, index, len(pairs))
-        if target != store.path:
-            write_netcdf(store.path, target)
         print(f"\n{len(pairs) - len(wrong)} forecasts: {target}")
     dist.barrier()
     dist.destroy_process_group()

@@ -77,13 +77,13 @@ class Normalizer(nn.Module):
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
-            state = self._known_before(self.newest(window)) + self.change_scale * state
+            state = self._without_diagnostic(self.newest(window)) + self.change_scale * state
         if self.num_forcing:
             state = torch.cat([state[:, self.predicted], self._forcing_after(window, forcing)], dim=1)
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
 
-    def _known_before(self, state: Tensor) -> Tensor:
-        """Return a normalised state (B, V, H, W) as the model has it: without diagnostic variables."""
+    def _without_diagnostic(self, state: Tensor) -> Tensor:
+        """Return a normalised state (B, V, H, W) with 0 in place of diagnostic variables."""
         if not self.num_diagnostic:
             return state
         zeros = torch.zeros_like(state[:, self.diagnostic])
@@ -111,7 +111,7 @@ class Normalizer(nn.Module):
         """Return the output that takes `state` to `target` (B, V, H, W): the inverse of `advance`."""
         if self.predict == "state":
             return target
-        return (target - self._known_before(state)).div_(self.change_scale)
+        return (target - self._without_diagnostic(state)).div_(self.change_scale)
 
     @property
     def output_scale(self) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import xarray as xr
 from torch.distributed.checkpoint import state_dict_loader
@@ -143,10 +144,20 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
     )
 
 
-def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventions(run, tmp_path):
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventions(
+    run, tmp_path, monkeypatch
+):
     path = tmp_path / "forecast.nc"
     plain = store(run, tmp_path / "forecast.zarr")
     words = arguments(run, "--forecast.path", str(path))
+    with monkeypatch.context() as full, pytest.raises(UserError, match="start again"):
+        full.setattr(xr.Dataset, "to_netcdf", lambda *_, **options: raise_error(OSError(28, "No space left")))
+        forecast.forecast(load_checked(words))
+    dist.destroy_process_group()  # as the end of the process would
     assert forecast.forecast(load_checked(words)) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["forecast.nc", "forecast.zarr"]
     with xr.open_dataset(path, decode_timedelta=True) as found:

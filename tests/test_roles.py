@@ -123,6 +123,26 @@ def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monk
     )
 
 
+def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path: Path, monkeypatch) -> None:
+    """What the program is given of a diagnostic variable does not matter; its forcing stays as it is."""
+    target = tmp_path / "step.pt2"
+    monkeypatch.setattr("sys.argv", ["forecast.py", *options(folder), "--export", str(target)])
+    forecast.main()
+    step, archive = torch.export.load(target).module(), open_archive(str(folder / "wb.zarr"))
+    state = torch.from_numpy(archive.read(130, [WIND, RAIN, SEA]))[None]
+    times = torch.from_numpy(archive.times[[130]].astype("datetime64[s]").astype(np.int64))
+    other = state.clone()
+    other[:, 1] += 5
+    after = step(state, times)
+    assert torch.equal(after, step(other, times)) and torch.allclose(after[:, 2], state[:, 2], atol=1e-5)
+    day = str(archive.times[130])[:16]
+    words = ["--forecast.period", f'["{day}", "{day}"]', "--forecast.path", str(tmp_path / "one.zarr")]
+    assert forecast.forecast(load_checked(options(folder, *words, "--forecast.num_steps", "1"))) == 0
+    stored = xr.open_zarr(tmp_path / "one.zarr")
+    for position, name in enumerate((WIND, RAIN)):
+        np.testing.assert_allclose(after[0, position], stored[name].values[0, 0], atol=1e-4)
+
+
 def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
     more = ["--checkpoint.interval", "10", "--training.rollout_steps", "[2]", "--lr_scheduler.decay_type"]
     found = []

@@ -20,7 +20,9 @@ def card(num_leads: int) -> pd.DataFrame:
         for lead in range(num_leads)
     ]
     columns = ["first", "second", "variable", "lead_hours", "percent", "significant", "num_dates"]
-    return pd.DataFrame(rows, columns=columns)
+    found = pd.DataFrame(rows, columns=columns)
+    found.attrs["dates_needed"] = 10
+    return found
 
 
 @pytest.fixture

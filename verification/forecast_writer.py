@@ -27,7 +27,7 @@ from torch import Tensor
 
 from datasets.grid import Grid
 from datasets.variables import group_levels
-from errors import ConfigError
+from errors import ConfigError, DataError
 from verification.stores import all_levels, create_store
 
 logger = logging.getLogger(__name__)
@@ -191,12 +191,20 @@ class ForecastWriter:
 
 
 def write_netcdf(store: Path, target: Path) -> None:
-    """Write a store of forecasts as one NetCDF-4 file, a chunk at a time, and remove the store."""
+    """Write a store of forecasts as one NetCDF-4 file, a chunk at a time, and remove the store.
+
+    Raises DataError if the file cannot be written; the store stays then.
+    """
     unfinished = target.with_name(target.name + ".incomplete")
-    with xr.open_zarr(store, chunks={}, decode_timedelta=True) as forecasts:
-        encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
-        forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
-    os.replace(unfinished, target)
+    try:
+        with xr.open_zarr(store, chunks={}, decode_timedelta=True) as forecasts:
+            encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
+            forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
+        os.replace(unfinished, target)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        reason = f"cannot be written ({error}); the forecasts are in {store}, start again to write it"
+        raise DataError(f"forecast.path = '{target}': {reason}") from None
     shutil.rmtree(store)
 
 

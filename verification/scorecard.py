@@ -151,7 +151,7 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
     axes.set_xlabel("lead time (h), and below it the number of initial dates")
     first, second = card["first"][0], card["second"][0]
     title = f"RMSE of {first} relative to {second} (%)"
-    needed = card.attrs.get("dates_needed", 0)
+    needed = card.attrs["dates_needed"]
     note = "• 95 % of resamples agree"
     if not bool(np.any(card["significant"])):
         few = bool(np.max(card["num_dates"]) < needed)

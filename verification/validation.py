@@ -134,10 +134,10 @@ class Validation:
                         # Cells missing at the start are left out: persistence has no value there.
                         truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
                         members = predicted[row, :, lead]  # (M, V, H, W)
-                        fields_of = members if len(members) > 1 else members[0]
-                        names, truth_of = slice(len(self.variables)), truth[: len(self.variables)]
-                        fields_of = fields_of[..., names, :, :]
-                        values, there = date_statistics(fields_of, truth_of, None, self.mean)
+                        scored = members[:, : len(self.variables)]  # without forcing variables
+                        fields_or_members = scored if len(scored) > 1 else scored[0]
+                        known = truth[: len(self.variables)]
+                        values, there = date_statistics(fields_or_members, known, None, self.mean)
                         sums[name][:, date, lead] = torch.where(there, values, 0.0)[..., 0]
                         present[date, lead] = there[:, 0].double()
                         if name == "model" and lead == 0 and there.any():
