@@ -352,8 +352,10 @@ def type_name(kind: Any) -> str:
 
 
 def help_text(schema: Schema) -> str:
-    """Return every key with type, default and meaning."""
-    lines = ["Usage: ./run_train.sh [--job.config_file FILE] [--section.key value ...]", ""]
+    """Return every key with type, default and meaning, after the usage of the program that runs."""
+    name = Path(sys.argv[0]).name
+    command = "./run_train.sh" if name == "train.py" else f".venv/bin/python {name}"
+    lines = [f"Usage: {command} [--job.config_file FILE] [--section.key value ...]", ""]
     for section in schema:
         lines.append(f"[{section}]")
         for key, spec in _section(schema, section, where="help").items():

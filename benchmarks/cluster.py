@@ -168,7 +168,7 @@ def parity(run: Run, ranks: int, references: dict[Layout, Outcome]) -> None:
 
 
 def links(run: Run, cluster: Cluster) -> None:
-    """Measure an all-reduce over each axis, all of its groups at once, beside the planner's seconds."""
+    """Measure an all-reduce over each axis, all of its groups at once, next to the planner's seconds."""
     inside = min(cluster.devices_per_node, run.world)
 
     def reduce(group: dist.ProcessGroup, axis: str, size: int, degrees: Degrees) -> Row:

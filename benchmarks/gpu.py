@@ -1,4 +1,4 @@
-"""Measure what one GPU can answer, part by part, and print it beside the best known, limits and goals.
+"""Measure what one GPU can answer, part by part, and print it next to the best known, limits and goals.
 
     benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8]
 
@@ -333,7 +333,7 @@ def print_kernels(session: Session, training: RandomRun) -> None:
     session.add("a step's attention is a kernel of this GPU's own", own, "", **about)
 
 
-# -- the planner beside them, a rollout step, and the first step of a process
+# -- the planner next to them, a rollout step, and the first step of a process
 
 
 def planner(session: Session) -> None:
@@ -749,7 +749,7 @@ def compare_losses(session: Session, _: str, name: str, jobs: dict[str, Job]) ->
     session.add(f"train.py, {name}: losses", float(sum(map(math.isfinite, found.values()))), "")
     if name == "killed":
         same = found == losses(jobs["undisturbed"].folder)
-        session.add("killed and resumed: the undisturbed run's losses, to the bit", float(same), "")
+        session.add("killed and resumed: the undisturbed run's losses, bit-exact", float(same), "")
     apart = max(abs(found[step] / reference[step] - 1) for step in reference)
     session.add(f"largest difference from the CPU's losses, {name}", apart, "of them")
 
@@ -845,7 +845,7 @@ def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool
         seconds = min(part.seconds * (SLOW_CPU if rehearse else 1), end - time.monotonic() - KILL_AFTER)
         print(f"== {name}", flush=True)
         if os.getppid() != parent:
-            return 1  # nobody waits for the rest
+            return 1  # the script that started it has ended
         session, good = Session(name.removeprefix("more ").split()[0], rows, run, seconds, rehearse), True
         torch.manual_seed(0)
         if seconds <= 5:

@@ -1,4 +1,4 @@
-"""Reading of batches beside the codec and other readers, of a run beside fields in memory, of statistics.
+"""Reading of batches against the codec and other readers, of a run against fields in memory, of statistics.
 
     .venv/bin/python benchmarks/loader.py [words] [--rounds 3] [--quick]
     .venv/bin/python benchmarks/loader.py training [--rounds 3] [--steps 100]

@@ -10,7 +10,7 @@ scaling          a power law of loss against FLOPs, from five widths
 lora             adapters against training from nothing, and against all weights, on other dates
 rollout_training stages of rollouts and of replay against one step trained for as many passes, on winds
 ten_days         the same on simulated weather to 240 h, with the spectral term and an ensemble
-float8_loss      loss curves beside bf16's, seed by seed; fails if a mean is outside the spread of bf16's
+float8_loss      loss curves next to bf16's, seed by seed; fails if a mean is outside the spread of bf16's
 readme           writes the scores of the demo in outputs/demo into README.md, and its plots into docs/
 
 Every training is a process of train.py. With --jobs, which starts several at a time, set OMP_NUM_THREADS=1.
@@ -478,9 +478,9 @@ def rollout_training(options: Options) -> int:
         for hours in lead_hours:
             errors, longest = ([rmse(row["scores"], hours) for row in each] for each in (own, others))
             damped = [rmse(row["scores"], hours, "damped_persistence") for row in own]
-            ratios, beside = ([*map(mean_ratio, errors, each)] for each in (longest, damped))
+            ratios, others = ([*map(mean_ratio, errors, each)] for each in (longest, damped))
             means.append(statistics.mean(ratios))
-            lines.append((name, own[0]["steps"], f"{hours} h", spread(ratios), spread(beside)))
+            lines.append((name, own[0]["steps"], f"{hours} h", spread(ratios), spread(others)))
         met |= name.startswith("then") and means[-1] <= GAIN and means[0] <= LOSS
     head = ("run", "steps", "lead", f"over {AS_LONG}", "over damped persistence")
     print(text_table("<20 >6 >7 >26 >26", [head, *lines]))

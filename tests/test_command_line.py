@@ -184,3 +184,11 @@ def test_what_may_waste_a_run_is_a_warning() -> None:
     )
     assert "nothing of this run is kept, and starting it again begins from the first step" in kept
     assert "lr_scheduler.warmup_steps = 101 is above training.steps = 100" in warmup
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("train.py", "./run_train.sh"), ("plan.py", ".venv/bin/python plan.py")]
+)
+def test_help_names_the_program_that_runs(monkeypatch, name: str, command: str) -> None:
+    monkeypatch.setattr("sys.argv", [f"/project/{name}", "--help"])
+    assert help_text(config.SECTIONS).startswith(f"Usage: {command} [")
