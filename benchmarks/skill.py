@@ -478,9 +478,9 @@ def rollout_training(options: Options) -> int:
         for hours in lead_hours:
             errors, longest = ([rmse(row["scores"], hours) for row in each] for each in (own, others))
             damped = [rmse(row["scores"], hours, "damped_persistence") for row in own]
-            ratios, others = ([*map(mean_ratio, errors, each)] for each in (longest, damped))
+            ratios, over_damped = ([*map(mean_ratio, errors, each)] for each in (longest, damped))
             means.append(statistics.mean(ratios))
-            lines.append((name, own[0]["steps"], f"{hours} h", spread(ratios), spread(others)))
+            lines.append((name, own[0]["steps"], f"{hours} h", spread(ratios), spread(over_damped)))
         met |= name.startswith("then") and means[-1] <= GAIN and means[0] <= LOSS
     head = ("run", "steps", "lead", f"over {AS_LONG}", "over damped persistence")
     print(text_table("<20 >6 >7 >26 >26", [head, *lines]))
