@@ -423,7 +423,8 @@ class Checkpoint:
     )
     keep_latest_k: Count = option(5, "Complete checkpoints to keep. 0: all.")
     initial_load_path: str = option(
-        "", "Run or checkpoint of which the weights are loaded at the first start, for fine-tuning."
+        "",
+        "Run, checkpoint, exported model or hf://owner/name with the weights to start from, for fine-tuning.",
     )
     keep_best: str = option(
         "",
@@ -502,7 +503,9 @@ class Forecast:
         "Zarr store to write; a NetCDF file if it ends in .nc. Default: forecast.zarr in the run's folder.",
     )
     checkpoint: str = option(
-        "", "Checkpoint, or folder of a run, to use. Default: the newest checkpoint of job.dump_folder."
+        "",
+        "Checkpoint, folder of a run, exported model or hf://owner/name to use. Default: the newest "
+        "checkpoint of job.dump_folder.",
     )
     period: tuple[str, ...] = option(
         (),

@@ -2,9 +2,8 @@
 
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
     .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
-    .venv/bin/python forecast.py ... --export model.pt2                        a program for torch alone
-    .venv/bin/python forecast.py ... --export model.safetensors                weights
-    .venv/bin/python forecast.py ... --export FOLDER                           a checkpoint of weights alone
+    .venv/bin/python forecast.py ... --export FOLDER                           the model for other programs
+    .venv/bin/python forecast.py ... --forecast.checkpoint hf://owner/name     a model of the Hugging Face hub
 
 Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
 input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
@@ -12,7 +11,7 @@ input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 
 import sys
 
-from command_line import answer_early, own_options, split_options, start, to_toml
+from command_line import answer_early, own_options, split_options, start
 from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
@@ -34,13 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.trained_weights import (
-    Trained,
-    check_export,
-    export_weights,
-    find_trained,
-    load_weights,
-)
+from checkpoints.export import OneStep, check_target, export_model
+from checkpoints.files import local_path
+from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, Float8
 from datasets.field_dataset import LaterForcings, channel_names
 from datasets.options import predicted_variables, roles_of, state_variables
@@ -50,12 +45,11 @@ from errors import ConfigError, DataError, one_line_errors, refuse, without_secr
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
-from parallelisms.mesh import from_first_rank, mesh_of, start_ranks
+from parallelisms.mesh import from_first_rank, mesh_of, on_all_ranks, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
-from verification.export import Description, OneStep, check_target, export_step, write_safetensors
 from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex, write_netcdf
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
@@ -163,10 +157,11 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     set_determinism(config.training.deterministic)
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
-    path = Path(source) if source else config.dump_folder
+    path = on_all_ranks(lambda: local_path(named_by, source or str(config.dump_folder)))
     trained = find_trained(path, named_by, config, selection.archive)
     fields = Fields.of(selection, trained.statistics)
-    assembly = assemble(config, fields, mesh, device, trained.run_folder, for_training=False)
+    folder = config.dump_folder if trained.is_exported else trained.run_folder
+    assembly = assemble(config, fields, mesh, device, folder, for_training=False)
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)
@@ -309,42 +304,20 @@ def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
 
 
 def export(config: Config, target: Path) -> None:
-    """One step of the model as a program, or its weights, by the ending of the file's name; adapters are
-    merged into the matrices that they were trained for.
-    """
-    if target.suffix not in (".pt2", ".safetensors", ""):
-        endings = ".pt2 (a program), .safetensors (weights) or in nothing (a folder with a checkpoint)"
-        raise ConfigError(f"--export {target}: end the name in {endings}")
+    """Write the trained model as a folder, with adapters merged into their matrices."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process, which has the whole model")
     check_folder("--export", target.parent)
     check_target(target)
-    check_export(target)
     # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
-    asked, plain = config, replace(config.model, attention_backend="sdpa")
-    config = replace(config, model=plain, compile=Compile(), float8=Float8())
-    config = replace(config, training=replace(config.training, mixed_precision_param="float32"))
-    selection = open_data(config)
-    forecaster = load_forecaster(config, selection)
-    model, grid, variables = forecaster.meta_model, selection.archive.grid, selection.variables
-    merge_lora(model)
-    description = Description(
-        variables,
-        [selection.archive.units(name) for name in variables],
-        grid.latitude.tolist(),
-        grid.longitude.tolist(),
-        config.data.step_hours,
-        config.data.history,
-        forecaster.trained.folder.name,
-        to_toml(config),
-    )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.suffix:
-        export_weights(target, forecaster.trained, model, asked)
-    elif target.suffix == ".safetensors":
-        write_safetensors(target, model, description)
-    else:
-        export_step(target, OneStep(model, forecaster.normalizer, forecaster.conditions).cpu(), description)
+    model = replace(config.model, attention_backend="sdpa")
+    training = replace(config.training, mixed_precision_param="float32")
+    plain = replace(config, model=model, training=training, compile=Compile(), float8=Float8())
+    selection = open_data(plain)
+    forecaster = load_forecaster(plain, selection)
+    merge_lora(forecaster.meta_model)
+    step = OneStep(forecaster.meta_model, forecaster.normalizer, forecaster.conditions).cpu()
+    export_model(target, step, forecaster.trained, selection, config)
     dist.destroy_process_group()
     print(target)
 

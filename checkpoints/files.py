@@ -7,7 +7,8 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint (DCP) with the run's `config.toml` and a
 `manifest.json`, which has size and CRC-32 of every file. DCP's `.metadata` is a pickle: it is read by an
-unpickler that knows a few classes of data and no other.
+unpickler that knows a few classes of data and no other. An exported model (checkpoints/export.py) has
+`model.safetensors` instead of DCP's files.
 """
 
 import fcntl
@@ -24,19 +25,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from errors import ConfigError, DataError, as_user_error
+from errors import ConfigError, DataError, as_user_error, refuse
 from jobs.durable_files import write_durably
+from parallelisms.mesh import copy_part
 
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
 OWN_NAME = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
-MANIFEST, METADATA = "manifest.json", ".metadata"
+MANIFEST, METADATA, WEIGHTS = "manifest.json", ".metadata", "model.safetensors"
+HUB = "hf://"
 CHUNK = 2**24  # bytes read at once for a checksum
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 
@@ -99,10 +109,28 @@ def newest_name(folder: Path) -> str:
     return str(step_folder(folder, steps[-1])) if steps else "none"
 
 
+def local_path(key: str, text: str) -> Path:
+    """Return a path, of a model of the Hugging Face hub that of its copy: "hf://owner/name@revision".
+
+    Raises ConfigError if it cannot be downloaded, or huggingface_hub is not installed.
+    """
+    if not text.startswith(HUB):
+        return Path(text)
+    name, _, revision = text.removeprefix(HUB).partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision or None))
+    except ImportError:
+        refuse(key, text, "needs huggingface_hub; pip install huggingface_hub")
+    except Exception as error:  # of the network, the hub or the name: its own classes, and those of httpx
+        refuse(key, text, f"cannot be downloaded: {str(error).strip().partition(chr(10))[0]}")
+
+
 def candidates(path: Path) -> Iterator[Path]:
     """Yield the checkpoints that a path may mean, best first: itself, those in it, those of a run."""
     for folder in (path, path / "checkpoints"):
-        if (folder / METADATA).exists():
+        if (folder / METADATA).exists() or (folder / WEIGHTS).exists():
             yield folder
         yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
 
@@ -205,7 +233,22 @@ class TensorReader(FileSystemReader):
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return shape and type of every tensor in a checkpoint, by name."""
-    return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+    if not (folder / WEIGHTS).exists():
+        return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+    with exported_weights(folder) as file:
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
+    kind = TensorProperties(torch.float32)
+    return {f"model.{name}": TensorStorageMetadata(kind, shape, []) for name, shape in shapes.items()}
+
+
+@contextmanager
+def exported_weights(folder: Path) -> Iterator[Any]:
+    """Open the weights of an exported model. Raises Damaged."""
+    try:
+        with read_errors(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise Damaged(f"{folder / WEIGHTS}: cannot be read: {error}") from None
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -213,15 +256,21 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Exchanges nothing with other ranks: dcp.load gathers names and plans of all on rank 0.
     """
-    reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
-    metadata = reader.read_metadata()
+    found = stored_tensors(folder)
     for name, tensor in tensors.items():
-        stored = metadata.state_dict_metadata.get(name)
+        stored = found.get(name)
         if stored is None:
             raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
-        if stored.size != tensor.shape:  # type: ignore[union-attr]
-            shapes = f"{list(stored.size)} there and {list(tensor.shape)} in this configuration"  # type: ignore[union-attr]
+        if stored.size != tensor.shape:
+            shapes = f"{list(stored.size)} there and {list(tensor.shape)} in this configuration"
             raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+    if (folder / WEIGHTS).exists():
+        with exported_weights(folder) as file:
+            for name, tensor in tensors.items():
+                copy_part(tensor, file.get_tensor(name.removeprefix("model.")))
+        return
+    reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
+    metadata = reader.read_metadata()
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     with read_errors(folder), reading(folder):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from checkpoints.checkpointer import check_together
-from checkpoints.files import MANIFEST, candidates, read_tensors, stored_tensors
+from checkpoints.files import MANIFEST, candidates, local_path, read_tensors, stored_tensors
 from checkpoints.identity import ROLES, Identity
 from config import Config, Data
 from datasets.field_dataset import channel_names
@@ -67,7 +67,8 @@ def find_checkpoint(path: Path) -> Path:
 
 def start_from(config: Config, parameters: Parameters) -> None:
     """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit."""
-    path = Path(config.checkpoint.initial_load_path)
+    key, text = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
+    path = on_all_ranks(lambda: local_path(key, text))
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
     Identity(find_checkpoint(path)).check_model(config, way_out)
     load_initial_weights(path, parameters, Channels.of(asdict(config)))

@@ -1,35 +1,21 @@
-"""The weights of a training for forecasts and fine-tuning: found, checked, loaded on any layout, exported.
-
-An export is a run's folder with one checkpoint that contains weights and nothing else: adapters are merged
-into plain weights, and averaged weights take the place of the trained ones.
-"""
+"""The weights of a training for forecasts: found, checked and loaded on any layout."""
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from checkpoints.checkpointer import Checkpointer, check_together
-from checkpoints.files import (
-    COMPLETE,
-    MANIFEST,
-    Damaged,
-    candidates,
-    read_tensors,
-    step_folder,
-    stored_tensors,
-)
+from checkpoints.checkpointer import check_together
+from checkpoints.files import MANIFEST, WEIGHTS, Damaged, candidates, read_tensors, stored_tensors
 from checkpoints.identity import Identity
-from command_line import to_toml
-from config import Checkpoint, Config, Lora
+from config import Config
 from datasets.archive import Archive
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
-from jobs.durable_files import write_durably
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import from_first_rank, on_all_ranks
 
@@ -48,6 +34,11 @@ class Trained:
     def run_folder(self) -> Path:
         """The folder that contains checkpoints/step-... or best/step-..., and the choices of the run."""
         return self.folder.parent.parent
+
+    @property
+    def is_exported(self) -> bool:
+        """True for a folder of checkpoints/export.py, which belongs to no run."""
+        return (self.folder / WEIGHTS).exists()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -103,27 +94,3 @@ def load_weights(trained: Trained, parameters: dict[str, nn.Parameter]) -> None:
         tensors[f"{part}.{name}"] = plain_weight(parameter.detach())
     on_all_ranks(lambda: read_tensors(trained.folder, tensors))
     logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)
-
-
-def check_export(target: Path) -> None:
-    """Raise DataError if a checkpoint is there already."""
-    if found := next(candidates(target), None):
-        raise DataError(f"--export {target}: {found} is there already; name another folder")
-
-
-def export_weights(target: Path, trained: Trained, model: nn.Module, config: Config) -> Path:
-    """Write the weights of a plain model, with the identity of the checkpoint that they come from.
-
-    Returns the checkpoint's folder. Raises DataError if it cannot be written.
-    """
-    text = to_toml(replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path="")))
-    about = {"layout": {}, "identity": Identity(trained.folder).more}
-    checkpointer = Checkpointer(target / "checkpoints", Checkpoint(async_mode="disabled"), text, about)
-    name = COMPLETE.match(trained.folder.name)
-    step = int(name[1]) if name else 0
-    checkpointer.save(step, {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
-    checkpointer.close()
-    if checkpointer.last_error:
-        raise DataError(f"--export {target}: {checkpointer.last_error}")
-    write_durably(target / "config.toml", text)
-    return step_folder(checkpointer.folder, step)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import forecast
+from checkpoints.export import OneStep, export_program
 from config import Config, Model
 from datasets.conditions import Conditions
 from datasets.grid import global_grid
@@ -21,10 +22,9 @@ from planning.start_checks import check_model
 from planning.workload import architecture_of
 from tests.parity import TOLD, Layout, SmallRun, full
 from tests.started_jobs import write_config
-from tests.test_conservation import statistics, weather
+from tests.test_conservation import described, statistics, weather
 from train import train
 from training.config_checks import load_checked
-from verification.export import Description, OneStep, export_step
 from verification.rollout import model_forecast, rollout
 
 NAMES = ("time_of_day", "day_of_year", "lead_time")
@@ -129,10 +129,10 @@ def test_an_exported_program_takes_the_step(tmp_path):
     with torch.no_grad():
         model.modulation.out.weight.normal_(0, 1.0, generator=torch.Generator().manual_seed(1))
     normalizer, start = Normalizer(statistics(GRID.shape), "change"), weather(GRID, 3)
-    told = Description(list("abc"), [""] * 3, GRID.latitude.tolist(), GRID.longitude.tolist(), 6, 1, "", "")
     times = torch.full((3,), 946_684_800)
     with torch.no_grad():
-        export_step(tmp_path / "step.pt2", OneStep(model, normalizer, conditions), told)
+        one_step = OneStep(model, normalizer, conditions)
+        export_program(tmp_path / "step.pt2", one_step, described(one_step, GRID))
         program, state, wrong = torch.export.load(tmp_path / "step.pt2").module(), start, start
         for step in range(2):
             date = times + 21_600 * step

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints.export import OneStep, export_program
 from config import Config, Data, Model
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights, global_grid
@@ -18,7 +19,6 @@ from models.registry import build_model
 from planning.start_checks import check_globe
 from tests.parity import Layout, SmallRun
 from training.conservation import build_conservation
-from verification.export import Description, OneStep, export_step
 from verification.rollout import model_forecast, rollout
 
 NAMES = ["total_column_water_vapour", "2m_temperature", "surface_pressure"]
@@ -41,6 +41,12 @@ def global_means(fields: Tensor, grid: Grid) -> np.ndarray:
     """(..., V, H, W) -> (..., V), in float64."""
     weights = area_weights(grid.latitude)[:, None] / grid.shape[1]
     return (fields.double().numpy() * weights).sum((-2, -1)) / grid.shape[0]
+
+
+def described(step: OneStep, grid: Grid) -> dict:
+    """The part of model.json that a program of three variables is exported with."""
+    about = {"variables": list(NAMES), "history": 1, "inputs": step.inputs}
+    return about | {"latitude": grid.latitude.tolist(), "longitude": grid.longitude.tolist()}
 
 
 def weather(grid: Grid, batch: int = 2) -> Tensor:
@@ -123,9 +129,9 @@ def test_an_exported_program_and_validations_conserve_too(tmp_path):
     model.to_empty(device="cpu")
     init_weights(model, 0)
     start, times = weather(grid, 3), torch.zeros(3, dtype=torch.int64)
-    told = Description(NAMES, [""] * 3, grid.latitude.tolist(), grid.longitude.tolist(), 6, 1, "", "")
     with torch.no_grad():
-        export_step(tmp_path / "step.pt2", OneStep(model, normalizer, conditions), told)
+        step = OneStep(model, normalizer, conditions)
+        export_program(tmp_path / "step.pt2", step, described(step, grid))
         after = torch.export.load(tmp_path / "step.pt2").module()(start, times)
         forecast = model_forecast(model.predict, normalizer, conditions, 6 * HOUR)(start, times, [1])
     torch.testing.assert_close(after, forecast[:, 0])

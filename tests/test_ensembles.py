@@ -192,12 +192,12 @@ assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 
 
 def test_an_exported_program_takes_keys(options, tmp_path, monkeypatch):
-    target = tmp_path / "model.pt2"
+    target = tmp_path / "model"
     monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(target)])
     forecast.main()
     history = load_checked(options).data.history
     np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
-    command = [sys.executable, "-c", PROGRAM, str(target), str(tmp_path / "state.npy")]
+    command = [sys.executable, "-c", PROGRAM, str(target / "model.pt2"), str(tmp_path / "state.npy")]
     subprocess.run(command, cwd=tmp_path, check=True)
 
 

@@ -1,18 +1,25 @@
-"""Exported models give, with torch alone, what the project's own forecast gives."""
+"""Exported models: their program equals the project's own forecast, and forecast.py takes the folder back."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import tomli
 import torch
 import xarray as xr
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 import forecast
+from errors import UserError
 from tests.started_jobs import write_config
 from train import train
 from training.config_checks import load_checked
@@ -32,37 +39,45 @@ assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 """
 HISTORY = ["--data.history", "2", "--model.position", "rotary"]
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
+NAME = "10m_u_component_of_wind"
+
+
+class Exported(NamedTuple):
+    options: list[str]  # of the run
+    model: Path
 
 
 @pytest.fixture(scope="module", params=["vit", "unet", "history"])
-def options(request, tmp_path_factory) -> list[str]:
-    """Of a short run with forcings, by a model of either kind, in the folder of its configuration."""
+def exported(request, tmp_path_factory) -> Exported:
+    """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
     options = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
-    options += ["--training.steps", "2", "--training.ema_decay", "0.9"]
+    options += ["--training.steps", "2", "--training.ema_decay", "0.9", "--validation.enable", "--validation.lead_hours", "[6]"]
+    options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
     options += HISTORY if request.param == "history" else []
     train(load_checked(options))
-    return options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(folder / "model")])
+        forecast.main()
+    return Exported(options, folder / "model")
 
 
-def export(options: list[str], target: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(target)])
-    forecast.main()
+def forecast_of(options: list[str], target: Path, *more: str) -> np.ndarray:
+    """Return the wind (4, H, W) of a forecast of four steps."""
+    words = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4", *more]
+    assert forecast.forecast(load_checked([*options, *words, "--forecast.path", str(target)])) == 0
+    return xr.open_zarr(target)[NAME].values[0]
 
 
-def test_the_program_runs_with_torch_alone_and_equals_the_forecast(options, tmp_path, monkeypatch):
-    export(options, tmp_path / "model.pt2", monkeypatch)
-    forecasts = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4"]
-    forecasts += ["--forecast.path", str(tmp_path / "forecast.zarr")]
-    assert forecast.forecast(load_checked([*options, *forecasts])) == 0
-    name, archive = "10m_u_component_of_wind", Path(options[1]).parent / "wb.zarr"
-    expected = xr.open_zarr(tmp_path / "forecast.zarr")[name].values[0]  # (4, H, W)
-    dates = ["2020-01-07T00", "2020-01-06T18"][: load_checked(options).data.history]
-    start = xr.open_zarr(archive)[name].sel(time=dates).values  # (h, H, W)
+def test_the_program_runs_with_torch_alone_and_equals_the_forecast(exported, tmp_path):
+    expected = forecast_of(exported.options, tmp_path / "forecast.zarr")
+    archive = exported.model.parent / "wb.zarr"
+    dates = ["2020-01-07T00", "2020-01-06T18"][: load_checked(exported.options).data.history]
+    start = xr.open_zarr(archive)[NAME].sel(time=dates).values  # (h, H, W)
     np.save(tmp_path / "states.npy", np.stack([start, start + 1, start]))  # (3, h, H, W)
-    names = [str(tmp_path / name) for name in ("model.pt2", "states.npy", "leads")]
+    names = [str(exported.model / "model.pt2"), str(tmp_path / "states.npy"), str(tmp_path / "leads")]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run([sys.executable, "-c", PROGRAM, *names], cwd=tmp_path, env=environment, check=True)
     for batch in (1, 3):
@@ -72,22 +87,107 @@ def test_the_program_runs_with_torch_alone_and_equals_the_forecast(options, tmp_
             np.testing.assert_allclose(leads[row], expected, atol=1e-5 * expected.std())
 
 
-def test_safetensors_hold_the_weights_and_say_what_they_are(options, tmp_path, monkeypatch):
-    export(options, tmp_path / "model.safetensors", monkeypatch)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        texts = file.metadata()
-    about = json.loads(texts["model.json"])
-    assert about["variables"] == ["10m_u_component_of_wind"] and about["units"] == ["m s-1"]
+def test_the_folder_is_complete(exported):
+    about = json.loads((exported.model / "model.json").read_text())
+    (variable,) = about["variables"]
+    assert variable["name"] == NAME and variable["units"] == "m s-1" and variable["role"] == "prognostic"
+    assert variable["std"] > 0 and variable["change_std"] > 0
     assert about["step_hours"] == 6 and about["latitude"][0] == 75 and about["checkpoint"] == "step-00000002"
-    assert "forcings = [" in texts["config.toml"]
+    assert tomli.loads((exported.model / "config.toml").read_text())["data"]["step_hours"] == 6
+    tensors = load_file(exported.model / "model.safetensors")
     assert all(torch.isfinite(tensor).all() and tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert "head.weight" in tensors
+    extra = {"model.json": ""}
+    torch.export.load(exported.model / "model.pt2", extra_files=extra)
+    assert json.loads(extra["model.json"]) == about
+    head, _, card = (exported.model / "README.md").read_text().partition("\n---\n")
+    assert "license:" in head and f"| {NAME} | m s-1 | prognostic |" in card
+    lines = (exported.model.parent / "run/metrics.jsonl").read_text().splitlines()
+    rmse = json.loads(next(line for line in reversed(lines) if "val/loss" in line))[f"val/rmse/{NAME}"]
+    assert f"{rmse:.4g}" in card
 
 
-def test_bad_targets_are_one_line(tmp_path, monkeypatch, capsys):
-    options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as stop:
-        export(options, tmp_path / "model.onnx", monkeypatch)
-    assert stop.value.code == 2
-    assert "end the name in .pt2 (a program), .safetensors (weights) or in nothing" in capsys.readouterr().err
+def test_the_folder_is_a_checkpoint(exported, tmp_path):
+    expected = forecast_of(exported.options, tmp_path / "run.zarr")
+    own = ["--job.dump_folder", str(tmp_path / "other")]
+    named = ["--forecast.checkpoint", str(exported.model)]
+    found = forecast_of(exported.options, tmp_path / "model.zarr", *own, *named)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * expected.std())
+    tuned = [*exported.options, *own, "--training.steps", "1"]
+    train(load_checked([*tuned, "--checkpoint.initial_load_path", str(exported.model)]))
+
+
+def test_a_damaged_or_other_model_is_refused(exported, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in exported.model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    own = ["--job.dump_folder", str(tmp_path / "other"), "--forecast.checkpoint", str(copy)]
+    with pytest.raises(UserError, match="data.step_hours"):
+        forecast_of(exported.options, tmp_path / "a.zarr", *own, "--data.step_hours", "12")
+    weights = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(weights[:-1] + b"?")
+    with pytest.raises(UserError, match="damaged"):
+        forecast_of(exported.options, tmp_path / "b.zarr", *own)
+
+
+@contextmanager
+def hub(folder: Path, name: str) -> Iterator[str]:
+    """A server with the part of the hub's interface that a download needs; its address."""
+    commit = "0" * 40
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self.answer(with_body=True)
+
+        def answer(self, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            if path.startswith(f"/api/models/{name}/tree"):
+                sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+                files = [{"type": "file", "path": f, "size": n, "oid": commit} for f, n in sizes.items()]
+                body = json.dumps(files).encode()
+            elif path.startswith(f"/api/models/{name}"):
+                siblings = [{"rfilename": file.name} for file in folder.iterdir()]
+                body = json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode()
+            elif (file := folder / Path(path).name).exists() and f"/{name}/resolve/" in path:
+                body = file.read_bytes()
+            else:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{Path(path).name}"')
+            self.send_header("X-Repo-Commit", commit)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+def test_a_model_of_the_hub(exported, tmp_path):
+    pytest.importorskip("huggingface_hub")
+    words = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4"]
+    words += ["--job.dump_folder", str(tmp_path / "other"), "--forecast.path", str(tmp_path / "hub.zarr")]
+    program = [sys.executable, "forecast.py", *exported.options, *words, "--forecast.checkpoint"]
+    with hub(exported.model, "owner/winds") as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
+        settings = {"env": environment, "capture_output": True, "text": True, "check": False}
+        missing = subprocess.run([*program, "hf://owner/none"], **settings)
+        assert missing.returncode == 2 and "forecast.checkpoint" in missing.stderr
+        assert len(missing.stderr.strip().splitlines()) == 1
+        done = subprocess.run([*program, "hf://owner/winds"], **settings)
+        assert done.returncode == 0, done.stderr
+    expected = forecast_of(exported.options, tmp_path / "run.zarr")
+    found = xr.open_zarr(tmp_path / "hub.zarr")[NAME].values[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * expected.std())

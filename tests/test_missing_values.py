@@ -15,6 +15,7 @@ from datasets.archive import Archive, open_archive
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS
 from datasets.selection import Selection
+from errors import ConfigError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.baselines import AnalysesForecast, persistence
 from verification.climatology import compute_climatology, describe_shortage, open_climatology
@@ -204,13 +205,13 @@ def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path
 
 
 def test_an_export_replaces_nothing(tmp_path: Path) -> None:
-    (tmp_path / "model.pt2").write_text("another's")
+    (tmp_path / "model").write_text("another's")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/thesis.tex").write_text("another's")
-    for name, reason in (("model.pt2", "exists"), ("folder", "contains thesis.tex")):
-        with pytest.raises(ValueError, match=reason):
+    for name in ("model", "folder", "new.pt2"):
+        with pytest.raises(ConfigError, match=f"--export .*{name}"):
             forecast_program.export(Config(), tmp_path / name)
-    assert (tmp_path / "model.pt2").read_text() == "another's"
+    assert (tmp_path / "model").read_text() == "another's"
 
 
 # -- what is too little --------------------------------------------------------------------------------

@@ -125,10 +125,10 @@ def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monk
 
 def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path: Path, monkeypatch) -> None:
     """What the program is given of a diagnostic variable does not matter; its forcing stays as it is."""
-    target = tmp_path / "step.pt2"
+    target = tmp_path / "model"
     monkeypatch.setattr("sys.argv", ["forecast.py", *options(folder), "--export", str(target)])
     forecast.main()
-    step, archive = torch.export.load(target).module(), open_archive(str(folder / "wb.zarr"))
+    step, archive = torch.export.load(target / "model.pt2").module(), open_archive(str(folder / "wb.zarr"))
     state = torch.from_numpy(archive.read(130, [WIND, RAIN, SEA]))[None]
     times = torch.from_numpy(archive.times[[130]].astype("datetime64[s]").astype(np.int64))
     other = state.clone()

@@ -1,0 +1,200 @@
+"""A trained model as a folder that other programs can use, and forecast.py as a checkpoint.
+
+    README.md           what it is, its data and scores: a model card of the Hugging Face hub
+    model.pt2           one step as a program of torch.export, which needs nothing but torch
+    model.json          variables with units, roles and statistics, grid, step: also inside model.pt2
+    model.safetensors   the weights, float32, averaged ones if there are any, adapters merged
+    config.toml         the configuration of the run
+    manifest.json       the identity of the weights and the checksums of all files: checkpoints/files.py
+
+Shapes: B dates, h states of a window (datasets/field_dataset.py), V variables, C channels, H latitudes,
+W longitudes.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Template
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from checkpoints.files import WEIGHTS, crc32_of, write_manifest
+from checkpoints.identity import Identity, describe
+from checkpoints.trained_weights import Trained
+from command_line import to_toml
+from config import Config, Lora
+from datasets.conditions import Conditions
+from datasets.normalization import Normalizer
+from datasets.options import roles_of
+from datasets.selection import Selection
+from errors import ConfigError
+from jobs.journal import read_records
+from models.weather_model import WeatherModel
+
+logger = logging.getLogger(__name__)
+Description = dict[str, Any]  # content of model.json
+
+CARD = Template(
+    """---
+library_name: pytorch
+license: unknown
+tags: [weather-forecasting, {{ config.model.name }}]
+---
+
+# {{ name }}
+
+A {{ config.model.name }} with {{ "{:,}".format(parameters) }} parameters, trained with Rossby. One step is
+{{ about.step_hours }} hours. Grid: {{ about.latitude | length }} x {{ about.longitude | length }}, latitude
+{{- " %g to %g" | format(about.latitude[0], about.latitude[-1]) }}, longitude
+{{- " %g to %g" | format(about.longitude[0], about.longitude[-1]) }}.
+{% if about.history > 1 %}It starts from {{ about.history }} states, {{ about.step_hours }} hours apart.
+{% endif %}
+| variable | units | role |
+|---|---|---|
+{% for each in about.variables %}| {{ each.name }} | {{ each.units }} | {{ each.role }} |
+{% endfor %}{% if config.data.static_variables or config.data.forcings %}
+Inputs besides these: {{ (config.data.static_variables + config.data.forcings) | join(", ") }}.
+{% endif %}
+Training data: {{ data }}. Weights: {{ about.checkpoint }}{{ ", averaged" if averaged }}.
+{% if scores %}
+RMSE in the validation at that step ({{ config.data.validation_period | join(" to ") }}), and of persistence:
+
+| variable and lead time | RMSE | persistence |
+|---|---|---|
+{% for name, rmse, persistence in scores %}| {{ name }} | {{ rmse }} | {{ persistence }} |
+{% endfor %}{% else %}
+No validation was run at that step.
+{% endif %}
+Licence: none was chosen; that of the data applies to what is derived from them.
+
+```python
+import torch
+
+step = torch.export.load("model.pt2").module()  # PyTorch alone
+state = step(state, times)  # (B, V, H, W) in the units above; times (B,) int64, seconds since 1970-01-01
+```
+""",
+    keep_trailing_newline=True,
+)
+
+
+class OneStep(nn.Module):
+    """The physical window one step later, with normalisation, constant fields and forcings inside."""
+
+    def __init__(self, model: WeatherModel, normalizer: Normalizer, conditions: Conditions) -> None:
+        super().__init__()
+        self.model, self.normalizer, self.conditions = model, normalizer, conditions
+
+    def forward(
+        self, fields: Tensor, times: Tensor, keys: Tensor | None = None, steps: Tensor | None = None
+    ) -> Tensor:
+        """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
+        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
+        int64 too, the same in all steps of a forecast: any numbers, each another member. One that is given
+        the lead takes steps=(B,) int64: how many lie between the analysis and `times`, 0 in the first step.
+        """
+        window = self.normalizer.normalize_window(fields)
+        drawn = self.conditions.draw(keys, times, steps)
+        output = self.model.predict(self.conditions.append(window, times, *drawn))
+        states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
+        return self.normalizer.denormalize(states).flatten(1, 2)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the arguments of `forward` that this model takes."""
+        noise, lead = self.conditions.noise, self.conditions.has_lead
+        return ["fields", "times", *["keys"] * bool(noise), *["steps"] * lead]
+
+
+def check_target(target: Path) -> None:
+    """Raise ConfigError if an export would replace or mix with something."""
+    if target.suffix in (".pt2", ".safetensors"):
+        raise ConfigError(f"--export {target}: name a folder, which will have model{target.suffix} in it")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--export {target}: exists; remove it, or name another folder")
+
+
+def export_model(target: Path, step: OneStep, trained: Trained, selection: Selection, config: Config) -> None:
+    """Write a trained model, whose adapters are merged. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    step = step.eval().requires_grad_(False)
+    about = model_description(step, trained, selection, config)
+    weights = {name: tensor.detach().contiguous() for name, tensor in step.model.named_parameters()}
+    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
+    (target / "config.toml").write_text(to_toml(plain))
+    (target / "model.json").write_text(json.dumps(about, indent=1))
+    identity = Identity(trained.folder).more or describe(selection, trained.statistics)
+    card = {"name": target.name, "about": about, "config": config, "averaged": trained.averaged}
+    card |= {"data": identity["data"], "scores": list(scores_of(trained))}
+    card |= {"parameters": sum(tensor.numel() for tensor in weights.values())}
+    (target / "README.md").write_text(CARD.render(card))
+    export_program(target / "model.pt2", step, about)
+    files = {path.name: (path.stat().st_size, crc32_of(path)) for path in sorted(target.iterdir())}
+    write_manifest(target, {"identity": identity}, files)
+
+
+def model_description(step: OneStep, trained: Trained, selection: Selection, config: Config) -> Description:
+    """Return what another program needs to know about a model, the content of model.json."""
+    archive, roles = selection.archive, roles_of(config.data)
+    role = [name for name, number in roles._asdict().items() for _ in range(number)]
+    columns = (trained.statistics.mean, trained.statistics.std, trained.statistics.change_std)
+    variables = [
+        {
+            "name": name,
+            "units": archive.units(name),
+            "role": role[index],
+            **dict(zip(("mean", "std", "change_std"), (float(each[index]) for each in columns), strict=True)),
+        }
+        for index, name in enumerate(selection.variables)
+    ]
+    return {
+        "variables": variables,  # in the order of a state's channels
+        "latitude": archive.grid.latitude.tolist(),
+        "longitude": archive.grid.longitude.tolist(),
+        "step_hours": config.data.step_hours,
+        "history": config.data.history,  # states of a window, the newest first: h V channels
+        "inputs": step.inputs,
+        "checkpoint": trained.folder.name,
+    }
+
+
+def scores_of(trained: Trained) -> Iterable[tuple[str, str, str]]:
+    """Yield variable and lead, RMSE and that of persistence, as validated at the step of the weights."""
+    prefix, suffix = "val/rmse/", trained.folder.name.removeprefix("step-")
+    journal = trained.run_folder / "metrics.jsonl"
+    for record in read_records(journal) if journal.exists() and suffix.isdigit() else ():
+        if record.get("step") != int(suffix):
+            continue
+        for key in (key for key in record if key.startswith(prefix)):
+            name = key.removeprefix(prefix)
+            both = record[key], record.get(f"val/rmse_persistence/{name}")
+            yield name, *("" if value is None else f"{value:.4g}" for value in both)
+
+
+def export_program(target: Path, step: OneStep, about: Description) -> None:
+    """Write a program that `torch.export.load(target).module()` runs with torch alone, for any B.
+
+    One of a model from outside this repository that torch cannot export is left out, with a warning.
+    """
+    channels = about["history"] * len(about["variables"])
+    shape = (2, channels, len(about["latitude"]), len(about["longitude"]))
+    numbers = {name: torch.zeros(2, dtype=torch.int64) for name in about["inputs"][1:]}
+    example = {"fields": torch.zeros(shape), **numbers}
+    batch = torch.export.Dim("batch")
+    steps = {"steps": example.pop("steps")} if "steps" in example else {}
+    shapes = {name: {0: batch} for name in about["inputs"]}
+    try:
+        with torch.no_grad():
+            program = torch.export.export(step, tuple(example.values()), steps, dynamic_shapes=shapes)
+    except Exception as error:
+        if type(step.model).__module__.startswith("models."):
+            raise
+        logger.warning("model.pt2 is left out: torch.export: %s", str(error).partition("\n")[0])
+        return
+    torch.export.save(program, target, extra_files={"model.json": json.dumps(about)})
