@@ -173,8 +173,8 @@ def scores_of(trained: Trained) -> Iterable[tuple[str, str, str]]:
             continue
         for key in (key for key in record if key.startswith(prefix)):
             name = key.removeprefix(prefix)
-            both = record[key], record.get(f"val/rmse_persistence/{name}")
-            yield name, *("" if value is None else f"{value:.4g}" for value in both)
+            own, other = record[key], record.get(f"val/rmse_persistence/{name}")
+            yield name, "" if own is None else f"{own:.4g}", "" if other is None else f"{other:.4g}"
 
 
 def export_program(target: Path, step: OneStep, about: Description) -> None:

@@ -52,7 +52,8 @@ def exported(request, tmp_path_factory) -> Exported:
     """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
     options = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
-    options += ["--training.steps", "2", "--training.ema_decay", "0.9", "--validation.enable", "--validation.lead_hours", "[6]"]
+    options += ["--training.steps", "2", "--training.ema_decay", "0.9", "--validation.enable"]
+    options += ["--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
