@@ -394,7 +394,8 @@ def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
     found = merge(values, {})
     for section, key in PATHS:
         if key in found.get(section, {}):
-            found[section][key] = placed(found[section][key])
+            named = found[section][key]
+            found[section][key] = placed(named) if isinstance(named, str) else [*map(placed, named)]
     return found
 
 

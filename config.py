@@ -19,6 +19,7 @@ SIMULATED = "simulated"  # as data.path: no file of that name
 PATHS = (  # keys that name a file or a folder; job.config_file is only ever the caller's
     ("job", "dump_folder"),
     ("data", "path"),
+    ("data", "more_paths"),
     ("data", "static_path"),
     ("checkpoint", "initial_load_path"),
     ("forecast", "path"),
@@ -87,6 +88,11 @@ class Data:
         "simulated",
         "Zarr store, NetCDF, HDF5 or GRIB file, folder, glob or URL of analyses. "
         '"simulated": weather that is generated on first use.',
+    )
+    more_paths: tuple[str, ...] = option(
+        (),
+        "Further sources on the same grid, with more variables or dates. Dates that lack a variable are "
+        "left out.",
     )
     storage_options: tuple[str, ...] = option(
         (),

@@ -307,14 +307,21 @@ def open_archive(
     selection: Mapping[str, str] | None = None,
     access: Access = NO_OPTIONS,
     region: Region = (),
+    more_paths: Sequence[str] = (),
 ) -> Archive:
     """Open analyses: a Zarr store (folder or URL), a NetCDF, HDF5 or GRIB file, a folder or a glob of them.
 
     selection: name of a dimension that is no axis of analyses -> the label that is read. access: options of
-    URLs. region: (north, west, south, east) in degrees, empty for the whole grid. Raises DataError, one line
-    naming path and reason, for anything that cannot be read as analyses on one grid, and ConfigError.
+    URLs. region: (north, west, south, east) in degrees, empty for the whole grid. more_paths: further sources
+    on the same grid. Raises DataError, one line naming path and reason, for anything that cannot be read as
+    analyses on one grid, and ConfigError.
     """
-    return Archive(path, *read_all_fields(path, selection, access, region), selection)
+    fields, unreadable = [], {}
+    for source in (path, *more_paths):
+        found, reasons = read_all_fields(source, selection, access, region)
+        fields += found
+        unreadable |= reasons
+    return Archive(" and ".join((path, *more_paths)), fields, unreadable, selection)
 
 
 def read_all_fields(

@@ -155,8 +155,9 @@ def _open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
     check_forcings(data.forcings)
     variables = state_variables(data)
     selection, access, names = parse_selection(data.select), access_of(data), data.static_variables
-    simulated_path = _simulated_path(data, variables) if data.path == SIMULATED else ""
-    archive = open_archive(simulated_path or data.path, selection, access, data.region)
+    own = [] if data.more_paths else variables  # the others may be in further sources
+    simulated_path = _simulated_path(data, own) if data.path == SIMULATED else ""
+    archive = open_archive(simulated_path or data.path, selection, access, data.region, data.more_paths)
     check_selection(selection, archive.extra_dimensions, archive.path)
     archive.check(variables)
     # A missing variable or level is reported here.

@@ -42,7 +42,8 @@ def open_checked(config: Config) -> Selection:
     check_loggers(config.metrics)
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
-    check_outside_source("job.dump_folder", str(config.dump_folder), config.data.path)
+    for source in (config.data.path, *config.data.more_paths):
+        check_outside_source("job.dump_folder", str(config.dump_folder), source)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)

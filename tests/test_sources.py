@@ -1,0 +1,78 @@
+"""Several sources of one run: variables and dates joined, and what cannot be joined."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from config import Data
+from datasets.selection import open_selection
+from errors import DataError
+from tests.started_jobs import write_config
+from train import train
+from training.config_checks import load_checked
+
+WIND, SEA = "10m_u_component_of_wind", "sea_surface_temperature"
+START, STEP = np.datetime64("2020-01-01", "ns"), np.timedelta64(6, "h")
+
+
+def write_sea(folder: Path, changes: dict | None = None, skip: int = 7) -> str:
+    """A NetCDF file of another calendar's name, reference date and order, from noon, without one date."""
+    time = np.delete(START + np.arange(2, 40) * STEP, skip)
+    axes = {"time": time, "latitude": np.arange(-75.0, 76, 30.0), "longitude": np.arange(0, 360, 45.0)}
+    values = 280 + np.arange(len(time))[:, None, None] * np.ones((1, 6, 8))
+    data = xr.Dataset({SEA: (tuple(axes), values.astype("f4"), {"units": "K"})}, axes)
+    data = data.assign(changes or {})
+    path = folder / "sea.nc"
+    data.to_netcdf(
+        path, encoding={"time": {"units": "days since 1900-01-01", "calendar": "gregorian", "dtype": "f8"}}
+    )
+    return str(path)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    config = write_config(tmp_path)
+    text = config.read_text().replace(
+        "[model]", f'forcing_variables = ["{SEA}"]\nmore_paths = ["sea.nc"]\n[model]'
+    )
+    config.write_text(text.replace('"sea.nc"', f'"{write_sea(tmp_path)}"'))
+    return ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
+
+
+def test_variables_and_dates_are_joined(options: list[str]) -> None:
+    data = load_checked(options).data
+    selection = open_selection(data, (3, 4), ())
+    archive = selection.archive
+    assert archive.units(SEA) == "K" and len(archive.times) == 40
+    lacking = np.flatnonzero(~archive.has([WIND, SEA]))
+    assert lacking.tolist() == [0, 1, 9]  # the first two of the wind, and the one that the sea lacks
+    field = archive.read(10, [WIND, SEA])
+    assert np.isfinite(field).all() and (field[1] == 280 + 7).all()
+    train(load_checked([*options, "--training.steps", "2"]))
+    log = json.loads((Path(options[3]) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert log["step"] == 2 and np.isfinite(log["loss"])
+    with np.load(Path(options[3]) / "statistics.npz") as statistics:
+        empty = statistics["empty_dates"]
+    assert np.array_equal(empty.astype("datetime64[s]"), archive.times[[0, 1, 9]])
+
+
+def test_units_and_values_that_differ_name_the_source(options: list[str], tmp_path: Path) -> None:
+    data = load_checked(options).data
+    dims = ("time", "latitude", "longitude")
+    wind = np.zeros((37, 6, 8), "f4")
+    for attrs, reason in (({"units": "knots"}, "units"), ({"units": "m s-1"}, "different values")):
+        write_sea(tmp_path, {WIND: (dims, wind, attrs)})
+        with pytest.raises(DataError, match=f"(?s){WIND}.*{reason}.*sea.nc"):
+            open_selection(data, (3, 4), ())
+
+
+def test_another_grid_and_a_source_that_is_not_there(options: list[str], tmp_path: Path) -> None:
+    data = load_checked(options).data
+    other = xr.open_dataset(tmp_path / "sea.nc").load().isel(longitude=slice(0, None, 2))
+    other.to_netcdf(tmp_path / "coarse.nc")
+    for name in ("coarse.nc", "nowhere.nc"):
+        with pytest.raises(DataError, match=name):
+            open_selection(Data(**{**vars(data), "more_paths": (str(tmp_path / name),)}), (3, 4), ())
