@@ -111,6 +111,11 @@ class Data:
     forcing_variables: tuple[str, ...] = option(
         (), 'Variables that are input of each step but not predicted: ["sea_surface_temperature"].'
     )
+    boundary_width: Annotated[int, Range(0, 1000)] = option(
+        0,
+        "Cells from each side of a regional grid that are not predicted, but input of the date that a step "
+        "leads to. 0: none.",
+    )
     levels: tuple[Positive, ...] = option(
         (), 'Pressure levels in hPa of each variable that is named without one: "temperature".'
     )

@@ -59,7 +59,7 @@ from datasets.options import parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
-from errors import ConfigError, one_line_errors
+from errors import ConfigError, one_line_errors, refuse
 from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
 from planning.start_checks import check_folder
@@ -203,6 +203,7 @@ def score_all(
     regions: list[str],
     device: torch.device,
     period: tuple[str, ...] = (),
+    boundary_width: int = 0,
 ) -> dict[str, Evaluation]:
     """Every forecast on the variables, leads and dates of `period` that it has in common with the first."""
     found: dict[str, Evaluation] = {}
@@ -222,6 +223,7 @@ def score_all(
                 dates=dates,
                 regions=regions,
                 detailed_hours=printed_hours(hours, dates, truth),
+                boundary_width=boundary_width,
                 device=device,
                 progress=bar.update,
             )
@@ -316,13 +318,15 @@ def run(config: Config, options: Namespace) -> int:
         gate.check(variables, first.leads)
     grid = min(first.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     regions = choose_regions(options.regions, grid)
+    if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
+        refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
 
     device = start_ranks(config.comm.timeout_seconds)
     climatology = find_climatology(options, folder, selection, first, truth, access)
     forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
     against = scorecard_reference(options.against, list(forecasts), len(options.forecast))
     period = () if config.forecast.period else config.data.test_period
-    evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period)
+    evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period, width)
 
     def report() -> int:
         own = selection.land()

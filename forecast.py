@@ -37,7 +37,7 @@ from checkpoints.export import OneStep, check_target, export_model
 from checkpoints.files import local_path
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, Float8
-from datasets.field_dataset import LaterForcings, channel_names
+from datasets.field_dataset import LaterFields, channel_names
 from datasets.options import predicted_variables, roles_of, state_variables
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
@@ -65,7 +65,7 @@ class Forecaster(Assembly):
     """A trained model on this rank, and what stands between it and physical fields."""
 
     trained: Trained
-    forcing: LaterForcings | None = None  # of dates after the initial one; None: they do not change
+    known: LaterFields | None = None  # what is known of later states; None: it does not change
 
 
 def forecast(config: Config) -> int:
@@ -165,10 +165,9 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)
-    names, persist = selection.variables, config.forecast.persist_forcings
-    names = names[len(names) - assembly.normalizer.num_forcing :]
-    forcing = LaterForcings(selection.archive, names) if names and not persist else None
-    return Forecaster(**vars(assembly), trained=trained, forcing=forcing)
+    known = LaterFields(selection.archive, selection.variables[assembly.normalizer.known])
+    is_read = assembly.normalizer.needs_known and not config.forecast.persist_forcings
+    return Forecaster(**vars(assembly), trained=trained, known=known if is_read else None)
 
 
 def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
@@ -267,7 +266,7 @@ def forecast_batch(
     members = torch.tensor([member for _, member in batch], device=times.device)
     keys = noise_keys(config.training.seed, 0, times, members)
     parts = (predict, normalizer, forecaster.conditions, step_seconds)
-    windows = rollout(*parts, start, times, settings.num_steps, keys, forecaster.forcing)
+    windows = rollout(*parts, start, times, settings.num_steps, keys, forecaster.known)
     for lead, window in enumerate(windows, 1):
         state = normalizer.newest(window)
         broken.append(blown_up(state, limit))  # (B, V)

@@ -318,8 +318,7 @@ def kill_training(options: argparse.Namespace) -> int:
 
 
 def report(tally: Tally, seconds: float) -> int:
-    row = asdict(tally)
-    del row["excused"], row["truncated"]
+    row = {key: value for key, value in vars(tally).items() if key not in ("excused", "truncated")}
     record("chaos", [row | {"trials": len(tally.lost), "seconds": seconds}])
     saves = ("copying", "writing", "renaming", "deleting")
     fixed = [run["same"] for run in tally.runs if run["layout"] != "changing"]

@@ -91,24 +91,32 @@ class OneStep(nn.Module):
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
 
     def forward(
-        self, fields: Tensor, times: Tensor, keys: Tensor | None = None, steps: Tensor | None = None
+        self,
+        fields: Tensor,
+        times: Tensor,
+        keys: Tensor | None = None,
+        steps: Tensor | None = None,
+        later: Tensor | None = None,
     ) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
         newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
         int64 too, the same in all steps of a forecast: any numbers, each another member. One that is given
         the lead takes steps=(B,) int64: how many lie between the analysis and `times`, 0 in the first step.
+        One of a limited area takes later=(B, V, H, W), of which the boundary of the next state is read.
         """
-        window = self.normalizer.normalize_window(fields)
-        drawn = self.conditions.draw(keys, times, steps)
-        output = self.model.predict(self.conditions.append(window, times, *drawn))
-        states = self.normalizer.advance(window, output).unflatten(1, (self.normalizer.history, -1))
+        normalizer = self.normalizer
+        window = normalizer.normalize_window(fields)
+        drawn, inputs = self.conditions.draw(keys, times, steps), normalizer.with_boundary(window, later)
+        output = self.model.predict(self.conditions.append(inputs, times, *drawn))
+        states = normalizer.advance(window, output, later).unflatten(1, (normalizer.history, -1))
         return self.normalizer.denormalize(states).flatten(1, 2)
 
     @property
     def inputs(self) -> list[str]:
         """Names of the arguments of `forward` that this model takes."""
-        noise, lead = self.conditions.noise, self.conditions.has_lead
-        return ["fields", "times", *["keys"] * bool(noise), *["steps"] * lead]
+        conditions, area = self.conditions, self.normalizer.boundary is not None
+        further = {"keys": bool(conditions.noise), "steps": conditions.has_lead, "later": area}
+        return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
 
 
 def check_target(target: Path) -> None:
@@ -182,16 +190,15 @@ def export_program(target: Path, step: OneStep, about: Description) -> None:
 
     One of a model from outside this repository that torch cannot export is left out, with a warning.
     """
-    channels = about["history"] * len(about["variables"])
-    shape = (2, channels, len(about["latitude"]), len(about["longitude"]))
-    numbers = {name: torch.zeros(2, dtype=torch.int64) for name in about["inputs"][1:]}
-    example = {"fields": torch.zeros(shape), **numbers}
+    state = torch.zeros(2, len(about["variables"]), len(about["latitude"]), len(about["longitude"]))
+    tensors = {"fields": state.repeat(1, about["history"], 1, 1), "later": state}
+    example = {name: tensors.get(name, torch.zeros(2, dtype=torch.int64)) for name in about["inputs"]}
+    by_name = {name: example.pop(name) for name in ("steps", "later") if name in example}
     batch = torch.export.Dim("batch")
-    steps = {"steps": example.pop("steps")} if "steps" in example else {}
     shapes = {name: {0: batch} for name in about["inputs"]}
     try:
         with torch.no_grad():
-            program = torch.export.export(step, tuple(example.values()), steps, dynamic_shapes=shapes)
+            program = torch.export.export(step, tuple(example.values()), by_name, dynamic_shapes=shapes)
     except Exception as error:
         if type(step.model).__module__.startswith("models."):
             raise

@@ -27,7 +27,7 @@ from models.registry import registered
 
 LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
-DATA = ("static_variables", "forcings", "step_hours", "history")
+DATA = ("static_variables", "forcings", "step_hours", "history", "boundary_width")
 UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 

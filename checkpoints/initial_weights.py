@@ -53,6 +53,9 @@ class Channels:
         data, noise_dim = asdict(Data()) | config["data"], config.get("model", {}).get("noise_dim", 0)
         outputs = expand_levels([name for key in ROLES for name in data[key]], data["levels"])
         window = channel_names(outputs, data["history"], data["step_hours"])
+        if data["boundary_width"]:
+            predicted = [name for key in ROLES[:2] for name in data[key]]
+            window += [f"{name} of the boundary" for name in expand_levels(predicted, data["levels"])]
         given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
         return cls([*window, *given], outputs)
 

@@ -138,8 +138,8 @@ class FieldDataset(Dataset):
         return torch.addcmul(offset, fields.float(), scale)
 
 
-class LaterForcings:
-    """Forcing variables of the later dates of a forecast, read when it gets there."""
+class LaterFields:
+    """What is known of later dates of a forecast (`Normalizer.known`), read when it gets there."""
 
     def __init__(self, archive: Archive, variables: Sequence[str]) -> None:
         self.archive, self.variables, self.missing = archive, list(variables), np.datetime64("NaT")

@@ -10,9 +10,21 @@ from datasets.statistics import Statistics
 from models.conservation import ConservationProjection
 
 
-class Normalizer(nn.Module):
-    """Conversion between physical and normalised fields, and one step of the model from its output."""
+def boundary_cells(shape: tuple[int, int], width: int) -> Tensor:
+    """Return where the boundary of a limited area is, bool (H, W): `width` cells from each side."""
+    boundary = torch.ones(shape, dtype=torch.bool)
+    boundary[width : shape[0] - width, width : shape[1] - width] = False
+    return boundary
 
+
+class Normalizer(nn.Module):
+    """Conversion between physical and normalised fields, and one step of the model from its output.
+
+    What is known of the next state is given, not predicted: forcing variables, and all variables in the
+    boundary of a limited area (data.boundary_width), of which a step has that of the next state, too.
+    """
+
+    boundary: Tensor | None
     mean: Tensor
     std: Tensor
     change_scale: Tensor
@@ -25,6 +37,7 @@ class Normalizer(nn.Module):
         conservation: ConservationProjection | None = None,
         num_diagnostic: int = 0,
         num_forcing: int = 0,
+        boundary_width: int = 0,
     ) -> None:
         """conservation: of outputs, if the model has some (model.conserve). num_diagnostic, num_forcing:
         variables of these roles (datasets.options.Roles), which are the last ones.
@@ -34,6 +47,10 @@ class Normalizer(nn.Module):
         self.diagnostic = slice(num_predicted - num_diagnostic, num_predicted)
         self.predicted, self.forcing = slice(num_predicted), slice(num_predicted, len(statistics.mean))
         self.num_diagnostic, self.num_forcing = num_diagnostic, num_forcing
+        self.known = slice(None) if boundary_width else self.forcing  # variables known of the next state
+        shape = statistics.mean_field.shape[-2:]
+        boundary = boundary_cells(shape, boundary_width) if boundary_width else None
+        self.register_buffer("boundary", boundary, persistent=False)
         self.conservation = conservation
         self.predict, self.history = predict, history
         column = {"mean": statistics.mean, "std": statistics.std}
@@ -55,6 +72,8 @@ class Normalizer(nn.Module):
         target, mask = self.normalize(truth)
         if self.num_forcing:
             mask[..., self.forcing, :, :] = False
+        if self.boundary is not None:
+            mask &= ~self.boundary
         return target, mask
 
     def normalize_window(self, window: Tensor) -> Tensor:
@@ -69,16 +88,43 @@ class Normalizer(nn.Module):
         """Return normalised fields (..., V, H, W) in physical units."""
         return fields * self.std + self.mean
 
-    def advance(self, window: Tensor, output: Tensor, forcing: Tensor | None = None) -> Tensor:
+    @property
+    def needs_known(self) -> bool:
+        """True if something of the next state is known: forcing variables, or a boundary."""
+        return self.num_forcing > 0 or self.boundary is not None
+
+    def with_boundary(self, window: Tensor, known: Tensor | None) -> Tensor:
+        """Return a normalised window (B, h V, H, W) followed by the boundary of the next state.
+
+        That is predicted variables, 0 inside and where a value is missing. known: physical variables
+        (B, V, H, W) of the next state; None: all are 0.
+        """
+        if self.boundary is None:
+            return window
+        ahead = torch.zeros_like(self.newest(window)) if known is None else self._on_boundary(None, known)
+        return torch.cat([window, ahead[:, self.predicted]], dim=1)
+
+    def _on_boundary(self, state: Tensor | None, known: Tensor) -> Tensor:
+        """Return a normalised state (B, V, H, W), 0 for None, with what is known of its boundary."""
+        assert self.boundary is not None
+        values = (known - self.mean) / self.std
+        inside = torch.zeros_like(values) if state is None else state
+        return torch.where(self.boundary & torch.isfinite(values), values, inside)
+
+    def advance(self, window: Tensor, output: Tensor, known: Tensor | None = None) -> Tensor:
         """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
 
-        In float32: the new state, then all states of this window but the oldest. forcing: physical forcing
-        variables (B, F, H, W) of the new state; None, and where a value is missing: they do not change.
+        In float32: the new state, then all states of this window but the oldest. known: physical variables
+        `self.known` of the new state, (B, F, H, W), or (B, V, H, W) with a boundary; None, and where a value
+        is missing: forcing variables do not change, and the boundary is what the model gives.
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
             state = self._without_diagnostic(self.newest(window)) + self.change_scale * state
+        if self.boundary is not None and known is not None:
+            state = self._on_boundary(state, known)
         if self.num_forcing:
+            forcing = known if known is None or self.boundary is None else known[:, self.forcing]
             state = torch.cat([state[:, self.predicted], self._forcing_after(window, forcing)], dim=1)
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
 
@@ -96,6 +142,16 @@ class Normalizer(nn.Module):
             return before
         after = (forcing - self.mean[self.forcing]) / self.std[self.forcing]
         return torch.where(torch.isfinite(after), after, before)
+
+    def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:
+        """Return the gradient with respect to a window (B, h V, H, W) without its newest state's boundary.
+
+        `advance` took that from `known` (B, V, H, W): it depends on nothing before.
+        """
+        if self.boundary is None:
+            return gradient
+        newest = self.newest(gradient).masked_fill(self.boundary & torch.isfinite(known), 0)
+        return torch.cat([newest, gradient[:, len(self.mean) :]], dim=1)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
         """Add to a window's gradient, in place, the share of states that `advance` copies to the next one.

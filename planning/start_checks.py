@@ -158,6 +158,7 @@ def check_model(config: Config, grid: Grid) -> None:
         reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
         refuse("training.spectral_fraction", fraction, reason)
     check_globe(config, grid)
+    check_boundary(config.data.boundary_width, grid)
     conditioning = num_channels(config.model.conditions)
     model = build_model(config.model, 1, conditioning, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
@@ -174,6 +175,14 @@ def check_globe(config: Config, grid: Grid) -> None:
     if names := config.model.conserve:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
         refuse("model.conserve", list(names), f"{reason}; set it to []")
+
+
+def check_boundary(width: int, grid: Grid) -> None:
+    """Raise ConfigError if a boundary is wanted where the grid has none, or nothing is left inside of it."""
+    if width and grid.periodic:
+        refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
+    if 2 * width >= min(grid.shape):
+        refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
 
 
 def check_tokens(config: Config, grid: Grid) -> None:

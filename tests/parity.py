@@ -72,6 +72,7 @@ class Layout:
     lora: bool = False
     conserve: bool = False  # dry mass
     roles: bool = False  # one variable of each
+    boundary: bool = False  # of a limited area
 
     @property
     def noise_dim(self) -> int:
@@ -146,7 +147,12 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         keys = ("variables", "diagnostic_variables", "forcing_variables")
         names = {key: (name,) for key, name in zip(keys, VARIABLES, strict=True)}
     return Config(
-        data=Data(static_variables=("one", "another"), history=layout.history, **names),
+        data=Data(
+            static_variables=("one", "another"),
+            history=layout.history,
+            boundary_width=int(layout.boundary),
+            **names,
+        ),
         model=replace(
             Model(dim=32, noise_dim=layout.noise_dim, conserve=("dry_mass",) * layout.conserve), **model
         ),
@@ -243,6 +249,7 @@ def three_steps(layout: Layout) -> Outcome:
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
     window, keys = window.to(run.device), torch.arange(2, device=run.device)
     conditions, times = run.objective.conditions, 100_000 * keys
+    window = run.objective.normalizer.with_boundary(window, None)
     inputs = conditions.append(window, times, *conditions.draw(keys, times, 1))
     predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
@@ -297,6 +304,7 @@ MODEL_KEYS = (
     "history",
     "conserve",
     "roles",
+    "boundary",
     "members",
     "lora",
 )  # what a layout does not change
@@ -464,6 +472,10 @@ HISTORY = {
 }
 TABLE |= HISTORY
 ROLES = {
+    "boundary, fsdp 2 x tp 2": Layout(4, tp(), boundary=True),
+    "boundary, history 2, rollout 2, ulysses 2": Layout(2, cp(), rollout=2, history=2, boundary=True),
+    "boundary, roles, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, roles=True, boundary=True),
+    "boundary, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), rollout=2, boundary=True),
     "roles, accumulation 2": Layout(1, accumulation=2, roles=True),
     "roles, fsdp 2 x tp 2": Layout(4, tp(), roles=True),
     "roles, fsdp 2 x ulysses 2": Layout(4, cp(), roles=True),

@@ -26,6 +26,7 @@ RUNS = [
     ("verification_speed 2", "at least 4 are needed", (2,)),
     ("layout_parity --optimizers few --ranks 1 2 --dim 32", "Muon: 2 layouts", (0,)),
 ]
+LONG = (pytest.mark.slow, pytest.mark.timeout(900))
 SLOW = [
     ("layout_parity 'fsdp 2, zero-2'", "formulas in 1 of the 1", (0,)),
     ("checkpoint_stall --rounds 1 --dim 64", "one copy", (0, 1)),
@@ -49,12 +50,12 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "last", "codes"), [*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("run", "last", "codes"), [*RUNS, *(pytest.param(*each, marks=LONG) for each in SLOW)]
 )
 def test_a_small_run_prints_its_table(tmp_path, run: str, last: str, codes: tuple[int, ...]) -> None:
     name, *words = shlex.split(run.replace("PLOT", str(tmp_path / "plot.png")))
     environment = {**os.environ, FOLDER_VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
-    how: Any = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 400}
+    how: Any = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 850}
     done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *words], check=False, **how)
     assert done.returncode in codes, done.stderr
     lines = (done.stdout if done.returncode != 2 else done.stderr).splitlines()

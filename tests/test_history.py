@@ -335,19 +335,26 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
     if run.layout.roles:  # the second is diagnostic, the third a forcing
         seen[1], change[1] = 0, std[1]
         variable_weights = torch.tensor((1, 2, 0)) / 2
+    edge = torch.zeros(fields.shape[-2:], dtype=torch.bool)
+    if run.layout.boundary:
+        edge[[0, -1]], edge[:, [0, -1]] = True, True
     normalised = (fields.double() - mean) / std
     states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
     for number, share in enumerate(shares):
         states = [state.detach() if number <= begin else state for state in states]
+        truth = normalised[:, history + number]
+        known = edge & truth.isfinite()
         given = [state * seen for state in states]
+        ahead = torch.where(known, truth, 0)[:, : 2 if run.layout.roles else 3]
+        given += [ahead] * run.layout.boundary
         output = model.predict(torch.cat([*given, static.expand(len(fields), -1, -1, -1)], dim=1))
         new = output if objective.normalizer.predict == "state" else given[0] + change / std * output
-        truth = normalised[:, history + number]
+        new = torch.where(known, truth, new)
         if run.layout.roles:
             forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
             new = torch.cat([new[:, :2], forcing], dim=1)
         states = [new, *states[:-1]]
-        weights = truth.isfinite() * area[:, None]
+        weights = (truth.isfinite() & ~edge) * area[:, None]
         weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
         loss = loss + share * (weights * (new - truth.nan_to_num()).square()).sum() / len(fields)
     loss.backward()
@@ -364,6 +371,10 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3, unet=True), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3, roles=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(boundary=True), {}, [1.0]),
+        (Layout(history=2, rollout=3, boundary=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(rollout=3, roles=True, boundary=True), {}, [1 / 3, 1 / 3, 1 / 3]),
         (Layout(history=2, rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
     ],

@@ -12,7 +12,7 @@ import xarray as xr
 import forecast
 from config import Data
 from datasets.archive import open_archive
-from datasets.field_dataset import LaterForcings
+from datasets.field_dataset import LaterFields
 from datasets.options import Roles, check_data, roles_of, state_variables
 from errors import ConfigError
 from evaluate import main as evaluate
@@ -155,7 +155,7 @@ def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
 
 def test_later_forcings_are_read_by_date(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     archive = open_archive(str(folder / "shuffled.zarr"))
-    read = LaterForcings(archive, [SEA])
+    read = LaterFields(archive, [SEA])
     dates = torch.from_numpy(archive.times[[3, 3, LAST]].astype(np.int64)) + torch.tensor([0, 0, 21_600])
     found = read(1, dates).numpy()
     np.testing.assert_array_equal(found[:2, 0], archive.read_block(3, 4, [SEA])[[0, 0], 0])

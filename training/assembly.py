@@ -97,8 +97,10 @@ def assemble(
         conservation,
         roles.diagnostic,
         roles.forcing,
+        config.data.boundary_width,
     ).to(device)
     further = (config.data.history - 1) * num_variables + conditions.num_channels
+    further += roles.predicted * (config.data.boundary_width > 0)
     meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
     if config.lora.enable:
         apply_lora(meta_model, config.lora)

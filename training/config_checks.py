@@ -212,6 +212,9 @@ def check_score(key: str, name: str, config: Config) -> None:
 
 def _check_forecast(config: Config) -> None:
     forecast = config.forecast
+    if forecast.persist_forcings and config.data.boundary_width:
+        reason = "data.boundary_width needs the data of later dates; set it to false"
+        refuse("forecast.persist_forcings", True, reason)
     parse_period("forecast.period", forecast.period)
     if -1 < forecast.perturbation < 0:
         reason = "name 0 or more, or -1 for what is customary"

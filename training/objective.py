@@ -96,15 +96,18 @@ class Objective:
         return self._cut(window, truth, times, *conditions)
 
     def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
-        state = self.normalizer.newest(window)
-        target, mask = self.normalizer.normalize_target(truth)
+        normalizer = self.normalizer
+        state = normalizer.newest(window)
+        target, mask = normalizer.normalize_target(truth)
         weights = self._weights(target, mask)
         spectral = {"truth": weights.sqrt() * target} if self.spectral_fraction else {}
-        weights.mul_(self.normalizer.output_scale.pow(self.penalty.power) / self.members)
+        weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         target, weights, times = map(self.repeat_members, (target, weights, times))
         from_fields, cut_output = self.meta_model.from_fields, self.shards.cut_output
+        if normalizer.boundary is not None:
+            window = normalizer.with_boundary(window, self.repeat_members(truth))
         inputs = self.shards.cut_input(from_fields(self.conditions.append(window, times, *conditions)))
-        targets = {"target": cut_output(from_fields(self.normalizer.expected_output(state, target)))}
+        targets = {"target": cut_output(from_fields(normalizer.expected_output(state, target)))}
         for name, each in {"weights": weights, **spectral}.items():
             targets[name] = cut_output(from_fields(each, with_zeros=True))
         return Shards(inputs, targets)

@@ -22,7 +22,7 @@ from torch import Tensor
 from config import Config
 from datasets.field_dataset import FieldDataset, window_steps
 from datasets.loader import TrainSampler
-from datasets.normalization import Normalizer
+from datasets.normalization import Normalizer, boundary_cells
 from datasets.options import roles_of
 from models.weather_model import TokenModel
 from parallelisms.parallelize import ParallelModel
@@ -78,7 +78,8 @@ class Replay:
         self.rows, self.dp_rank = num_places(training, self.at_once) // self.at_once, model.mesh.dp_rank
         weights = np.array(training.rollout_weights or (1.0,) * training.replay_steps)
         self.turn, self.shares_of_turns = 0, shares_of_turns(weights, window[0]).to(model.device)
-        self.num_forcing = roles_of(config.data).forcing
+        self.num_forcing, width = roles_of(config.data).forcing, config.data.boundary_width
+        self.boundary = boundary_cells(window[-2:], width).to(model.device) if width else None  # type: ignore[arg-type]
         pinned = model.device.type == "cuda"  # copies do not wait for the device
         self.states = torch.zeros(self.rows, *window, pin_memory=pinned)  # physical
         self.dates = torch.full((self.rows, window[0]), NO_DATE, pin_memory=pinned)
@@ -93,6 +94,8 @@ class Replay:
         state = self.states[self.row].to(fields.device, non_blocking=True).unflatten(1, (history, -1))
         date = self.dates[self.row].to(fields.device, non_blocking=True)
         is_there = (date == times)[:, None, None, None, None]
+        if self.boundary is not None:
+            is_there = is_there & ~self.boundary
         window = torch.where(is_there, state, fields[:, :history])
         if self.num_forcing:
             window[:, :, -self.num_forcing :] = fields[:, :history, -self.num_forcing :]

@@ -90,7 +90,7 @@ def forecast(
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, of `times` (B,); truths (B, R, V, H, W): the states that follow, of which
-    forcing variables are taken; keys (B M,): of the noise.
+    is taken what is known of them; keys (B M,): of the noise.
     """
     numbers = count()
 
@@ -101,12 +101,11 @@ def forecast(
     start, times = objective.repeat_members(start), objective.repeat_members(times)
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
 
-    def forcing(step: int, date: Tensor) -> Tensor:
-        return objective.repeat_members(truths[:, step - 1, normalizer.forcing])
+    def known(step: int, date: Tensor) -> Tensor:
+        return objective.repeat_members(truths[:, step - 1, normalizer.known])
 
-    settings = (predict, normalizer, conditions, seconds)
-    known = forcing if normalizer.num_forcing else None
-    later = rollout(*settings, start, times, truths.shape[1] - 1, keys, known)
+    settings = (predict, normalizer, conditions, seconds, start, times, truths.shape[1] - 1, keys)
+    later = rollout(*settings, known if normalizer.needs_known else None)
     return [normalizer.normalize_window(start), *later]
 
 
@@ -128,6 +127,8 @@ class StepBack:
         conditions: of `Objective.condition`.
         """
         self.objective, self.model, self.normalizer = objective, objective.model, objective.normalizer
+        if later is not None:
+            later = self.normalizer.drop_boundary(later, objective.repeat_members(truth))
         self.window, self.later = window, later
         inputs, targets = objective.cut_step(window, truth, times, *conditions)
         self.functions_of_window = (inputs, targets["target"])

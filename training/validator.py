@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config
-from datasets.field_dataset import LaterForcings
+from datasets.field_dataset import LaterFields
 from datasets.variables import named_by
 from jobs.heartbeat import span
 from training.best import Best
@@ -56,10 +56,10 @@ class Validator:
         members, data = self.settings.members or config.training.members, config.data
         assembly, seconds = run.assembly, run.objective.step_seconds
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, seconds)
-        num_forcing, selection = assembly.normalizer.num_forcing, samples.selection
-        names = selection.variables[len(selection.variables) - num_forcing :]
-        forcing = LaterForcings(selection.archive, names) if num_forcing else None
-        self.forecast = model_forecast(*parts, members, config.training.seed, forcing)
+        normalizer, selection = assembly.normalizer, samples.selection
+        known = LaterFields(selection.archive, selection.variables[normalizer.known])
+        seed = config.training.seed
+        self.forecast = model_forecast(*parts, members, seed, known if normalizer.needs_known else None)
         leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
         self.validation = Validation(
@@ -72,7 +72,8 @@ class Validator:
             part=(mesh.dp_rank, mesh.degrees.dp),
             counts=self.model.is_sample_leader,
             members=members,
-            num_forcing=num_forcing,
+            num_forcing=normalizer.num_forcing,
+            boundary=normalizer.boundary,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
         fitted = samples.dataset_by_lead("train", leads, limit=FIT_SAMPLES)

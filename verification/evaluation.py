@@ -86,17 +86,19 @@ def evaluate(
     dates: np.ndarray | None = None,
     regions: Sequence[str] = ("global",),
     detailed_hours: Sequence[int] = (),
+    boundary_width: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
 ) -> Evaluation:
     """Scores a forecast against analyses; all that is not given is all that the forecast has.
 
     variables: names with levels; lead_hours; dates: initial dates (datetime64). detailed_hours: leads that
-    get maps and spectra. progress is called with the number of dates just finished. Where several ranks have
-    started, each scores a part of the dates, and all of them get the same result, to the bit that of one rank
-    (maps and spectra: to rounding). Evaluated on the forecast's or the truth's grid, the coarser of both; the
-    rest is regridded conservatively. The forecast must have all that is asked for. ConfigError for a region
-    that there is not; DataError where no date has a truth.
+    get maps and spectra. boundary_width: cells from each side that are not scored. progress is called with
+    the number of dates just finished. Where several ranks have started, each scores a part of the dates, and
+    all of them get the same result, that of one rank bit-exact (maps and spectra: to rounding). Evaluated on
+    the forecast's or the truth's grid, the coarser of both; the rest is regridded conservatively. The
+    forecast must have all that is asked for. ConfigError for a region that there is not; DataError where no
+    date has a truth.
     """
     fields = list(forecast.variables if variables is None else variables)
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
@@ -105,7 +107,7 @@ def evaluate(
     units = {name: truth.units(name) for name in fields}
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
-    matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
+    matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device, boundary_width)
     details = None
     if detailed_hours:
         detailed = positions(whole_hours(forecast.leads), detailed_hours)

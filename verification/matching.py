@@ -18,6 +18,7 @@ from torch import Tensor
 
 from datasets.archive import Archive
 from datasets.grid import Grid
+from datasets.normalization import boundary_cells
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
 from datasets.variables import CONVERSIONS, UnitConversion, plain_units
@@ -106,7 +107,11 @@ class Matcher:
         leads: Sequence[int],
         grid: Grid,
         device: torch.device | str,
+        boundary_width: int = 0,
     ) -> None:
+        """boundary_width: cells from each side of the grid that are not scored."""
+        boundary = boundary_cells(grid.shape, boundary_width).to(device)
+        self.boundary = boundary if boundary_width else None
         self.forecast, self.variables, self.leads = forecast, list(variables), list(leads)
         self.device, self.grid = torch.device(device), grid
         # All fields are compared in the units of the truth.
@@ -163,6 +168,8 @@ class Matcher:
                 truth = self.truth.get(valid_time)
                 clim = self.climatology.get(valid_time) if self.climatology and truth is not None else None
                 ours = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
+                if truth is not None and self.boundary is not None:
+                    truth = truth.masked_fill(self.boundary, torch.nan)
                 if truth is not None and times[date] not in source.blown_up:
                     truth = mask_missing(truth, ours)
                 pairs.append(Pair(date, lead, ours, truth, clim))

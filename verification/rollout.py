@@ -31,21 +31,22 @@ def rollout(
     times: Tensor,
     num_steps: int,
     keys: Tensor | None = None,
-    forcing: Callable[[int, Tensor], Tensor] | None = None,
+    known: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """The normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
 
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
-    forcing: returns physical forcing variables (B, F, H, W) of the state after step 1, 2, ... and its date;
-    without it they stay as they start.
+    known: returns what `Normalizer.advance` is given of the state after step 1, 2, ... and its date; without
+    it forcing variables and a boundary stay as they start.
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
         date = times + step * step_seconds
-        output = predict(conditions.append(window, date, *conditions.draw(keys, date, step)))
-        known = None if forcing is None else forcing(step + 1, date + step_seconds)
-        window = normalizer.advance(window, output, known)
+        later = None if known is None else known(step + 1, date + step_seconds)
+        inputs = normalizer.with_boundary(window, later)
+        output = predict(conditions.append(inputs, date, *conditions.draw(keys, date, step)))
+        window = normalizer.advance(window, output, later)
         yield window
 
 
@@ -56,18 +57,18 @@ def model_forecast(
     step_seconds: int,
     members: int = 1,
     seed: int = 0,
-    forcing: Callable[[int, Tensor], Tensor] | None = None,
+    known: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Forecast:
     """The model as a forecast; of an ensemble the rows are those of all members: (B M, L, V, H, W).
 
-    forcing: see `rollout`.
+    known: see `rollout`.
     """
 
     def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
         keys = keys_of_members(seed, 0, times, members)
         start, times = (each.repeat_interleave(members, dim=0) for each in (start, times))
         settings = (predict, normalizer, conditions, step_seconds)
-        windows = rollout(*settings, start, times, max(leads), keys, forcing)
+        windows = rollout(*settings, start, times, max(leads), keys, known)
         # Each into its place: a list of them and the stack would be twice the memory.
         found = start.new_empty((len(start), len(leads), *normalizer.newest(start).shape[1:]))
         for lead, window in enumerate(windows, 1):

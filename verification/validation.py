@@ -97,10 +97,13 @@ class Validation:
         counts: bool = True,
         members: int = 1,
         num_forcing: int = 0,
+        boundary: Tensor | None = None,
     ) -> None:
         """part: which part of the dates is this rank's, of how many; counts: on one rank of each part;
-        members: of the model's forecasts; num_forcing: variables that are not scored, the last ones.
+        members: of the model's forecasts; num_forcing: variables that are not scored, the last ones;
+        boundary: cells that are not, bool (H, W).
         """
+        self.boundary = boundary
         self.lead_steps, self.step_hours, self.device = lead_steps, step_hours, device
         self.variables = dataset.variables[: len(dataset.variables) - num_forcing]
         self.dataset, self.num_samples = dataset, len(dataset)
@@ -133,6 +136,8 @@ class Validation:
                     for lead in range(len(self.lead_steps)):
                         # Cells missing at the start are left out: persistence has no value there.
                         truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
+                        if self.boundary is not None:
+                            truth.masked_fill_(self.boundary, torch.nan)
                         members = predicted[row, :, lead]  # (M, V, H, W)
                         scored = members[:, : len(self.variables)]  # without forcing variables
                         fields_or_members = scored if len(scored) > 1 else scored[0]
