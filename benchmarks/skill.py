@@ -574,6 +574,38 @@ def energy(path: Path) -> list[list[float]]:
     return found
 
 
+# -- limited areas
+
+
+BOUNDARY = "--data.boundary_width=4"
+AREA = (
+    "--data.path=../shared/data/gfs_winds_2026/gfs_winds_20260324-20260419_2.8125deg.nc",
+    "--data.region=[75,-45,15,60]",
+)
+
+
+def limited_area(options: Options) -> int:
+    """Winds over Europe, scored inside of 4 cells: with the boundary of later dates, and without."""
+    runs: Runs = {"without": ("gfs_winds", AREA), "with": ("gfs_winds", (*AREA, BOUNDARY))}
+
+    def score(_: list[Row], config: str, folder: str, words: list[str]) -> Row:
+        start("forecast.py", config, folder, *words, "--forecast.num_steps=8")
+        start("evaluate.py", config, folder, *words, BOUNDARY, "--baselines=persistence")
+        with xr.open_dataset(f"{folder}/evaluation/scores.nc", decode_timedelta=True) as whole:
+            rows = whole[list(WINDS)].sel(metric="rmse").isel(forecast=0, region=0).to_array("wind")
+            hours = (rows.lead_time / np.timedelta64(1, "h")).values.tolist()
+            return {"hours": hours, "rmse": rows.values.tolist()}
+
+    rows = run_stages(options, runs, score, leads([6]))
+    own, others = (np.array([row["rmse"] for row in chosen(rows, run=run)]) for run in ("with", "without"))
+    lines = [("lead", "without", "with", "ratio")]
+    for n, hours in enumerate(rows[0]["hours"]):
+        pair = [each[:, :, n].mean(1) for each in (others, own)]
+        lines.append((f"{hours:.0f} h", *map(spread, (*pair, pair[1] / pair[0]))))
+    print(text_table("<6 >24 >24 >24", lines))
+    return int(own[:, :, -1].mean() >= others[:, :, -1].mean())
+
+
 # -- float8, and the demo's scores
 
 
@@ -634,6 +666,7 @@ def readme(options: Options) -> int:
 
 
 COMMANDS = (
+    limited_area,
     time_to_skill,
     ablations,
     large_batch,
