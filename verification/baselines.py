@@ -108,19 +108,15 @@ class AnalysesForecast:
     def __init__(
         self,
         archive: Archive,
-        forecast: Forecast,
         variables: Sequence[str],
         times: np.ndarray,
         leads: np.ndarray,
         step: np.timedelta64,
+        forecast: Forecast,
         caveat: str = "",
     ) -> None:
-        """times (n,) and leads (L,) as the forecast it is compared with has them; step: what the leads of
-        `forecast` count in. ValueError where a lead is no multiple of it.
-        """
-        odd = next((lead for lead in leads if lead % step), None)
-        if odd is not None:
-            raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
+        """times (n,) and leads (L,), multiples of the step, of the forecast that it is compared with."""
+        assert not (leads % step).astype(int).any(), f"leads {leads} are no multiples of {step}"
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units
         self.caveat = caveat

@@ -1,20 +1,15 @@
 """Scores of a forecast over its initial dates: streamed, in float64, on any device and number of ranks.
 
-`evaluate` gives an `Evaluation`, which is xarray Datasets in WeatherBench2's form:
+`evaluate` returns an `Evaluation`, which is xarray Datasets in WeatherBench2's form:
 
 - `scores`: a data variable a variable ("geopotential", "2m_temperature", and "wind_vector", "10m_wind_vector"
-  where both components are there), dims (metric, region, lead_time[, level]), float64. `lead_time` is
-  timedelta64[ns]; `metric` holds the names of scores.final_scores: mse, rmse, rmse_sqrt_before_time_avg, mae,
-  bias; with a climatology acc (WeatherBench2's), acc_ratio_of_means (WeatherBench-X's), forecast_activity,
-  truth_activity; for ensembles (the former score their mean) crps, spread, spread_skill_ratio,
-  unbiased_spread_skill_ratio. NaN where a score is not defined (a wind vector has mse and rmse only), where a
-  region has no cell on the grid, and where a forecast is not finite though the truth is. Metric `num_dates`:
-  how many initial dates had a truth, and so are in the other scores; coordinate `num_dates` (lead_time): the
-  most that a variable had. Attribute `units` of a variable is its own, coordinate `power` (metric) that
-  to which a metric has them: 2 of mse, 0 of acc.
-- `by_date`: the same dims with `time` (the initial date, datetime64[ns]) first: the statistics of each date
-  that confidence intervals need (mse, mae, bias, rmse_sqrt_before_time_avg, acc, ..., crps, variance), for
-  the first of the regions. NaN where there is no truth.
+  where both components are there), dims (metric, region, lead_time[, level]), float64, attribute `units`.
+  `metric` has the names of scores.final_scores. NaN where a score is not defined (a wind vector has mse and
+  rmse only), where a region has no cell on the grid, and where a forecast is not finite though the truth is.
+  Metric `num_dates`: how many initial dates had a truth, and so are in the other scores; coordinate
+  `num_dates` (lead_time): the most that a variable had.
+- `by_date`: the same dims with `time` (the initial date) first: the statistics of each date that confidence
+  intervals need, for the first of the regions. NaN where there is no truth.
 - `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
 """
 
@@ -36,7 +31,7 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable, power_of_units
+from verification.score_tables import by_variable
 from verification.scores import (
     RegionMeans,
     append_wind,
@@ -89,26 +84,24 @@ def evaluate(
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
 ) -> Evaluation:
-    """Scores a forecast against analyses; all that is not given is all that the forecast has.
+    """Score a forecast against analyses, on the coarser of their grids; what is not given is all that the
+    forecast has.
 
-    variables: names with levels; lead_hours; dates: initial dates (datetime64). detailed_hours: leads that
-    get maps and spectra. progress is called with the number of dates just finished. Where several ranks have
-    started, each scores a part of the dates, and all of them get the same result, to the bit that of one rank
-    (maps and spectra: to rounding). Evaluated on the forecast's or the truth's grid, the coarser of both; the
-    rest is regridded conservatively. The forecast must have all that is asked for. ConfigError for a region
-    that there is not; DataError where no date has a truth.
+    variables: names with levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and
+    spectra. progress is called with the number of dates just finished. Each rank scores a part of the dates,
+    and all ranks return the same result, bit-exact that of one rank (maps and spectra: to rounding). Raises
+    ConfigError for an unknown region, DataError if no date has a truth.
     """
     fields = list(forecast.variables if variables is None else variables)
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
-    leads = positions(whole_hours(forecast.leads), lead_hours)
-    some_dates = positions(forecast.times, dates)
-    units = {name: truth.units(name) for name in fields}
+    hours, units = forecast.leads // np.timedelta64(1, "h"), {name: truth.units(name) for name in fields}
+    leads, some_dates = positions(hours, lead_hours), positions(forecast.times, dates)
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device)
     details = None
     if detailed_hours:
-        detailed = positions(whole_hours(forecast.leads), detailed_hours)
+        detailed = positions(hours, detailed_hours)
         details = Details(detailed, fields, grid, forecast.num_members, device, units)
     total, date_values = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
     with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
@@ -123,12 +116,8 @@ def evaluate(
     return collect(forecast, asked, total, date_values, details)
 
 
-def whole_hours(leads: np.ndarray) -> np.ndarray:
-    return leads // np.timedelta64(1, "h")
-
-
 def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[int]:
-    """Positions of the wanted values, which must exist, on an ascending axis; None: all positions."""
+    """Return the positions of the wanted values, which must exist, on an ascending axis; None: all."""
     if wanted is None:
         return list(range(len(axis)))
     found = np.flatnonzero(np.isin(axis, wanted)).tolist()
@@ -137,9 +126,10 @@ def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[in
 
 
 def date_tables(matcher: Matcher, asked: Request, scorer: "Scorer") -> Iterator[Tensor]:
-    """The table (L, S + 1, V, R) of each date, in the order of dates. In each round every rank scores one
-    block of dates, and all ranks get all of them: so sums over dates are made in one order, whatever the
-    number of ranks.
+    """Yield the table (L, S + 1, V, R) of each date, in the order of dates.
+
+    In each round every rank scores one block of dates, and all ranks get all of them: so sums over dates are
+    made in one order, whatever the number of ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     blocks = matcher.blocks(asked.dates)
@@ -214,12 +204,10 @@ def collect(
     leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
     coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
     coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
-    coords["power"] = ("metric", [power_of_units(metric) for metric in final])
     table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
     scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
-    coords["power"] = ("metric", [power_of_units(metric) for metric in asked.statistics])
     statistics = np.stack(date_values).transpose(0, 2, 1, 3)[:, :, None]
     dims = ("time", "metric", "region", "lead_time", "variable")
     by_date = by_variable(statistics, dims, names, coords, asked.units)

@@ -1,11 +1,11 @@
-"""Forecasts and what they are compared with, brought together: same variables, valid time, grid and device.
+"""Pairs of forecast and truth of the same variables, valid time, units, grid and device.
 
-A forecast is read as it lies on disk, block by block of dates and leads; truth and climatology are read once
-for each valid time and kept as long as later initial dates can ask for them. All of it is read by one thread,
-a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
+A forecast is read by blocks of dates and leads; truth and climatology are read once for each valid time and
+kept as long as later initial dates can ask for them. One thread reads, a block ahead of the scores. Shapes: M
+members, V variables, H latitudes, W longitudes.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,26 +67,25 @@ class Pair:
     climatology: Tensor | None
 
 
-class KeptFields:
-    """Fields by valid time on the grid and device of the evaluation; each is read once if memory allows."""
+class FieldCache:
+    """Cache of fields by valid time; each is read once if memory allows."""
 
     def __init__(
         self,
         read: Callable[[np.datetime64], Iterator[tuple[np.datetime64, np.ndarray]]],
         regrid: Callable[[np.ndarray], Tensor],
     ) -> None:
-        """read gives the field of a valid time, among those of others that cost nothing more."""
+        """read yields the field of a valid time, and those of others that cost nothing more."""
         self.read, self.regrid = read, regrid
         self.fields: OrderedDict[np.datetime64, Tensor] = OrderedDict()
 
     def get(self, time: np.datetime64) -> Tensor | None:
         if time not in self.fields:
-            for other, field in self.read(time):
-                self.fields[other] = self.regrid(field)
-        found = self.fields.get(time)
-        while sum(field.nbytes for field in self.fields.values()) > KEPT_BYTES and len(self.fields) > 1:
+            self.fields |= {other: self.regrid(field) for other, field in self.read(time)}
+        field = self.fields.get(time)
+        while sum(each.nbytes for each in self.fields.values()) > KEPT_BYTES and len(self.fields) > 1:
             self.fields.popitem(last=False)
-        return found
+        return field
 
     def forget_before(self, time: np.datetime64) -> None:
         """Drop fields that are valid before the present initial date: initial dates ascend."""
@@ -95,7 +94,7 @@ class KeptFields:
 
 
 class Matcher:
-    """Reads pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
+    """Reader of pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
 
     def __init__(
         self,
@@ -112,11 +111,13 @@ class Matcher:
         # All fields are compared in the units of the truth.
         self.units = {name: truth.units(name) for name in self.variables}
         self.regrid_forecast = self._regridding(forecast)
-        self.truth = KeptFields(truth_reader(truth, self.variables), self._regridding(truth))
+        self.truth = FieldCache(truth_reader(truth, self.variables), self._regridding(truth))
         self.climatology = None
         if climatology is not None:
-            read = lambda time: iter([(time, climatology.field(time, self.variables))])  # noqa: E731
-            self.climatology = KeptFields(read, self._regridding(climatology))
+            self.climatology = FieldCache(
+                lambda time: iter([(time, climatology.field(time, self.variables))]),
+                self._regridding(climatology),
+            )
 
     def _regridding(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
         """Return the function from fields (..., V, H, W) of a source to those in the evaluation's units,
@@ -129,7 +130,7 @@ class Matcher:
         return lambda fields: regridder(torch.from_numpy(convert(fields)).to(self.device))
 
     def blocks(self, dates: Sequence[int]) -> list[list[int]]:
-        """The dates in groups that are stored together and not too large to be read at once."""
+        """Return the dates in groups that are stored together and not too large to be read at once."""
         return _together(dates, min(self.forecast.block[0], self._limit(), MOST_DATES))
 
     def _limit(self) -> int:
@@ -137,17 +138,16 @@ class Matcher:
         return max(1, BLOCK_BYTES // (4 * len(self.variables) * cells * max(1, self.forecast.num_members)))
 
     def pairs(self, blocks: Sequence[Sequence[int]]) -> Iterator[Pair]:
-        """All pairs of blocks of dates, read one step ahead."""
+        """Yield all pairs of blocks of dates, read one step ahead."""
         steps = []
         for block in blocks:
             size = max(1, min(self.forecast.block[1], self._limit() // len(block)))
             steps += [(block, leads) for leads in _together(self.leads, size)]
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            waiting = deque(reader.submit(self._load, *step) for step in steps[:1])
+            ahead = reader.submit(self._load, *steps[0]) if steps else None
             for following in [*steps[1:], None]:
-                loaded = waiting.popleft().result()
-                if following is not None:
-                    waiting.append(reader.submit(self._load, *following))
+                loaded = ahead.result() if ahead else []
+                ahead = reader.submit(self._load, *following) if following else None
                 yield from loaded
 
     def _load(self, dates: Sequence[int], leads: Sequence[int]) -> list[Pair]:
@@ -213,8 +213,8 @@ def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
 def truth_reader(
     truth: Archive, variables: Sequence[str]
 ) -> Callable[[np.datetime64], Iterator[tuple[np.datetime64, np.ndarray]]]:
-    """Reads the analysis of a date, and the later ones that lie in the same chunks; nothing where there is
-    none.
+    """Return the function that reads the analysis of a date, if there is one, and the later ones in the same
+    chunks.
     """
     cells = truth.grid.shape[0] * truth.grid.shape[1]
     size = max(1, min(truth.time_chunk(variables), BLOCK_BYTES // (4 * len(variables) * cells)))
@@ -222,16 +222,16 @@ def truth_reader(
     def read(time: np.datetime64) -> Iterator[tuple[np.datetime64, np.ndarray]]:
         i = int(np.searchsorted(truth.times, time))
         if i == len(truth.times) or truth.times[i] != time:
-            return iter(())
+            return
         stop = min(len(truth.times), (i // size + 1) * size)
-        block = truth.read_block(i, stop, variables)
-        for field, time in zip(block, truth.times[i:stop], strict=True):
-            refuse_fills(field, variables, time)
-        return zip(truth.times[i:stop], block, strict=True)
+        fields = truth.read_block(i, stop, variables)
+        for field, date in zip(fields, truth.times[i:stop], strict=True):
+            refuse_fills(field, variables, date)
+            yield date, field
 
     return read
 
 
 def _together(positions: Sequence[int], size: int) -> list[list[int]]:
-    """Ascending positions in groups of those with the same quotient by `size`."""
+    """Return ascending positions in groups of those with the same quotient by `size`."""
     return [list(group) for _, group in groupby(positions, key=lambda position: position // size)]
