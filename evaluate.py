@@ -41,7 +41,6 @@ import logging
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,11 +86,18 @@ from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
-from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
+from verification.scorecard import build_scorecard, write_scorecard
 from verification.scores import wind_pairs
 
 logger = logging.getLogger("rossby")
 OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
+
+
+def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """Return this program's own options, checked, and the rest, which is the configuration's."""
+    options, rest = split_options(argv, OPTIONS)
+    check_options(options)
+    return options, rest
 
 
 def find_climatology(
@@ -217,19 +223,6 @@ def score_all(
     return evaluations
 
 
-def write(
-    evaluations: dict[str, Evaluation], against: str, chosen: Sequence[str], land: Land | None, folder: Path
-) -> None:
-    """Write scores, scorecard, plots and their numbers into a folder. chosen: variables of plots."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_scores(evaluations, folder)
-    if against:
-        card = build_scorecard(next(iter(evaluations)), against, evaluations)
-        plot_scorecard(card, folder / "scorecard.png")
-        write_scorecard(card, folder / "scorecard.csv")
-    plot_evaluation(evaluations, folder, chosen, land)
-
-
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
     """Return the number of initial dates of each lead, here and in train.py's validation.
 
@@ -302,9 +295,13 @@ def run(config: Config, options: Namespace) -> int:
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period)
 
     def report() -> int:
+        target.mkdir(parents=True, exist_ok=True)
+        write_scores(evaluations, target)
+        if against:
+            write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
         mask = selection.land()
         land = None if mask is None else Land(selection.archive.grid, mask)
-        write(evaluations, against, config.validation.plot_variables, land, target)
+        plot_evaluation(evaluations, target, config.validation.plot_variables, land)
         caveats = {name: each.caveat for name, each in forecasts.items() if each.caveat}
         return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
 
@@ -315,8 +312,7 @@ def run(config: Config, options: Namespace) -> int:
 
 def main() -> None:
     with one_line_errors():
-        options, rest = split_options(sys.argv[1:], OPTIONS)
-        check_options(options)
+        options, rest = parse_options(sys.argv[1:])
         config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
         code = run(config, options)

@@ -49,16 +49,12 @@ def test_table_marks_the_best_and_gives_geopotential_metres():
     assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
 
 
-def test_a_forecast_without_a_lead_leaves_its_cell_empty():
+def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row():
     text = table({"model": scores(), "other": scores(2).isel(lead_time=[0, 2])}, "rmse", "")
     assert "nan" in [line for line in text.splitlines() if "2m_temperature" in line and "12 h" in line][0]
-
-
-def test_leads_without_a_date_have_no_row():
-    """With 24 h of truth after the last initial date."""
     late = scores()
-    late["2m_temperature"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
-    late["geopotential"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    for name in ("2m_temperature", "geopotential"):
+        late[name].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
     lines = table({"model": late}, "rmse", "").splitlines()
     assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
 

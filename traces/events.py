@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def main(self) -> Hashable:
-        """The thread that runs the loop."""
+        """Return the thread that runs the loop."""
         return self.steps[0].thread
 
     @property
@@ -101,7 +101,7 @@ class Trace:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that wrote it."""
+        """Return the folder of the run that wrote it."""
         return self.path.parent.parent if self.path.parent.name == "traces" else None
 
     @property

@@ -8,7 +8,6 @@ import matplotlib
 matplotlib.use("Agg")  # a cluster has no screen
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -16,7 +15,6 @@ from matplotlib.patches import Patch
 from traces.classes import CLASSES
 from traces.events import STEP, Loop
 from traces.timeline import Table, Timeline
-from traces.work import rates_of, work_by_class
 
 # Work in cool colours, what a step need not have in warm ones.
 COOL = ("#1f4e79", "#2e86c1", "#85c1e9", "#27ae60", "#a9dfbf")
@@ -27,15 +25,12 @@ MAX_BARS = 16
 
 
 def plot_breakdown(timelines: Sequence[Timeline], target: Path) -> None:
-    """Draw bars by step and class, one step of each timeline, and classes with their floors."""
+    """Draw bars by step and class, and one step of each timeline."""
     rows = len(timelines)
     labeled = dict(zip(labels_of(timelines), timelines, strict=True))
-    figure = plt.figure(figsize=(13, 5.2 + 1.1 * rows), layout="constrained")
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[4.4, 0.6 + 1.1 * rows])[:, 0]
-    bars, floors = above.subplots(1, 2, squeeze=False, width_ratios=[3, 2])[0]
+    figure = plt.figure(figsize=(13, 4.6 + 1.1 * rows), layout="constrained")
+    bars, *strips = figure.subplots(1 + rows, 1, height_ratios=[3.8, *[1.1] * rows])
     draw_bars(bars, labeled)
-    draw_floors(floors, labeled)
-    strips = below.subplots(rows, 1, squeeze=False)[:, 0]
     for axes, (label, timeline) in zip(strips, labeled.items(), strict=True):
         draw_step(axes, timeline, label)
     handles = [Patch(color=COLORS[name], label=name) for name in CLASSES]
@@ -72,21 +67,6 @@ def draw_bars(axes: Axes, labeled: dict[str, Timeline]) -> None:
 
 def step_number(timeline: Timeline, index: int) -> str:
     return timeline.trace.steps[index].name.removeprefix(STEP)
-
-
-def draw_floors(axes: Axes, labeled: dict[str, Timeline]) -> None:
-    """Draw mean time by class; a line where it need not be less."""
-    height = 0.8 / len(labeled)
-    for number, timeline in enumerate(labeled.values()):
-        work, y = work_by_class(timeline, rates_of(timeline)), np.arange(len(CLASSES)) + number * height
-        times, colors = list(timeline.by_class.values()), list(COLORS.values())
-        axes.barh(y, times, height * 0.9, align="edge", color=colors)
-        floors = [(work[name].floor if name in work else None) or np.nan for name in CLASSES]
-        axes.vlines(floors, y, y + height * 0.9, color="k", linewidth=2)
-    axes.set_yticks([row + 0.4 for row in range(len(CLASSES))], CLASSES, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms a step", title=f"mean; black: floor ({', then '.join(labeled)})")
-    axes.grid(axis="x", alpha=0.3)
 
 
 def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:

@@ -70,7 +70,7 @@ class Timeline:
 
     @cached_property
     def table(self) -> Table:
-        """A row a segment: its fields, its length `ms`, and the index `step` of its window."""
+        """Return a row a segment: its fields, its length `ms`, and the index `step` of its window."""
         table: Table = pd.DataFrame(self.segments, columns=list(Segment._fields))
         starts = [window.start for window in self.windows]
         step = np.searchsorted(starts, table["start"], side="right") - 1
@@ -78,29 +78,29 @@ class Timeline:
 
     @cached_property
     def step_milliseconds(self) -> float:
-        """Mean over the steps."""
+        """Return the mean over the steps."""
         return sum(window.end - window.start for window in self.windows) / 1000 / len(self.windows)
 
     @cached_property
     def by_class(self) -> dict[str, float]:
-        """Milliseconds a step; they add up to `step_milliseconds`."""
+        """Return milliseconds a step; they add up to `step_milliseconds`."""
         total = self.table.groupby("name")["ms"].sum() / len(self.windows)
         return total.reindex(list(CLASSES), fill_value=0.0).to_dict()
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
-        """Milliseconds a step, the largest first."""
+        """Return milliseconds a step, the largest first."""
         total = self.table[self.table["name"] == IDLE].groupby("what")["ms"].sum() / len(self.windows)
         return total.sort_values(ascending=False).to_dict()
 
     @cached_property
     def hidden_communication(self) -> float:
-        """Milliseconds a step in which a collective ran at the same time as computation."""
+        """Return milliseconds a step in which a collective ran at the same time as computation."""
         return self._of_collectives([Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE])
 
     @cached_property
     def collective_milliseconds(self) -> float:
-        """Milliseconds a step in which a collective ran, or waited for another rank, hidden or not."""
+        """Return milliseconds a step of collectives, with the waiting for other ranks, hidden or not."""
         return self._of_collectives(self.windows)
 
     def _of_collectives(self, times: list[Interval]) -> float:
@@ -171,7 +171,7 @@ def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Segment]]:
 
 
 def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
-    """Kernels that compute; collectives; copies."""
+    """Yield kernels that compute; collectives; copies."""
     segments = []
     for kernel in trace.kernels:
         name, operator = classify_kernel(kernel, trace.launched_by(kernel))
@@ -188,7 +188,7 @@ def operators(events: list[Event]) -> list[Segment]:
 
 
 def collectives(trace: Trace) -> list[Segment]:
-    """Segments of collectives on the GPU, or on gloo's threads."""
+    """Return segments of collectives on the GPU, or on gloo's threads."""
     if trace.on_gpu:
         found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
     else:
@@ -230,8 +230,8 @@ def placed(part: str) -> str:
 def gpu_idle(
     trace: Trace, loop: Loop, free: list[Interval], waits: list[tuple[Event, str, str]]
 ) -> Iterator[Segment]:
-    """Until the next kernel is launched, the host is late: it waited, or it was busy. After that, the kernel
-    was late.
+    """Yield idle time by its cause: until the next kernel is launched the host is late, as it waited or was
+    busy; after that the kernel is late.
     """
     starts = [kernel.start for kernel in trace.kernels]
     for start, end, _ in free:

@@ -49,11 +49,14 @@ class Details:
         shapes |= dict.fromkeys(("error", "valid"), (1, len(variables), *grid.shape))
         self.sums = {name: torch.zeros(s, dtype=torch.float64, device=device) for name, s in shapes.items()}
 
-    def add(self, pair: Pair) -> None:
-        if pair.truth is None or pair.lead not in self.row:
-            return
+    def add(self, pairs: Sequence[Pair]) -> None:
+        for pair in pairs:
+            if pair.truth is not None and pair.lead in self.row:
+                self._add(pair, pair.truth)
+
+    def _add(self, pair: Pair, truths: Tensor) -> None:
         row, sums = self.row[pair.lead], self.sums
-        for v, truth in enumerate(pair.truth.double()):  # one at a time: members and waves are large
+        for v, truth in enumerate(truths.double()):  # one at a time: members and waves are large
             members = pair.forecast[..., v, :, :].double().reshape(-1, *truth.shape)
             valid = torch.isfinite(truth)
             if not valid.any():

@@ -13,9 +13,8 @@
 - `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -65,11 +64,6 @@ class Request(NamedTuple):
     statistics: tuple[str, ...]
     units: dict[str, str]  # of each variable
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape (L, S + 1, V, R) of the table of a date: statistics, then 1 with a truth, else 0."""
-        return len(self.leads), len(self.statistics) + 1, len(self.variables), len(self.regions)
-
 
 def evaluate(
     forecast: ForecastFields,
@@ -103,17 +97,11 @@ def evaluate(
     if detailed_hours:
         detailed = positions(hours, detailed_hours)
         details = Details(detailed, fields, grid, forecast.num_members, device, units)
-    total, date_values = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
-    with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
-        for table in date_tables(matcher, asked, scorer):  # in the order of dates, on any number of ranks
-            present = table[:, -1:] > 0
-            total += torch.where(present, table, 0.0)
-            date_values.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
-            progress(1)
-    if not total[:, -1].any():
+    table = score_pairs(matcher, asked, RegionMeans(grid, asked.regions, device), details, progress)
+    if not table[:, :, -1].any():
         first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
-    return collect(forecast, asked, total, date_values, details)
+    return collect(forecast, asked, table, details)
 
 
 def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[int]:
@@ -125,90 +113,62 @@ def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[in
     return found
 
 
-def date_tables(matcher: Matcher, asked: Request, scorer: "Scorer") -> Iterator[Tensor]:
-    """Yield the table (L, S + 1, V, R) of each date, in the order of dates.
+def score_pairs(
+    matcher: Matcher,
+    asked: Request,
+    means: RegionMeans,
+    details: Details | None,
+    progress: Callable[[int], object],
+) -> Tensor:
+    """Return the table (n, L, S + 1, V, R) of all dates: statistics, then 1 with a truth, else 0.
 
-    In each round every rank scores one block of dates, and all ranks get all of them: so sums over dates are
-    made in one order, whatever the number of ranks.
+    Each date is filled by one rank, so that the sum over ranks adds zeros: bit-exact on any number. On a CPU
+    each thread works on fields of its own: torch's own threads would wait for each other some thousand times
+    a date, and where the machine has other work that took ten times as long.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    blocks = matcher.blocks(asked.dates)
-    pairs, longest = matcher.pairs(blocks[rank::ranks]), max(map(len, blocks), default=0)
-    for first in range(0, len(blocks), ranks):
-        in_round = blocks[first : first + ranks]  # none is left for the last ranks in the last round
-        ours = torch.full((longest, *asked.shape), torch.nan, dtype=torch.float64, device=scorer.device)
-        ours[:, :, -1] = 0
-        if rank < len(in_round):
-            scorer.fill(ours, in_round[rank], pairs)
-        tables = [ours]
-        if ranks > 1:
-            tables = [torch.empty_like(ours) for _ in range(ranks)]
-            dist.all_gather(tables, ours)
-        for block, table in zip(in_round, tables, strict=False):
-            yield from table[: len(block)]
+    shape = (len(asked.dates), len(asked.leads), len(asked.statistics) + 1)
+    shape = (*shape, len(asked.variables), len(asked.regions))
+    table = torch.zeros(shape, dtype=torch.float64, device=means.rows.device)
+
+    def score(pair: Pair) -> None:
+        if pair.truth is not None:
+            values, present = date_statistics(pair.forecast, pair.truth, pair.climatology, means)
+            values, present = append_wind(values, present, asked.winds)
+            row = table[asked.dates.index(pair.date), asked.leads.index(pair.lead)]
+            row[:-1], row[-1] = complete(values, asked.statistics), present
+
+    num_threads, done = torch.get_num_threads(), 0
+    width = num_threads if table.device.type == "cpu" else 1
+    pairs = matcher.pairs(matcher.blocks(asked.dates)[rank::ranks])
+    with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        while some := list(islice(pairs, 2 * width)):  # more fields need not be in memory
+            list(threads.map(score, some))
+            if details is not None:
+                details.add(some)
+            before, done = done // len(asked.leads), done + len(some)
+            progress(ranks * (done // len(asked.leads) - before))
+    torch.set_num_threads(num_threads)  # for threads that start later
+    if ranks > 1:
+        dist.all_reduce(table)
+    return table
 
 
-class Scorer:
-    """Turns pairs of fields into tables of statistics, several at a time on a CPU.
-
-    There each thread works on fields of its own: torch's own threads would wait for each other some thousand
-    times a date, and where the machine has other work that took ten times as long. To be used in a `with`.
-    """
-
-    def __init__(self, asked: Request, means: RegionMeans, details: Details | None) -> None:
-        self.asked, self.means, self.details, self.device = asked, means, details, means.rows.device
-        self.usual = torch.get_num_threads()
-        self.width = self.usual if self.device.type == "cpu" else 1
-
-    def __enter__(self) -> "Scorer":
-        self.threads = ThreadPoolExecutor(self.width, initializer=torch.set_num_threads, initargs=(1,))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.threads.shutdown(cancel_futures=True)
-        torch.set_num_threads(self.usual)  # for threads that start later
-
-    def fill(self, tables: Tensor, block: Sequence[int], pairs: Iterator[Pair]) -> None:
-        """Scores all dates and leads of a block into its tables (B, L, S + 1, V, R)."""
-        waiting: deque[Future] = deque()
-        for pair in islice(pairs, len(block) * len(self.asked.leads)):
-            if pair.truth is None:
-                continue
-            table = tables[block.index(pair.date), self.asked.leads.index(pair.lead)]
-            waiting.append(self.threads.submit(self._score, table, pair))
-            if self.details is not None:
-                self.details.add(pair)
-            if len(waiting) > 2 * self.width:  # more fields need not be in memory
-                waiting.popleft().result()
-        for each in waiting:
-            each.result()
-
-    def _score(self, table: Tensor, pair: Pair) -> None:
-        assert pair.truth is not None
-        values, present = date_statistics(pair.forecast, pair.truth, pair.climatology, self.means)
-        values, present = append_wind(values, present, self.asked.winds)
-        table[:-1], table[-1] = complete(values, self.asked.statistics), present
-
-
-def collect(
-    forecast: ForecastFields,
-    asked: Request,
-    total: Tensor,
-    date_values: Sequence[np.ndarray],
-    details: Details | None,
-) -> Evaluation:
-    """Return Datasets; date_values: statistics of each date in the first region, (L, S, V) each."""
+def collect(forecast: ForecastFields, asked: Request, table: Tensor, details: Details | None) -> Evaluation:
+    """Return the Datasets of a table (n, L, S + 1, V, R) of all dates."""
+    present = table[:, :, -1:] > 0
+    total = torch.where(present, table, 0.0).sum(dim=0)  # (L, S + 1, V, R)
     means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
-    num_dates = total[:, -1]
-    final = {"num_dates": num_dates, **final_scores(means, forecast.num_members)}  # (L, V, R) each
+    final = {"num_dates": total[:, -1], **final_scores(means, forecast.num_members)}  # (L, V, R) each
     leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
     coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
-    coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
-    table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
-    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
+    coords["num_dates"] = ("lead_time", total[:, -1].flatten(1).amax(1).long().cpu().numpy())
+    values = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
+    scores = by_variable(values, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
-    statistics = np.stack(date_values).transpose(0, 2, 1, 3)[:, :, None]
+    by_statistic = torch.where(present, table, torch.nan)[:, :, :-1, :, :1]  # (n, L, S, V, 1)
+    statistics = by_statistic.permute(0, 2, 4, 1, 3).cpu().numpy()
     dims = ("time", "metric", "region", "lead_time", "variable")
     by_date = by_variable(statistics, dims, names, coords, asked.units)
     if details is None:
@@ -216,6 +176,5 @@ def collect(
     if dist.is_initialized():
         details.reduce()
     detailed = forecast.leads[list(details.row)]
-    return Evaluation(
-        scores, by_date, details.bias(detailed), details.energy(detailed), details.rank_histogram(detailed)
-    )
+    maps = details.bias(detailed), details.energy(detailed), details.rank_histogram(detailed)
+    return Evaluation(scores, by_date, *maps)

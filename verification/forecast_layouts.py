@@ -64,7 +64,7 @@ class StoredForecast(FieldsByName):
         self.blown_up = set(pd.to_datetime(stamps).values.astype("datetime64[s]"))
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""
+        """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
         fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
         return fields if self.num_members else fields[:, :, 0]
 

@@ -11,6 +11,7 @@ is NaN. Zarr 2 with consolidated metadata. Shapes: B states, V variables, H lati
 import json
 import os
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,6 +68,8 @@ class ForecastStore:
         """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
         if self.path.exists():
             self._check_same(about)
+            with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
+                zarr.consolidate_metadata(str(self.path), zarr_format=2)  # it may be damaged
             self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
@@ -92,7 +95,8 @@ class ForecastStore:
             other = next((key for key in ours if stored.get(key) != ours[key]), None)
             if other is None:
                 return
-            reason = f"contains another forecast: {other} is {stored.get(other)} there and {ours[other]} here"
+            there, here = f"{stored.get(other)!s:.60}", f"{ours[other]!s:.60}"
+            reason = f"contains another forecast: {other} is {there} there and {here} here"
         except (OSError, ValueError, KeyError):
             pass
         fix = "remove it, or name another forecast.path"

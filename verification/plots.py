@@ -24,7 +24,7 @@ from verification.details import Details, mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.maps import Land, draw_map, error_colors, field_colors
 from verification.matching import Pair
-from verification.report import GRAVITY, energy_units
+from verification.report import DAY, GRAVITY, energy_units
 from verification.score_tables import (
     describe_dates,
     lead_hours,
@@ -177,7 +177,7 @@ def spectra_of_example(
     """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
     truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
     details = Details([0], list(fields), grid, 0, "cpu", {name: scores.units_of(name) for name in fields})
-    details.add(Pair(0, 0, forecast, truth, None))
+    details.add([Pair(0, 0, forecast, truth, None)])
     spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
     assert spectra is not None, "the grid does not go round the globe"
     return spectra
@@ -201,33 +201,26 @@ def plot_by_lead(
     first = next(iter(scores.values()))
     figure, panels = build_panels(len(names) + 1, title)
     for number, (label, dataset) in enumerate(scores.items()):
-        hours = lead_hours(dataset)
-        draw_by_lead(panels[-1], hours, dataset["num_dates"], label, number)
+        draw_by_lead(panels[-1], dataset["num_dates"], label, number)
         for axes, name in zip(panels, names, strict=False):
             if name in variable_names(dataset) and metric in dataset["metric"]:
-                draw_by_lead(axes, hours, select(dataset, metric, name), label, number)
+                draw_by_lead(axes, select(dataset, metric, name), label, number)
     for axes, name in zip(panels, names, strict=False):
         draw_published(axes, published(compared, name, metric) if compared else {})
         label_axes(axes, name, metric, units_of(first, name))
     panels[-1].set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
     panels[-1].yaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].grid(alpha=0.3)
-    add_legend(figure, panels)
+    legends = [axes.get_legend_handles_labels() for axes in panels]
+    handles = {text: line for lines, texts in legends for line, text in zip(lines, texts, strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     save(figure, target)
 
 
-def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add one legend below a figure, of the curves of all its panels."""
-    handles = {
-        text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
-
-
-def draw_by_lead(axes: Axes, hours: Sequence[int], values: Any, label: str, number: int) -> None:
+def draw_by_lead(axes: Axes, scores: xr.DataArray, label: str, number: int) -> None:
     """Draw a curve (L,), unless it has no finite value and would be an empty entry of the legend."""
-    if np.isfinite(values).any():
-        axes.plot(np.array(hours) / 24, values, **style(label, number))
+    if np.isfinite(scores).any():
+        axes.plot(scores["lead_time"] / DAY, scores, **style(label, number))
 
 
 def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
@@ -368,7 +361,7 @@ def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Se
     names = headline(variable_names(ranks), 4, chosen)
     title = f"Ensemble {name}: spread and error, {describe({name: evaluation})}"
     figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
-    days = np.array(lead_hours(scores)) / 24
+    days = scores["lead_time"] / DAY
     for above, below, variable in zip(panels, panels[len(names) :], names, strict=False):
         for metric, line in (("rmse", "-"), ("spread", "--")):
             above.plot(days, select(scores, metric, variable), f"C3{line}", label=metric)

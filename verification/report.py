@@ -58,7 +58,7 @@ def table(
         if units == "m2 s-2":
             own.append((leads[-1], dates[-1], values[-1] / GRAVITY, "gpm"))
         rows += [(name, *_row(*each, metric)) for each in own]
-    head = (metric.upper(), "lead", "dates", *(name + "†" * (name in notes) for name in scores), "  units")
+    head = (metric.upper(), "lead", "dates", *(name + "†" * (name in notes) for name in scores), "   units")
     width = max([len(str(row[0])) for row in rows] + [8]) + 2
     lines = [title, *text_table(f"<{width} >6 >9{' >20' * len(scores)} <0", [head, *rows]).splitlines()]
     lines.insert(2, "-" * len(lines[1]))
@@ -70,9 +70,9 @@ def _row(lead: np.timedelta64, dates: np.ndarray, values: np.ndarray, units: str
     """Return lead, numbers of dates (F,), values (F,) with a star at the best, and units as text."""
     best = (max if metric in HIGHER_IS_BETTER else min)(values[np.isfinite(values)], default=np.nan)
     cells = [f"{value:.4g}{'*' if value == best and len(values) > 1 else ' '}" for value in values]
-    counted = dates[np.isfinite(dates)].astype(int)
-    between = "-".join(map(str, sorted({min(counted, default=0), max(counted, default=0)})))
-    return [f"{int(lead / np.timedelta64(1, 'h'))} h", between, *cells, f"  {units}"]
+    numbers = dates[np.isfinite(dates)].astype(int)
+    between = "-".join(map(str, sorted({min(numbers, default=0), max(numbers, default=0)})))
+    return [f"{int(lead / np.timedelta64(1, 'h'))} h", between, *cells, f"   {units}"]
 
 
 def shown_leads(leads: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def write_csv(scores: xr.Dataset, target: Path) -> None:
         by_metric = by_metric.set_index("num_dates", append=True)
         rows = by_metric.melt(ignore_index=False, var_name="metric").reset_index()
         units = {metric: units_of(scores, variable, metric) for metric in by_metric}
-        rows["units"] = rows["metric"].map(units)
+        rows["units"] = [units[metric] for metric in rows["metric"]]
         parts.append(rows.assign(variable=name, level="" if level is None else level))
     rows = pd.concat(parts)
     rows = rows[np.isfinite(rows["value"])].astype({"num_dates": int})

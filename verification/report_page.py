@@ -22,18 +22,17 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
-from matplotlib.figure import Figure
 from matplotlib.pyplot import close
 
 from command_line import own_options, split_options
-from datasets.variables import units
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
-from verification.plots import add_legend, build_panels, draw_by_lead, draw_losses, headline, label_axes
+from verification.plots import build_panels, draw_losses
 
 OPTIONS = own_options(output="")
 KEY = re.compile(r"val/rmse(?:_(?P<baseline>\w+))?/(?P<variable>.+?)(?:@(?P<hours>\d+)h)?")
+Table = Any  # a DataFrame: what pandas' methods give by their annotations no checker can tell
 COLUMNS = ["forecast", "variable", "hours", "value", "units", "dates"]
 PLOTS = ("plots/*.png", "evaluation/*.png")
 
@@ -70,7 +69,7 @@ def open_run(folder: Path) -> Run:
 
 
 def build_sections(runs: dict[str, Run]) -> list[Section]:
-    """runs: by name."""
+    """Return the sections of the page; runs: by name."""
     sections = [Section("Runs", pd.DataFrame({name: describe(run) for name, run in runs.items()}).to_html())]
     settings = pd.DataFrame({name: run.settings for name, run in runs.items()}).astype(str)
     differing = settings[settings.nunique(axis=1) > 1].drop("job.dump_folder", errors="ignore")
@@ -78,12 +77,14 @@ def build_sections(runs: dict[str, Run]) -> list[Section]:
         sections.append(Section("Settings that differ", differing.to_html()))
     figure, (axes,) = build_panels(1, "", size=(8.0, 4.0))
     draw_losses(axes, {name: run.records for name, run in runs.items()})
-    sections.append(Section("Losses", pictures=[("Training (lines), validation (points)", picture(figure))]))
+    figure.savefig(png := io.BytesIO(), format="png", dpi=90)
+    close(figure)
+    pictures = [("Training (lines), validation (points)", embed(png.getvalue()))]
+    sections.append(Section("Losses", pictures=pictures))
     scores = gather_scores(runs)
     if len(scores):
-        pictures = [("RMSE against lead time", picture(draw_rmse(scores)))]
         table = tabulate(scores).to_html(na_rep="", float_format="{:.4g}".format)
-        sections.append(Section("Scores: RMSE", table, pictures))
+        sections.append(Section("Scores: RMSE", table))
     for name, run in runs.items():
         files = [path for pattern in PLOTS for path in sorted(run.folder.glob(pattern))]
         pictures = [(str(path.relative_to(run.folder)), embed(path.read_bytes())) for path in files]
@@ -111,11 +112,11 @@ def describe(run: Run) -> dict[str, str]:
     }
 
 
-def read_scores(run: Run) -> pd.DataFrame:
+def read_scores(run: Run) -> Table:
     """Return the RMSE of evaluate.py, or else of the last validation; columns COLUMNS."""
     stored = run.folder / "evaluation/scores.csv"
     if stored.exists():
-        table = pd.read_csv(stored).query("metric == 'rmse' and region == 'global' and lead_hours > 0")
+        table: Table = pd.read_csv(stored).query("metric == 'rmse' and region == 'global' and lead_hours > 0")
         levels = table.level.map(lambda level: "" if pd.isna(level) else f":{level:g}")
         table = table.assign(variable=table.variable + levels, hours=table.lead_hours)
         return table.assign(dates=table.num_dates)[COLUMNS]
@@ -129,41 +130,21 @@ def read_scores(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def gather_scores(runs: dict[str, Run]) -> pd.DataFrame:
+def gather_scores(runs: dict[str, Run]) -> Table:
     """Return the scores of each run's model under the run's name, then those of each baseline once."""
-    tables = {name: read_scores(run) for name, run in runs.items()}
+    tables: dict[str, Table] = {name: read_scores(run) for name, run in runs.items()}
     models = [table[table.forecast == "model"].assign(forecast=name) for name, table in tables.items()]
-    others = pd.concat([table[table.forecast != "model"] for table in tables.values()])
+    others: Table = pd.concat([table[table.forecast != "model"] for table in tables.values()])
     return pd.concat([*models, others.drop_duplicates(["forecast", "variable", "hours"])])
 
 
-def tabulate(scores: pd.DataFrame) -> pd.DataFrame:
+def tabulate(scores: Table) -> Table:
     """Return a row a variable and lead, with its numbers of dates, and a column a forecast."""
     rows = scores.groupby(["variable", "hours"], sort=False)
     table = scores.pivot_table("value", ["variable", "hours"], "forecast", "first", sort=False)
     dates = rows.dates.agg(lambda each: ", ".join(f"{n:.0f}" for n in sorted(set(each.dropna()))))
     table.insert(0, "dates", dates)
     return table.assign(units=rows.units.first())
-
-
-def draw_rmse(scores: pd.DataFrame) -> Figure:
-    names = headline(list(scores.variable.unique()), 6)
-    figure, panels = build_panels(len(names), "", columns=3)
-    for axes, name in zip(panels, names, strict=True):
-        of_variable = scores[scores.variable == name].sort_values("hours")
-        for number, label in enumerate(scores.forecast.unique()):
-            own = of_variable[of_variable.forecast == label]
-            draw_by_lead(axes, own.hours, own.value, label, number)
-        label_axes(axes, name, "rmse", units(name))
-    add_legend(figure, panels)
-    return figure
-
-
-def picture(figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=90)
-    close(figure)
-    return embed(buffer.getvalue())
 
 
 def embed(png: bytes) -> str:

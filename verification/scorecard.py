@@ -120,8 +120,8 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
     table = card.replace(np.inf, np.nan).pivot(index="variable", columns="lead_hours")
     table = table.loc[card["variable"].unique()]
     percent, leads = table["percent"], table["percent"].columns.to_numpy()
-    shown = leads if len(leads) <= MAX_NUMBERS else shown_leads(leads.astype("timedelta64[h]")).astype(int)
-    ticks = np.flatnonzero(np.isin(leads, shown))
+    numbered = leads if len(leads) <= MAX_NUMBERS else shown_leads(leads.astype("timedelta64[h]")).astype(int)
+    ticks = np.flatnonzero(np.isin(leads, numbered))
     width = FULL_CELL if len(ticks) == len(leads) else NARROW_CELL
     size = (max(6.0, width * len(leads) + 2.6), 0.36 * len(percent) + 2.0)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
@@ -144,7 +144,8 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
     save(figure, target)
 
 
-def write_scorecard(card: pd.DataFrame, target: Path) -> None:
-    """Write the scorecard as CSV."""
+def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
+    """Write the scorecard as CSV and as a picture."""
     finite = card[np.isfinite(card["percent"])]
-    finite.to_csv(target, index=False, float_format="%.4f", lineterminator="\r\n")
+    finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
+    plot_scorecard(card, folder / "scorecard.png")
