@@ -27,7 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 
 def run(folder: Path, chosen: list[str]) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    units = ["m2 s-2", "K", "", "", "mm"]
+    units = dict(zip(NAMES, ["m2 s-2", "K", "", "", "mm"], strict=True))
     table = torch.ones(2, len(NAMES))
     scores = Scores(NAMES, [6, 240], [47, 7], units, {"model": table}, 0.5)
     fields = {name: (np.zeros(GRID.shape), np.full(GRID.shape, 3.0)) for name in NAMES}
@@ -51,7 +51,7 @@ def test_spectra_are_drawn_where_rows_go_round_the_globe(tmp_path: Path, drawn: 
     """Of cos(2 longitude): all energy lies in wavenumber 2, a quarter of it in that of half of it."""
     table, names = torch.ones(1, 1), ["geopotential:500"]
     wave = np.cos(2 * np.deg2rad(GRID.longitude))[None] * np.ones((6, 1))
-    scores = Scores(names, [6], [47], ["m2 s-2"], {"model": table}, 0.5)
+    scores = Scores(names, [6], [47], {names[0]: "m2 s-2"}, {"model": table}, 0.5)
     example = (np.datetime64("2020-01-01T00", "s"), {names[0]: (wave, wave / 2)})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     files = plot_run(tmp_path, scores, example, GRID, None)

@@ -85,10 +85,7 @@ def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
     work, fusible = work_by_class(timeline, rates), not is_compiled(timeline)
     if (spread := spread_of_calls(timeline)) > BUSY:
         time = sum(timeline.by_class[name] for name in CLASS_FIXES) * (1 - 1 / spread)
-        yield (
-            time,
-            f"The same products take {spread:.1f} x as long as at best: something else uses the device",
-        )
+        yield time, f"The same products take {spread:.1f} x as long as at best: other work uses the device"
         return
     for name, fix in CLASS_FIXES.items():
         time, floor = timeline.by_class[name], work[name].floor

@@ -163,7 +163,7 @@ def plot_maps(
     figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
     for row, (variable, (truth, forecast)) in enumerate(fields.items()):
         error, colors = forecast - truth, field_colors(truth, forecast)
-        label = label_with(variable, scores.units_of(variable))
+        label = label_with(variable, scores.units[variable])
         rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
         draw_map(panels[3 * row], grid, truth, f"truth: {label}", own_land, **colors)
         draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", own_land, **colors)
@@ -176,7 +176,7 @@ def spectra_of_example(
 ) -> xr.Dataset:
     """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
     truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
-    details = Details([0], list(fields), grid, 0, "cpu", {name: scores.units_of(name) for name in fields})
+    details = Details([0], list(fields), grid, 0, "cpu", scores.units)
     details.add([Pair(0, 0, forecast, truth, None)])
     spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
     assert spectra is not None, "the grid does not go round the globe"

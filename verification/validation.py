@@ -37,13 +37,10 @@ class Scores:
     variables: Sequence[str]
     lead_hours: Sequence[int]
     num_dates: Sequence[int]  # with a truth, a lead
-    units: Sequence[str]
+    units: dict[str, str]  # by variable
     rmse: dict[str, Tensor]
     loss: float
     ensemble: dict[str, Tensor] = field(default_factory=dict)
-
-    def units_of(self, variable: str) -> str:
-        return self.units[list(self.variables).index(variable)]
 
     def record(self, step: int) -> dict[str, float]:
         """Return the validation object of metrics.jsonl: leads but for the first end in @<hours>h."""
@@ -60,7 +57,6 @@ class Scores:
         """Return scores by forecast in the form of `Evaluation.scores`, of the region "global"."""
         counts = torch.tensor(self.num_dates)[:, None].expand(-1, len(self.variables))
         leads = np.array(self.lead_hours, "timedelta64[h]").astype("timedelta64[ns]")
-        units = dict(zip(self.variables, self.units, strict=True))
         dims = ("metric", "region", "lead_time", "variable")
         datasets = {}
         for name, rmse in self.rmse.items():
@@ -68,7 +64,7 @@ class Scores:
             coords = {"metric": list(tables), "region": ["global"], "lead_time": leads}
             coords["num_dates"] = ("lead_time", list(self.num_dates))
             values = torch.stack([each.double().cpu() for each in tables.values()])[:, None].numpy()
-            datasets[name] = by_variable(values, dims, self.variables, coords, units)
+            datasets[name] = by_variable(values, dims, self.variables, coords, self.units)
         return datasets
 
     def table(self) -> str:
@@ -175,7 +171,7 @@ class Validation:
             self.variables,
             [steps * self.step_hours for steps in self.lead_steps],
             counts.tolist(),
-            [self.dataset.archive.units(name) for name in self.variables],
+            {name: self.dataset.archive.units(name) for name in self.variables},
             {"model": rmse["model"], **self.known},
             (losses.sum() / counts[0]).item(),
             ensemble,
