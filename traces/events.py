@@ -140,6 +140,8 @@ def read_trace(path: Path) -> Trace:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             record = json.load(file)
         events, memory = list(_events(record["traceEvents"])), _memory(record["traceEvents"])
+        devices = {gpu["id"]: str(gpu["name"]) for gpu in record.get("deviceProperties") or []}
+        distributed = dict(record.get("distributedInfo") or {})
     except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a trace ({error})") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -154,12 +156,12 @@ def read_trace(path: Path) -> Trace:
     if not any(step.end > step.start for step in steps):
         raise DataError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
-    distributed, match = record.get("distributedInfo") or {}, _match_name(path)
+    device, match = kernels[0].args.get("device", 0) if kernels else None, _match_name(path)
     return Trace(
         path,
         int(match[2]) if match else distributed.get("rank", 0),
         distributed.get("world_size", 1),
-        _device_name(record, kernels),
+        devices.get(device, "GPU") if kernels else "CPU",
         sorted(steps, key=lambda e: e.start),
         dict(threads),
         kernels,
@@ -176,7 +178,7 @@ def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
             start, length = float(record["ts"]), float(record["dur"])
             if not (math.isfinite(start) and 0 <= length < math.inf):
                 raise ValueError(f"{name} at {start} has a duration of {length} us")
-            yield Event(name, kind, thread, start, start + length, record.get("args") or {})
+            yield Event(name, kind, thread, start, start + length, dict(record.get("args") or {}))
 
 
 def _memory(records: Iterable[dict[str, Any]]) -> dict[bool, list[tuple[float, int]]]:
@@ -187,13 +189,6 @@ def _memory(records: Iterable[dict[str, Any]]) -> dict[bool, list[tuple[float, i
             counts = record["args"]
             found[counts["Device Type"] != 0].append((float(record["ts"]), int(counts["Total Allocated"])))
     return {device: sorted(counts) for device, counts in found.items()}
-
-
-def _device_name(record: dict[str, Any], kernels: list[Event]) -> str:
-    if not kernels:
-        return "CPU"
-    number = kernels[0].args.get("device", 0)
-    return next((gpu["name"] for gpu in record.get("deviceProperties", []) if gpu["id"] == number), "GPU")
 
 
 def nest(events: list[Event]) -> None:
