@@ -41,8 +41,8 @@ import logging
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,6 @@ from verification.climatology import (
 )
 from verification.evaluation import Evaluation, evaluate
 from verification.evaluation_options import (
-    BASELINES,
     check_options,
     choose_regions,
     common_variables,
@@ -85,9 +84,10 @@ from verification.evaluation_options import (
 from verification.maps import Land
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.report import Gate, shown_leads, table, write_csv, write_details, write_netcdf
+from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
-from verification.scorecard import build_scorecard, plot_scorecard, write_scorecard
+from verification.scorecard import build_scorecard, write_scorecard
+from verification.scores import wind_pairs
 
 logger = logging.getLogger("rossby")
 OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
@@ -98,21 +98,6 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     options, rest = split_options(argv, OPTIONS)
     check_options(options)
     return options, rest
-
-
-def climatology_path(asked: str, folder: Path, selection: Selection) -> str:
-    """The one named, or that of the training period, computed once."""
-    if asked:
-        return asked
-    archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
-    of = fingerprint_of(archive, selection.variables, selection.train, selection.step)
-    if stored_fingerprint(target) != of:
-        logger.info("computing the climatology of the training period, once, into %s", target)
-        unfinished = target.with_suffix(".incomplete")
-        compute_climatology(archive, selection.variables, selection.train, str(unfinished), of)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(unfinished, target)
-    return str(target)
 
 
 def find_climatology(
@@ -127,7 +112,7 @@ def find_climatology(
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
         return None
-    path = from_first_rank(lambda: climatology_path(options.climatology, folder, selection))
+    path = options.climatology or from_first_rank(lambda: own_climatology(folder, selection))
     climatology = open_climatology(path, access)
     valid_times = np.unique(first.times[:, None] + first.leads)
     if hours := climatology.missing_hours(np.intersect1d(valid_times, truth.times)):
@@ -138,6 +123,19 @@ def find_climatology(
     return climatology
 
 
+def own_climatology(folder: Path, selection: Selection) -> str:
+    """Return the path of the climatology of the training period, which is computed once."""
+    archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
+    fingerprint = fingerprint_of(archive, selection.variables, selection.train, selection.step)
+    if stored_fingerprint(target) != fingerprint:
+        logger.info("computing the climatology of the training period, once, into %s", target)
+        unfinished = target.with_suffix(".incomplete")
+        compute_climatology(archive, selection.variables, selection.train, str(unfinished), fingerprint)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+    return str(target)
+
+
 def build_baselines(
     names: list[str],
     first: ForecastFields,
@@ -145,26 +143,22 @@ def build_baselines(
     climatology: Climatology | None,
     config: Config,
 ) -> dict[str, ForecastFields]:
-    """Baselines from the initial dates and at the leads of a forecast, as far as there is a climatology."""
-    step, now = selection.step, np.timedelta64(0, "s")
+    """Return baselines from the initial dates and at the leads of a forecast; climatology if there is one."""
+    archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
     leads = first.leads[(first.leads > now) & (first.leads % step == now)]
     # What has no truth is not scored, and fitting it would read years of analyses.
-    leads = leads[[bool(np.isin(first.times + lead, selection.archive.times).any()) for lead in leads]]
-
-    def build(name: str) -> ForecastFields | None:
-        forecast, caveat = persistence, ""
-        if name == "climatology":
-            return ClimatologyForecast(climatology, first.times, leads) if climatology else None
-        if name == "damped_persistence":
-            forecast, number = fit_damping(selection, (leads // step).tolist(), config)
-            caveat = (
-                f"fitted on {number} dates, fewer than {MIN_FIT_SAMPLES}" if number < MIN_FIT_SAMPLES else ""
-            )
-        times, names = first.times, selection.variables
-        return AnalysesForecast(selection.archive, forecast, names, times, leads, step, caveat)
-
-    found = {name.replace("_", " "): build(name) for name in BASELINES if name in names}
-    return {name: baseline for name, baseline in found.items() if baseline is not None}
+    leads = leads[[bool(np.isin(first.times + lead, archive.times).any()) for lead in leads]]
+    build = partial(AnalysesForecast, archive, selection.variables, first.times, leads, step)
+    baselines: dict[str, ForecastFields] = {}
+    if "persistence" in names:
+        baselines["persistence"] = build(persistence)
+    if "damped_persistence" in names:
+        forecast, number = fit_damping(selection, (leads // step).tolist(), config)
+        caveat = f"fitted on {number} dates, fewer than {MIN_FIT_SAMPLES}" if number < MIN_FIT_SAMPLES else ""
+        baselines["damped persistence"] = build(forecast, caveat)
+    if "climatology" in names and climatology:
+        baselines["climatology"] = ClimatologyForecast(climatology, first.times, leads)
+    return baselines
 
 
 def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple[Forecast, int]:
@@ -205,60 +199,36 @@ def score_all(
     period: tuple[str, ...] = (),
     boundary_width: int = 0,
 ) -> dict[str, Evaluation]:
-    """Every forecast on the variables, leads and dates of `period` that it has in common with the first."""
-    found: dict[str, Evaluation] = {}
-    first, hour, is_first = next(iter(forecasts.values())), np.timedelta64(1, "h"), dist.get_rank() == 0
+    """Score every forecast on the variables, leads and dates of `period` in common with the first."""
+    evaluations: dict[str, Evaluation] = {}
+    first, hour = next(iter(forecasts.values())), np.timedelta64(1, "h")
     for name, forecast in forecasts.items():
         dates = dates_inside(np.intersect1d(forecast.times, first.times), period)
-        hours = [int(lead / hour) for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
-        if not len(dates) or not hours:
+        leads = np.array([lead for lead in forecast.leads if lead in first.leads and lead > 0 * hour])
+        if not len(dates) or not len(leads):
             raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
-        with progress_bar(len(dates), "date", is_first, desc=name) as bar:
-            found[name] = evaluate(
+        scored = [lead for lead in leads if np.isin(dates + lead, truth.times).any()]
+        with progress_bar(len(dates), "date", dist.get_rank() == 0, desc=name) as bar:
+            evaluations[name] = evaluate(
                 forecast,
                 truth,
                 climatology,
                 variables=[v for v in variables if v in forecast.variables],
-                lead_hours=hours,
+                lead_hours=(leads // hour).tolist(),
                 dates=dates,
                 regions=regions,
-                detailed_hours=printed_hours(hours, dates, truth),
+                detailed_hours=(shown_leads(np.array(scored, "timedelta64[s]")) // hour).tolist(),
                 boundary_width=boundary_width,
                 device=device,
                 progress=bar.update,
             )
-    return found
-
-
-def printed_hours(hours: list[int], dates: np.ndarray, truth: Archive) -> list[int]:
-    """Return the leads of the printed tables: those of some at which an initial date (n,) has a truth."""
-    leads = np.array(hours, "timedelta64[h]").astype("timedelta64[s]")
-    scored = [lead for lead in leads if np.isin(dates + lead, truth.times).any()]
-    return (shown_leads(np.array(scored)) // np.timedelta64(1, "h")).tolist() if scored else []
-
-
-def write(
-    evaluations: dict[str, Evaluation], against: str, chosen: Sequence[str], land: Land | None, folder: Path
-) -> None:
-    """Write scores, scorecard, plots and their numbers into a folder. chosen: variables of plots."""
-    folder.mkdir(parents=True, exist_ok=True)
-    first = next(iter(evaluations))
-    write_netcdf({name: each.scores for name, each in evaluations.items()}, folder / "scores.nc")
-    write_netcdf({name: each.by_date for name, each in evaluations.items()}, folder / "scores_by_date.nc")
-    write_details(evaluations, folder)
-    scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    write_csv(scores, folder / "scores.csv")
-    if against:
-        card = build_scorecard(first, against, evaluations)
-        plot_scorecard(card, folder / "scorecard.png")
-        write_scorecard(card, folder / "scorecard.csv")
-    plot_evaluation(evaluations, folder, chosen, land)
+    return evaluations
 
 
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
     """Return the number of initial dates of each lead, here and in train.py's validation.
 
-    There the truth lies in the period too; here it may lie outside, as forecasts from any dates are scored.
+    There the truth is in the period too; here it may be outside, as forecasts from any dates are scored.
     """
     leads, inside = shown_leads(scores["lead_time"].values), selection.validation
     here = scores["num_dates"].sel(lead_time=leads).values
@@ -274,7 +244,7 @@ def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
     return text
 
 
-def _counts(leads: np.ndarray, counts: Sequence[int] | np.ndarray) -> str:
+def _counts(leads: np.ndarray, counts: np.ndarray) -> str:
     hours = (leads / np.timedelta64(1, "h")).astype(int)
     return ", ".join(f"{hour} h {count}" for hour, count in zip(hours, counts, strict=True))
 
@@ -302,20 +272,20 @@ def print_scores(
 
 
 def run(config: Config, options: Namespace) -> int:
-    """The whole evaluation on every rank; the exit code."""
+    """Run the whole evaluation on every rank; return the exit code."""
     folder = config.dump_folder
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
     selection = open_selection(config.data, config.model.patch_size, ())
-    picks, access = parse_selection(config.data.select), access_of(config.data)
-    truth = (
-        open_archive(options.truth, picks, access, config.data.region) if options.truth else selection.archive
-    )
+    truth, picks, access = selection.archive, parse_selection(config.data.select), access_of(config.data)
+    if options.truth:
+        truth = open_archive(options.truth, picks, access, config.data.region)
     forecasts = open_forecasts(options.forecast, folder, picks, access)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
     for gate in options.gates:
-        gate.check(variables, first.leads)
+        hours = (first.leads // np.timedelta64(1, "h")).tolist()
+        gate.check(variable=[*variables, *wind_pairs(variables)], lead=hours)
     grid = min(first.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     regions = choose_regions(options.regions, grid)
     if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
@@ -329,9 +299,13 @@ def run(config: Config, options: Namespace) -> int:
     evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period, width)
 
     def report() -> int:
-        own = selection.land()
-        land = None if own is None else Land(selection.archive.grid, own)
-        write(evaluations, against, config.validation.plot_variables, land, target)
+        target.mkdir(parents=True, exist_ok=True)
+        write_scores(evaluations, target)
+        if against:
+            write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
+        mask = selection.land()
+        land = None if mask is None else Land(selection.archive.grid, mask)
+        plot_evaluation(evaluations, target, config.validation.plot_variables, land)
         caveats = {name: each.caveat for name, each in forecasts.items() if each.caveat}
         return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
 

@@ -66,11 +66,10 @@ def test_a_device_is_no_configuration(path):
 
 
 def test_gates_and_regions_are_checked_before_anything_is_scored():
-    leads = np.array([6, 12], "timedelta64[h]")
-    Gate.parse("rmse/t@6h<1").check(["t"], leads)
+    Gate.parse("rmse/t@6h<1").check(variable=["t"], lead=[6, 12])
     for text in ("rmse/t@7h<1", "rmse/z@6h<1"):
         with pytest.raises(ConfigError, match="--gate: no"):
-            Gate.parse(text).check(["t"], leads)
+            Gate.parse(text).check(variable=["t"], lead=[6, 12])
     with pytest.raises(ConfigError, match="--regions ''"):
         parse_options(["--regions", ""])
 

@@ -1,4 +1,4 @@
-"""evaluate.py as a user calls it: files, tables, gates, other centres' layouts, several ranks."""
+"""evaluate.py as a user calls it: files, tables, gates, several ranks."""
 
 import csv
 import os
@@ -98,56 +98,38 @@ def test_everything_is_written_and_the_gates_judge(run, truth):
     assert rows(out, "persistence")["2m_temperature", "", "24"] == pytest.approx(np.mean(squares) ** 0.5)
 
 
-def test_maps_and_spectra_are_there_as_numbers(run, truth):
-    """At the longest lead; bias by hand, spectra against the mean over latitudes of the stored rows."""
+def test_spectra_are_there_as_numbers(run):
+    """spectra.csv has the mean over latitudes of the stored rows."""
     run(f"--forecast=model={run.folder / 'ours.zarr'}", output="numbers")
-    ours = xr.open_zarr(run.folder / "ours.zarr", decode_timedelta=True).load().isel(prediction_timedelta=-1)
-    analysed = truth.sel(time=ours.time + np.timedelta64(24, "h")).assign_coords(time=ours.time)
-    bias = (ours["2m_temperature"].astype("f8") - analysed["2m_temperature"].astype("f8")).mean("time")
-    out = run.folder / "numbers"
-    with xr.open_dataset(out / "bias_model.nc") as stored:
-        found = stored["2m_temperature"].isel(lead_time=0).sel(latitude=bias.latitude, method="nearest")
-        np.testing.assert_allclose(found, bias, atol=1e-12)
-        assert stored["num_dates"].values.tolist() == [10]
-    with (out / "spectra.csv").open() as file:
+    with (run.folder / "numbers/spectra.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if r["variable"] == "2m_temperature"]
     assert {r["forecast"] for r in rows} == {"model", "persistence", "damped persistence", "climatology"}
     assert {r["units"] for r in rows} == {"K2 m"} and {r["lead_hours"] for r in rows} == {"6", "12", "24"}
-    with xr.open_dataset(out / "spectra_model.nc") as stored:
-        mean = mean_over_latitudes(
-            stored["2m_temperature"].sel(source="truth").isel(lead_time=-1), MIDLATITUDES
-        )
-        last = [r for r in rows if (r["forecast"], r["source"], r["lead_hours"]) == ("model", "truth", "24")]
-        ours = [float(r["energy"]) for r in last]
-        np.testing.assert_allclose(ours, mean.values[1:], rtol=1e-12)
+    with xr.open_dataset(run.folder / "numbers/spectra_model.nc") as stored:
+        last = stored["2m_temperature"].sel(source="truth").isel(lead_time=-1)
+        mean = mean_over_latitudes(last, MIDLATITUDES)
+        own = [r for r in rows if (r["forecast"], r["source"], r["lead_hours"]) == ("model", "truth", "24")]
+        np.testing.assert_allclose([float(r["energy"]) for r in own], mean.values[1:], rtol=1e-12)
 
 
-def test_persistence_needs_no_climatology(run):
-    ours = f"--forecast=model={run.folder / 'ours.zarr'}"
-    code, said, out = run(ours, "--baselines", "persistence", output="simple", run="untouched")
-    assert code == 0, said
-    assert "no climatology and no ACC: --baselines does not name climatology" in said
-    assert not (run.folder / "untouched").exists(), "it was computed all the same"
-    assert rows(out, "persistence") and not rows(out, "model", "acc")
-
-
-def test_leads_beyond_the_truth_have_no_dates(run):
+def test_leads_beyond_the_truth_have_no_dates_and_persistence_needs_no_climatology(run):
     """A lead of 100 days: a spectrum of nothing could not be drawn on logarithmic axes."""
     ours = xr.open_zarr(run.folder / "ours.zarr", decode_timedelta=True).load().drop_encoding()
     late = ours.isel(prediction_timedelta=[-1])
     late = late.assign_coords(prediction_timedelta=late.prediction_timedelta + np.timedelta64(2400, "h"))
     write(xr.concat([ours, late], "prediction_timedelta"), run.folder / "late.zarr")
     late_one = f"--forecast=model={run.folder / 'late.zarr'}"
-    code, said, out = run(late_one, "--baselines", "persistence", output="late")
-    assert code == 0, said
-    assert "10 initial dates at 6 h, 0 at 2424 h" in said
+    code, printed, out = run(late_one, "--baselines", "persistence", output="late", run="untouched")
+    assert code == 0, printed
+    assert not (run.folder / "untouched").exists(), "a climatology was computed"
+    assert rows(out, "persistence") and not rows(out, "model", "acc")
     with xr.open_dataset(out / "scores.nc") as scores:
         assert scores["num_dates"].sel(forecast="model").values.tolist() == [10, 10, 10, 0]
     with xr.open_dataset(out / "bias_model.nc") as bias:
         assert np.isfinite(bias["2m_temperature"]).all() and bias["num_dates"].values.tolist() == [10]
 
 
-def test_hours_that_the_climatology_has_not_are_said(run, truth):
+def test_without_all_hours_of_the_day_there_is_no_acc(run, truth):
     """Training data at 0 and 12 h only: no climatology of 6 h, and the other scores all the same."""
     noons = truth.isel(time=truth.time.dt.hour.isin([0, 12]))
     write(noons, run.folder / "noons.zarr")
@@ -156,7 +138,7 @@ def test_hours_that_the_climatology_has_not_are_said(run, truth):
     steps += ["--baselines", "climatology,persistence"]
     code, said, out = run(*options, *steps, output="noons", run="of_noons", data="noons.zarr")
     assert code == 0, said
-    assert "has the hours 0, 12, not [6, 18]; add those hours" in said
+    assert "[6, 18]" in said
     assert rows(out, "model")["2m_temperature", "", "6"] and not rows(out, "model", "acc")
 
 
@@ -171,28 +153,6 @@ def test_the_dates_are_counted_as_here_and_as_in_training(run, truth):
     assert "truth inside data.validation_period: 6 h 15, 12 h 14, 24 h 12" in said
 
 
-def other_layouts(forecast: xr.Dataset, folder: Path) -> dict[str, Path]:
-    """The same forecast as other centres write it."""
-    names = {"latitude": "lat", "longitude": "lon"}
-    pangu = forecast.isel(latitude=slice(None, None, -1), level=slice(None, None, -1))
-    single = pangu.assign_coords(latitude=pangu.latitude.astype("f4"))
-    turned = forecast.transpose("time", "prediction_timedelta", "level", "longitude", "latitude")
-    found = {"pangu": pangu, "graphcast": forecast.rename(names), "float32": single, "neuralgcm": turned}
-    return {name: Path(write(ds, folder / f"{name}.zarr")) for name, ds in found.items()}
-
-
-def test_other_layouts_score_the_same(run, truth):
-    paths = other_layouts(forecasts(truth, 10, LEADS), run.folder)
-    options = [f"--forecast={name}={path}" for name, path in paths.items()]
-    ours = f"--forecast=ours={run.folder / 'ours.zarr'}"
-    code, said, out = run(ours, *options, "--baselines", "", output="layouts")
-    assert code == 0, said
-    expected = rows(out, "ours")
-    assert len(expected) >= 7 * 3
-    for name in paths:
-        assert rows(out, name) == pytest.approx(expected, rel=1e-6), name
-
-
 @pytest.mark.slow
 def test_two_ranks_give_the_same_bits(run):
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
@@ -203,19 +163,20 @@ def test_two_ranks_give_the_same_bits(run):
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    "options",
     [
-        (["--forecast", "nowhere.zarr"], "'nowhere.zarr': is not there; run forecast.py"),
-        (["--gate", "rmse<3"], "write for example rmse/geopotential:500@120h<340"),
-        (["--regions", "atlantis"], "'atlantis': there are global"),
-        (["--baselines", "luck"], "'luck': there are persistence"),
-        (["--datta.path", "x"], "datta: unknown section"),
+        ["--forecast", "nowhere.zarr"],
+        ["--gate", "rmse<3"],
+        ["--regions", "atlantis"],
+        ["--baselines", "luck"],
+        ["--datta.path", "x"],
     ],
 )
-def test_bad_input_is_one_line(run, monkeypatch, capsys, options, reason):
+def test_bad_input_is_one_line(run, monkeypatch, capsys, options):
     config = ["--job.config_file", str(run.folder / "tiny.toml"), "--job.dump_folder", str(run.folder / "no")]
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *config, *options])
     with pytest.raises(SystemExit) as end:
         evaluate.main()
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and reason in said
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.count("\n") == 1
+    assert options[1] in message or "datta" in message

@@ -11,6 +11,7 @@ import xarray as xr
 
 from datasets.archive import Archive, open_archive
 from datasets.regrid import Regridder
+from errors import ConfigError, DataError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification import matching
 from verification.baselines import AnalysesForecast, damped_persistence, persistence
@@ -145,17 +146,16 @@ def test_only_what_is_asked_for(folder: Path) -> None:
     assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
     metrics = ["num_dates", "mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
     assert found.scores.metric.values.tolist() == metrics
-    assert found.scores.power.values.tolist() == [0, 2, 1, 1, 1, 1]
     assert found.bias is None and found.spectra is None
 
 
 def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:
     forecast, truth, means = opened(folder)
-    with pytest.raises(ValueError, match="'arctics': not one of"):
+    with pytest.raises(ConfigError, match="'arctics'"):
         evaluate(forecast, truth, means, regions=["arctics"])
     late = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
     late = late.assign_coords(time=late.time + np.timedelta64(9999, "D"))
-    with pytest.raises(ValueError, match="no analysis for any date and lead of the forecast"):
+    with pytest.raises(DataError):
         evaluate(forecast, open_archive(write(late, folder / "late.zarr")))
 
 
@@ -217,13 +217,10 @@ def test_damped_persistence_is_a_forecast_like_any_other(folder: Path) -> None:
     mean = torch.full((2, 6, 8), 300.0)
     forecast = damped_persistence(mean, {1: torch.tensor([0.9, 0.5]), 4: torch.tensor([0.6, 0.2])})
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    hours = np.timedelta64(6, "h")
-    source = AnalysesForecast(truth, forecast, names, truth.times[:3], leads, hours)
+    source = AnalysesForecast(truth, names, truth.times[:3], leads, np.timedelta64(6, "h"), forecast)
     block = source.read_block(slice(1, 3), slice(0, 2), ["2m_temperature"])
     state = truth.read(2, ["2m_temperature"])
     np.testing.assert_allclose(block[1, 1], 300 + np.float32(0.2) * (state - 300), rtol=1e-6)
-    with pytest.raises(ValueError, match="cannot forecast 3 hours|cannot forecast 10800 seconds"):
-        AnalysesForecast(truth, forecast, names, truth.times, np.array([10800], "m8[s]"), hours)
 
 
 @pytest.mark.skipif(not glob.glob(GFS), reason="needs ../shared/data")
@@ -231,7 +228,7 @@ def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
     """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""
     truth = open_archive(glob.glob(GFS)[0])
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    source = AnalysesForecast(truth, persistence, truth.variables, truth.times, leads, np.timedelta64(6, "h"))
+    source = AnalysesForecast(truth, truth.variables, truth.times, leads, np.timedelta64(6, "h"), persistence)
     scores = evaluate(source, truth).scores.sel(metric="rmse", region="global")
     assert np.round(scores["10m_u_component_of_wind"].values, 3).tolist() == [1.878, 3.855]
     assert np.round(scores["10m_v_component_of_wind"].values, 3).tolist() == [2.18, 4.605]

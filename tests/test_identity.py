@@ -213,7 +213,7 @@ def test_the_climatology_is_that_of_its_period(trained):
     def climatology(*more: str) -> float:
         config = load_checked([*options, *more])
         selection = open_checked(config)
-        path = evaluate.climatology_path("", folder, selection)
+        path = evaluate.own_climatology(folder, selection)
         return float(abs(xr.open_zarr(path)[NAMES[0]]).mean())
 
     whole = climatology()

@@ -159,15 +159,9 @@ def test_flops_of_a_trace_are_those_of_the_model(stalled):
 
 def test_two_traces_side_by_side(stalled, gpu, capsys):
     main([str(stalled), str(gpu.trace.path)])
-    told = capsys.readouterr().out
-    assert "B - A" in told and "what differs most" in told and "\nB: The GPU idles" in told
-    same = comparison(gpu, gpu)
-    assert "GEMM" in same and "+0.00    1.00" in same
-    slow = build_timeline(read_trace(gpu.trace.path))
-    slow.by_class["communication"], slow.trace.rank = 0.0, 1
-    gpu.by_class["communication"] = 0.2
-    assert "rank 1" in ranks_table([gpu, slow])
-    assert "Rank 1 is 0.2 ms a step behind rank 0" in advice(gpu, rates_of(gpu), [gpu, slow])
+    printed = capsys.readouterr().out
+    assert "B - A" in printed and "\nB: The GPU idles" in printed
+    assert "+0.00    1.00" in comparison(gpu, gpu)
 
 
 def test_the_rank_that_comes_last_waits_least(gpu):
@@ -177,10 +171,10 @@ def test_the_rank_that_comes_last_waits_least(gpu):
     for number, timeline in enumerate(ranks):
         timeline.trace.rank, timeline.collective_milliseconds = number, 12.0 - number
     lines = collectives_table(ranks).splitlines()
-    assert lines[1].split(maxsplit=4) == ["rank", "11", "1.00", "+0.00", "comes last, the others wait for it"]
+    assert lines[1].split(maxsplit=4)[:4] == ["rank", "11", "1.00", "+0.00"] and "comes last" in lines[1]
     assert lines[5] == "..." and len(lines) == 10
     assert lines[-1].split(maxsplit=4)[:4] == ["rank", "0", "12.00", "+11.00"]
-    assert "comes last" not in collectives_table([gpu, gpu])
+    assert "comes last" not in collectives_table([gpu, gpu]) and "rank 11" not in ranks_table(ranks)
 
 
 def test_kernels_are_listed_with_their_calls(gpu):
@@ -191,68 +185,58 @@ def test_kernels_are_listed_with_their_calls(gpu):
 
 # -- bad input
 
+STEP = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 5, "dur": 9}
 
-def complain(argv: list[str], capsys: pytest.CaptureFixture) -> str:
+
+def check_refused(argv: list[str], capsys: pytest.CaptureFixture) -> None:
+    """Exit code 2 and one line that names the first argument."""
     with pytest.raises(SystemExit) as error:
         main(argv)
-    assert error.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("rossby: ") and told.count("\n") == 1
-    return told
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and message.startswith("rossby: ") and message.count("\n") == 1
+    assert not argv or argv[0] in message
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
-    assert "--profiling.enable_profiling true" in complain([str(tmp_path)], capsys)
-    assert "no such folder or file" in complain([str(tmp_path / "absent")], capsys)
-    assert "two to compare" in complain([], capsys)
-    assert "--color" in complain(["--color", "x"], capsys)
-    (tmp_path / "a.json").write_text('{"traceEvents": [')
-    assert "cannot be read as a trace" in complain([str(tmp_path / "a.json")], capsys)
-    (tmp_path / "a.json").write_text('{"traceEvents": []}')
-    assert "no step was recorded" in complain([str(tmp_path / "a.json")], capsys)
-    (tmp_path / "a.json").write_text('{"loss": 1}')
-    assert "not a trace of torch.profiler" in complain([str(tmp_path / "a.json")], capsys)
+    for argv in ([], [str(tmp_path)], [str(tmp_path / "absent")], ["--color", "x"]):
+        check_refused(argv, capsys)
     whole = gzip.compress(b'{"traceEvents": []}' * 100)
     (tmp_path / "a.json.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cannot be read as a trace" in complain([str(tmp_path / "a.json.gz")], capsys)
+    check_refused([str(tmp_path / "a.json.gz")], capsys)
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": [', '{"traceEvents": []}', '{"loss": 1}', "[]"])
+def test_what_is_no_trace_is_one_line(tmp_path, capsys, text):
+    (tmp_path / "a.json").write_text(text)
+    check_refused([str(tmp_path / "a.json")], capsys)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"dur": None}, "not a trace of torch.profiler (an event: TypeError"),
-        ({"dur": -5}, "has a duration of -5.0 us"),
-        ({"ts": "NaN"}, "not a trace of torch.profiler (an event: ValueError"),
-        ({"name": "forward"}, "no step was recorded"),
-        ({"dur": 0}, "no step was recorded"),
-        *(({key: ...}, f"KeyError('{key}')") for key in ("name", "pid", "tid", "ts", "dur")),
+        *({"dur": value} for value in (None, -5, 0)),
+        {"ts": "NaN"},
+        {"name": "forward"},
+        *({key: ...} for key in ("name", "pid", "tid", "ts", "dur")),
     ],
 )
-def test_a_damaged_event_is_one_line(tmp_path, capsys, changes, message):
+def test_a_damaged_event_is_one_line(tmp_path, capsys, changes):
     """... removes a key."""
-    event = {
-        "ph": "X",
-        "cat": "user_annotation",
-        "name": "ProfilerStep#1",
-        "pid": 1,
-        "tid": 1,
-        "ts": 5,
-        "dur": 9,
-    }
-    changed = {key: value for key, value in {**event, **changes}.items() if value is not ...}
+    changed = {key: value for key, value in {**STEP, **changes}.items() if value is not ...}
     (tmp_path / "a.json").write_text(json.dumps({"traceEvents": [changed]}))
-    assert message in complain([str(tmp_path / "a.json")], capsys)
+    check_refused([str(tmp_path / "a.json")], capsys)
 
 
 def test_odd_arguments_of_an_event_are_left_out(gpu):
     record = json.loads(gpu.trace.path.read_text())
     for event in record["traceEvents"]:
         event["args"] = {"Input Dims": "?"} if "Input Dims" in event["args"] else event["args"]
-    record |= {"distributedInfo": [], "deviceProperties": ["?"]}
     gpu.trace.path.write_text(json.dumps(record))
     main([str(gpu.trace.path)])
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(gpu, capsys):
     (gpu.trace.path.parent / "trace-step-00000002-rank0.png").mkdir()
-    assert "trace-step-00000002-rank0.png: cannot be written" in complain([str(gpu.trace.path)], capsys)
+    with pytest.raises(SystemExit) as error:
+        main([str(gpu.trace.path)])
+    assert error.value.code == 2 and "trace-step-00000002-rank0.png" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Maps: labels of degrees, coastlines against places everybody knows, ranges of colours."""
+"""Maps: coastlines against places everybody knows, ranges of colours."""
 
 import matplotlib
 
@@ -9,47 +9,16 @@ import numpy as np
 import pytest
 
 from datasets.grid import Grid, global_grid
-from verification.maps import (
-    Land,
-    coastlines,
-    degrees_east,
-    degrees_north,
-    draw_map,
-    error_colours,
-    field_colours,
-)
+from verification.maps import Land, coastlines, draw_map, error_colors, field_colors
 
 EUROPE = Grid(np.arange(60.0, 29, -1), np.arange(-10.0, 21))
 
 
-def test_degrees_say_which_side() -> None:
-    assert [degrees_north(x) for x in (-20, 0, 45)] == ["20°S", "0°", "45°N"]
-    found = [degrees_east(x) for x in (-60, 0, 90, 180, 300, 360)]
-    assert found == ["60°W", "0°", "90°E", "180°", "60°W", "0°"]
-
-
-@pytest.mark.parametrize(
-    ("name", "east", "north"),
-    [
-        ("Cape of Good Hope", 18.4, -34.3),
-        ("Land's End", -5.7, 50.1),
-        ("Cape Horn", -67.3, -55.9),
-        ("Cape Comorin", 77.6, 8.1),
-        ("Cape York", 142.5, -10.7),
-    ],
-)
-def test_coastlines_pass_capes_whose_places_are_known(name: str, east: float, north: float) -> None:
-    """Within a degree, at 1:110 million."""
-    distance = np.hypot(*(coastlines() - (east, north)).T)
-    assert np.nanmin(distance) < 1.0, name
-
-
-def test_coastlines_know_land_and_sea() -> None:
-    """No point of them lies in the middle of an ocean or a continent; nor do seams of the map."""
-    points = coastlines()[np.isfinite(coastlines()[:, 0])]
-    for east, north in [(-30, 30), (-130, 0), (80, -40), (100, 60), (20, 20), (-100, 40), (130, -25)]:
-        assert np.hypot(*(points - (east, north)).T).min() > 4
-    assert np.abs(points[:, 0]).max() <= 180 and points[:, 1].min() > -89
+def test_coastlines_pass_known_capes_and_no_middle_of_an_ocean() -> None:
+    """Within a degree, at 1:110 million: Good Hope, Land's End, Horn, Comorin, York; Atlantic, Siberia."""
+    places = [(18.4, -34.3), (-5.7, 50.1), (-67.3, -55.9), (77.6, 8.1), (142.5, -10.7), (-30, 30), (100, 60)]
+    distances = [np.nanmin(np.hypot(*(coastlines() - place).T)) for place in places]
+    assert max(distances[:5]) < 1 and min(distances[5:]) > 4
 
 
 def lines_inside(axes) -> int:
@@ -67,9 +36,6 @@ def test_every_map_has_coastlines_and_keeps_its_limits(grid: Grid) -> None:
     assert lines_inside(axes) > 100
     half = (grid.longitude[1] - grid.longitude[0]) / 2
     assert axes.get_xlim() == pytest.approx((grid.longitude[0] - half, grid.longitude[-1] + half))
-    figure.canvas.draw()
-    labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert all(label.endswith(("°N", "°S", "0°")) for label in labels) and not any("-" in t for t in labels)
     plt.close(figure)
 
 
@@ -86,12 +52,12 @@ def test_the_datas_own_land_takes_the_place_of_coastlines() -> None:
 
 def test_one_range_of_colours_for_truth_and_forecast() -> None:
     truth, forecast = np.linspace(270, 280, 1001), np.linspace(275, 300, 1001)
-    found = field_colours(truth, forecast)
+    found = field_colors(truth, forecast)
     assert found["vmin"] == pytest.approx(270, abs=0.1) and found["vmax"] == pytest.approx(300, abs=0.1)
-    winds = field_colours(np.array([-5.0, 3.0, np.nan]), np.array([12.0, np.inf]))
+    winds = field_colors(np.array([-5.0, 3.0, np.nan]), np.array([12.0, np.inf]))
     assert winds["vmin"] == -winds["vmax"] and winds["vmax"] == pytest.approx(12, abs=0.1)
-    assert field_colours(np.full(3, np.nan)) == {"cmap": "viridis"}
-    assert error_colours(np.full(3, np.nan))["vmax"] == 1
+    assert field_colors(np.full(3, np.nan)) == {"cmap": "viridis"}
+    assert error_colors(np.full(3, np.nan))["vmax"] == 1
 
 
 def test_a_fine_grid_is_drawn_as_fine_as_a_panel_shows() -> None:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from errors import ConfigError
 from verification.evaluation import Evaluation
 from verification.plots import draw_published, headline, published
-from verification.report import Gate, shown_leads, table, write_csv, write_netcdf
-from verification.score_tables import power_of_units, select, squared, times_metres, variable_names
+from verification.report import Gate, shown_leads, table, write_csv
+from verification.score_tables import combine, squared, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -32,6 +33,7 @@ def scores(factor: float = 1.0) -> xr.Dataset:
             "region": ["global"],
             "lead_time": leads,
             "level": [500, 850],
+            "num_dates": ("lead_time", [47, 47, 7]),
         },
     )
 
@@ -47,22 +49,18 @@ def test_table_marks_the_best_and_gives_geopotential_metres():
     assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
 
 
-def test_a_forecast_without_a_lead_leaves_its_cell_empty():
+def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row():
     text = table({"model": scores(), "other": scores(2).isel(lead_time=[0, 2])}, "rmse", "")
     assert "nan" in [line for line in text.splitlines() if "2m_temperature" in line and "12 h" in line][0]
-
-
-def test_leads_without_a_date_have_no_row():
-    """With 24 h of truth after the last initial date."""
     late = scores()
-    late["2m_temperature"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
-    late["geopotential"].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
+    for name in ("2m_temperature", "geopotential"):
+        late[name].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
     lines = table({"model": late}, "rmse", "").splitlines()
     assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
 
 
 def test_csv_has_every_number_once(tmp_path):
-    write_csv({"model": scores(), "persistence": scores(2)}, tmp_path / "scores.csv")
+    write_csv(combine({"model": scores(), "persistence": scores(2)}), tmp_path / "scores.csv")
     with (tmp_path / "scores.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 * 2 * 3
@@ -105,21 +103,14 @@ def test_units_squared(text, wanted):
     assert squared(text) == wanted
 
 
-def test_netcdf_has_the_dates_of_every_forecast(tmp_path):
+def test_combined_scores_have_the_dates_of_every_forecast():
     """One of them lacks a lead, another the ACC."""
-    ours, theirs = scores(), scores(2).isel(lead_time=[0, 2]).drop_sel(metric="acc")
-    parts = {}
-    for name, each in {"model": ours, "other": theirs}.items():
-        counts = each["geopotential"].sel(metric="num_dates", level=500, region="global").values
-        powers = [power_of_units(metric) for metric in each.metric.values]
-        parts[name] = each.assign_coords(num_dates=("lead_time", counts), power=("metric", powers))
-    write_netcdf(parts, tmp_path / "scores.nc")
-    with xr.open_dataset(tmp_path / "scores.nc") as found:
-        assert found["num_dates"].dims == ("forecast", "lead_time")
-        assert found["num_dates"].values.tolist() == [[47, 47, 7], [47, 0, 7]]
-        power = dict(zip(found["metric"].values.tolist(), found["power"].values.tolist(), strict=True))
-        assert power == {"rmse": 1, "acc": 0, "num_dates": 0, "mse": 2}
-        assert found["2m_temperature"].attrs["units"] == "K"
+    found = combine({"model": scores(), "other": scores(2).isel(lead_time=[0, 2]).drop_sel(metric="acc")})
+    assert found["num_dates"].dims == ("forecast", "lead_time")
+    assert found["num_dates"].values.tolist() == [[47, 47, 7], [47, 0, 7]]
+    power = dict(zip(found["metric"].values.tolist(), found["power"].values.tolist(), strict=True))
+    assert power == {"rmse": 1, "acc": 0, "num_dates": 0, "mse": 2}
+    assert found["2m_temperature"].attrs["units"] == "K"
 
 
 @pytest.mark.parametrize(
@@ -140,17 +131,17 @@ def test_a_broken_forecast_passes_no_gate():
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "named"),
     [
-        ("rmse<3", "write for example"),
-        ("rmse/2m_temperature@6h<1e", "write for example"),
-        ("mae/2m_temperature@6h<1", "no metric 'mae'; there are rmse, acc"),
-        ("rmse/geopotential:700@6h<1", "no variable 'geopotential:700'; there are geopotential:500"),
-        ("rmse/2m_temperature@7h<1", r"no lead of 7 h; there are \[6, 12, 120\]"),
+        ("rmse<3", "rmse<3"),
+        ("rmse/2m_temperature@6h<1e", "1e"),
+        ("mae/2m_temperature@6h<1", "'mae'"),
+        ("rmse/geopotential:700@6h<1", "'geopotential:700'"),
+        ("rmse/2m_temperature@7h<1", "no lead 7"),
     ],
 )
-def test_gates_that_cannot_be_judged_say_why(text, reason):
-    with pytest.raises(ValueError, match=reason):
+def test_gates_that_cannot_be_judged_name_what_is_wrong(text, named):
+    with pytest.raises(ConfigError, match=named):
         Gate.parse(text).judge(scores())
 
 
@@ -182,7 +173,6 @@ def test_published_scores_are_drawn_only_where_they_are_comparable():
     for other in (evaluated(2.8125, 2018), evaluated(5.625, 2020), evaluated(5.625, 2018, "europe")):
         assert not published(other, "geopotential:500", "rmse")
     assert not published(evaluated(5.625, 2018), "geopotential:500", "acc")
-    assert select(scores(), "rmse", "2m_temperature")[0] == 1
 
 
 def test_published_scores_do_not_stretch_the_axes():
@@ -199,8 +189,3 @@ def test_a_caveat_is_a_footnote():
     lines = table({"model": scores(), "climatology": scores(2)}, "rmse", "", {"climatology": "of 5 dates"})
     head, *_, star, note = lines.splitlines()[1:]
     assert "climatology†" in head and star == "* the best of its row" and note == "† climatology: of 5 dates"
-
-
-@pytest.mark.parametrize(("squares", "energy"), [("m2 s-2", "m3 s-2"), ("K2", "K2 m"), ("1", "m"), ("", "m")])
-def test_units_of_spectra(squares, energy):
-    assert times_metres(squares) == energy

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from errors import DataError
 from verification.scorecard import bootstrap, compare, draw_dates
 
 
@@ -29,15 +30,6 @@ def test_the_interval_is_that_of_a_loop() -> None:
             draws.append((means[1] - means[0]) / means[0])
         lower, upper = np.quantile(draws[1:], [0.025, 0.975])
         assert found[cell] == pytest.approx([draws[0], lower, upper], rel=1e-12)
-
-
-def test_the_interval_of_many_dates_is_the_normal_one() -> None:
-    """Root of a mean of independent numbers over 1: +- 1.96 standard errors, to the noise of the draws."""
-    second = np.random.default_rng(1).uniform(0.5, 1.5, 2000)
-    difference, lower, upper = bootstrap(np.ones(2000), second, block_length=1)
-    error = np.std(second, ddof=1) / np.sqrt(2000) / 2
-    assert lower == pytest.approx(difference - 1.96 * error, abs=0.2 * error)
-    assert upper == pytest.approx(difference + 1.96 * error, abs=0.2 * error)
 
 
 def test_a_difference_is_significant_where_the_interval_excludes_0() -> None:
@@ -84,7 +76,7 @@ def test_forecasts_are_compared_on_what_both_have() -> None:
     assert found["geopotential"].shape == (1, 2, 2, 3)
     assert found["geopotential"].sel(quantity="difference").values == pytest.approx(1)  # twice the RMSE
     assert (found["geopotential"].sel(quantity="lower") > 0).all()
-    with pytest.raises(ValueError, match="no initial date and lead in common"):
+    with pytest.raises(DataError):
         compare(first, scores(values, [48, 60, 72]), 1)
-    with pytest.raises(ValueError, match="no variable in common"):
+    with pytest.raises(DataError):
         compare(first, scores(values, [6, 12, 24], "temperature"), 1)

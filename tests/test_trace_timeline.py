@@ -8,7 +8,7 @@ from tests.recordings import Recording, step_of_a_cpu, two_steps_of_a_gpu
 from traces.advice import advice
 from traces.classes import CLASSES, kernel_class, operator_class
 from traces.events import Interval
-from traces.report import report, short_kernel
+from traces.report import report, task_name
 from traces.timeline import Segment, Timeline, fill
 from traces.work import rates_of, work_by_class, work_of
 
@@ -79,7 +79,7 @@ def test_steps_of_a_gpu_end_when_their_kernels_have_ended(tmp_path):
         trace.span(f"ProfilerStep#{number}", 100 * number, 100 * (number + 1))
         trace.launch("aten::mm", 100 * number + 10, "gemm", 50 + 600 * number, 650 + 600 * number)
     timeline = trace.write(tmp_path / "a.json")
-    lengths = [(end - start) for start, end in timeline.windows]
+    lengths = [window.end - window.start for window in timeline.windows]
     assert lengths == pytest.approx([650, 600])
     assert timeline.by_class["GEMM"] == pytest.approx(0.6)
     assert timeline.by_class["idle"] == pytest.approx(0.025)
@@ -124,11 +124,11 @@ def test_no_moment_is_lost_or_given_twice(layer, lengths):
         start += length + (length % 2)
     segments = [Segment(float(a), float(a + n), "GEMM") for a, n in sorted(layer)]
     taken, left = fill(free, segments)
-    moments = sorted([*((p.start, p.end) for p in taken), *left])
+    moments = sorted((p.start, p.end) for p in [*taken, *left])
     assert all(first[1] <= second[0] for first, second in zip(moments, moments[1:], strict=False))
-    assert sum(b - a for a, b in moments) == sum(b - a for a, b in free)
+    assert sum(b - a for a, b in moments) == sum(p.end - p.start for p in free)
     covered = {m for a, n in layer for m in range(a, a + n)}
-    inside = {m for a, b in free for m in range(int(a), int(b))}
+    inside = {m for p in free for m in range(int(p.start), int(p.end))}
     assert sum(p.end - p.start for p in taken) == len(covered & inside)
 
 
@@ -177,4 +177,4 @@ def test_class_of_a_kernel(name, expected):
 
 def test_short_kernel():
     name = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>, std::array<char*, 1ul>>(int)"
-    assert short_kernel(name) == "at::native::reduce_kernel"
+    assert task_name("", name, None, on_gpu=True) == "at::native::reduce_kernel"

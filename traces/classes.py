@@ -1,7 +1,7 @@
 """Classes of operators and kernels: GEMM, attention, norms and other elementwise work, optimiser, ...
 
-On a CPU the operator's name tells; on a GPU the kernel belongs to the operator that launched it, and where
-that is not known (a CUDA graph, a compiled kernel) its own name has to do.
+On a GPU a kernel belongs to the operator that launched it, or where that is not known (a CUDA graph, a
+compiled kernel) to the class of its own name.
 """
 
 import re
@@ -25,11 +25,8 @@ OPERATORS = [
     (OPTIMIZER, r"_fused_(adamw?|sgd|adagrad)_"),
     (ATTENTION, r".*(scaled_dot_product|_attention|attn)|_?softmax|baddbmm|bmm$"),
     (GEMM, r"_?(scaled_|int_)?mm$|_?addmm|addmv|mv$|dot$|mkldnn_linear|(.*_)?convolution"),
-    (
-        COPIES,
-        r"(_foreach_)?copy_|clone|contiguous|cat$|stack|to$|_to_copy|pad$|constant_pad|repeat|roll|flip",
-    ),
-    (COPIES, r"split_with_sizes_copy|_chunk_cat|index_select|pin_memory|fsdp::"),
+    (COPIES, r"(_foreach_)?copy_|clone|contiguous|cat$|stack|to$|_to_copy|pad$|constant_pad|repeat|roll"),
+    (COPIES, r"flip|split_with_sizes_copy|_chunk_cat|index_select|pin_memory|fsdp::"),
 ]
 # Operators that only look at a tensor, allocate one, or hand on to another: their own time is the host's.
 HOST = re.compile(
@@ -57,47 +54,39 @@ READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 
 @cache
 def operator_class(name: str) -> str | None:
-    """Class of an operator by its name; None for one that computes nothing itself, and for other events."""
+    """Return the class of an operator by its name; None for one that computes nothing itself."""
     if "::" not in name or name.startswith(("autograd::", "torch::")):
         return None
     short = name.removeprefix("aten::")
-    for found, pattern in OPERATOR_RULES:
-        if pattern.match(short):
-            return found
-    return None if HOST.match(short) else ELEMENTWISE
+    other = None if HOST.match(short) else ELEMENTWISE
+    return next((found for found, pattern in OPERATOR_RULES if pattern.match(short)), other)
 
 
 def working_operator(event: Event | None) -> tuple[str | None, Event | None]:
-    """The class of what is being done inside `event`, and the operator that stands for it: the outermost one
-    that computes (the bias copied inside addmm is GEMM), unless it is inside the optimiser's step.
+    """Return the class of the work inside `event`, and the operator that does it: the outermost one that
+    computes (the bias copied inside addmm is GEMM), unless it is inside the optimiser's step.
     """
-    found: tuple[str | None, Event | None] = (None, None)
-    innermost, in_optimizer = event, False
+    name, operator, in_optimizer = None, None, False
     for outer in event.chain() if event else ():
-        name = operator_class(outer.name) if outer.kind == "op" else None
-        if name:
-            found = (name, outer)
+        if outer.kind == "op" and (found := operator_class(outer.name)):
+            name, operator = found, outer
         in_optimizer = in_optimizer or outer.name.strip("# ").startswith(("optimizer", "Optimizer.step#"))
-    if found[0] is None and innermost and innermost.name.startswith(COMPILED):
-        found = (compiled_class(innermost.name), innermost)
-    if in_optimizer and found[0] not in (None, COMMUNICATION):
-        return OPTIMIZER, found[1]
-    return found
-
-
-def compiled_class(name: str) -> str:
-    """Class of code by inductor: fused elementwise work, or a GEMM or softmax by its name."""
-    named = kernel_class(name)
-    return named if named in (GEMM, ATTENTION) and not name.startswith("##") else ELEMENTWISE
+    if name is None and event and event.name.startswith(COMPILED):  # fused, or a GEMM or softmax by its name
+        own = kernel_class(event.name)
+        is_product = own in (GEMM, ATTENTION) and not event.name.startswith("##")
+        name, operator = own if is_product else ELEMENTWISE, event
+    if in_optimizer and name not in (None, COMMUNICATION):
+        name = OPTIMIZER
+    return name, operator
 
 
 def kernel_class(name: str) -> str:
-    """Class of a kernel by its own name."""
+    """Return the class of a kernel by its own name."""
     return next((found for found, pattern in KERNEL_RULES if pattern.search(name)), ELEMENTWISE)
 
 
 def classify_kernel(kernel: Event, launch: Event | None) -> tuple[str, Event | None]:
-    """The class of a kernel or copy on the GPU, and the operator that launched it."""
+    """Return the class of a kernel or copy on the GPU, and the operator that launched it."""
     named = kernel_class(kernel.name)
     if any(WHOLE_PARTS.get(outer.name) == AROUND for outer in (launch.chain() if launch else ())):
         return AROUND, None

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,24 +51,19 @@ class Event:
     parent: "Event | None" = None  # the innermost event on the same thread that contains it
 
     def chain(self) -> Iterator["Event"]:
-        """The event itself, the event around it, and so on outwards."""
+        """Yield the event itself, the event around it, and so on outwards."""
         event: Event | None = self
         while event is not None:
             yield event
             event = event.parent
 
 
-class Part(NamedTuple):
-    """A span of the loop (data, forward, ...), or the time between two."""
-
-    start: float
-    end: float
-    name: str
-
-
 class Interval(NamedTuple):
+    """A time of the trace; as a part of the loop it has the name of a span, or "after" one."""
+
     start: float
     end: float
+    name: str = ""
 
 
 @dataclass
@@ -90,7 +86,7 @@ class Trace:
 
     @property
     def main(self) -> Hashable:
-        """The thread that runs the loop."""
+        """Return the thread that runs the loop."""
         return self.steps[0].thread
 
     @property
@@ -105,51 +101,51 @@ class Trace:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that wrote it."""
+        """Return the folder of the run that wrote it."""
         return self.path.parent.parent if self.path.parent.name == "traces" else None
 
     @property
-    def name(self) -> str:
-        """Name of the file, without its ending."""
-        return self.path.name.partition(".")[0]
-
-    @property
     def run_name(self) -> str:
-        return self.run.name if self.run else self.name
+        return self.run.name if self.run else self.path.name.partition(".")[0]
 
     def launched_by(self, kernel: Event) -> Event | None:
-        """The call of the host that a kernel or copy was launched by, where it was recorded."""
+        """Return the call of the host that launched a kernel or copy, if it was recorded."""
         return self.calls.get(kernel.args.get("correlation", -1))
 
     def host_events(self) -> Iterator[Event]:
-        for events in self.threads.values():
-            yield from events
+        return chain.from_iterable(self.threads.values())
 
 
 def find_traces(where: Path) -> list[Path]:
-    """The newest traces of a run (its folder, or its traces/), one a rank; or the one file that is named.
+    """Return the newest traces of a run's folder, by rank; or the one file that is named.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     if where.is_file():
         return [where]
-    folder = where / "traces" if (where / "traces").is_dir() else where
-    found = {path: FILE_NAME.fullmatch(path.name) for path in folder.glob("*.json.gz")}
-    numbers = {path: (int(match[1]), int(match[2])) for path, match in found.items() if match}
-    if not numbers:
-        raise DataError(f"{where}: {'no trace' if where.is_dir() else 'no such folder or file'}; {HOW_TO}")
-    newest = max(step for step, _ in numbers.values())
-    return sorted((path for path in numbers if numbers[path][0] == newest), key=lambda path: numbers[path][1])
+    found = [(*map(int, m.groups()), path) for path in where.glob("traces/*") if (m := _match_name(path))]
+    if not found:
+        raise DataError(f"{where}: no trace is there; {HOW_TO}")
+    newest = max(step for step, _, _ in found)
+    return [path for step, _, path in sorted(found) if step == newest]
+
+
+def _match_name(path: Path) -> re.Match[str] | None:
+    return FILE_NAME.fullmatch(path.name)
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises DataError for what is no trace, or one without a whole step."""
-    record = _read_json(path)
+    """Read one rank's trace. Raises DataError for what is no trace, or one without a whole step."""
     try:
-        events = list(_events(record["traceEvents"]))
-        memory = _memory(record["traceEvents"])
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            record = json.load(file)
+        events, memory = list(_events(record["traceEvents"])), _memory(record["traceEvents"])
+        devices = {gpu["id"]: str(gpu["name"]) for gpu in record.get("deviceProperties") or []}
+        distributed = dict(record.get("distributedInfo") or {})
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a trace ({error})") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a trace of torch.profiler (an event: {error!r})") from error
+        raise DataError(f"{path}: not a trace of torch.profiler ({error!r})") from error
     threads: dict[Hashable, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in ("op", "span", "call"):
@@ -160,30 +156,18 @@ def read_trace(path: Path) -> Trace:
     if not any(step.end > step.start for step in steps):
         raise DataError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
-    distributed = as_dict(record.get("distributedInfo"))
-    match = FILE_NAME.fullmatch(path.name)
+    device, match = kernels[0].args.get("device", 0) if kernels else None, _match_name(path)
     return Trace(
         path,
         int(match[2]) if match else distributed.get("rank", 0),
         distributed.get("world_size", 1),
-        _device_name(record, kernels),
+        devices.get(device, "GPU") if kernels else "CPU",
         sorted(steps, key=lambda e: e.start),
         dict(threads),
         kernels,
         {e.args["correlation"]: e for e in events if e.kind == "call" and "correlation" in e.args},
         memory[kernels != []],
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            record = json.load(file)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as a trace ({error})") from error
-    if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
-        raise DataError(f"{path}: not a trace of torch.profiler (it has no list traceEvents)")
-    return record
 
 
 def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
@@ -194,7 +178,7 @@ def _events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
             start, length = float(record["ts"]), float(record["dur"])
             if not (math.isfinite(start) and 0 <= length < math.inf):
                 raise ValueError(f"{name} at {start} has a duration of {length} us")
-            yield Event(name, kind, thread, start, start + length, as_dict(record.get("args")))
+            yield Event(name, kind, thread, start, start + length, dict(record.get("args") or {}))
 
 
 def _memory(records: Iterable[dict[str, Any]]) -> dict[bool, list[tuple[float, int]]]:
@@ -205,20 +189,6 @@ def _memory(records: Iterable[dict[str, Any]]) -> dict[bool, list[tuple[float, i
             counts = record["args"]
             found[counts["Device Type"] != 0].append((float(record["ts"]), int(counts["Total Allocated"])))
     return {device: sorted(counts) for device, counts in found.items()}
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    """Return the value, or an empty dict where it is none."""
-    return value if isinstance(value, dict) else {}
-
-
-def _device_name(record: dict[str, Any], kernels: list[Event]) -> str:
-    if not kernels:
-        return "CPU"
-    number = kernels[0].args.get("device", 0)
-    properties = record.get("deviceProperties")
-    listed = map(as_dict, properties) if isinstance(properties, list) else ()
-    return next((str(gpu["name"]) for gpu in listed if gpu.get("id") == number and gpu.get("name")), "GPU")
 
 
 def nest(events: list[Event]) -> None:
@@ -235,9 +205,7 @@ def nest(events: list[Event]) -> None:
 
 
 def stretches(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
-    """Stretches of time of a thread, (start, end, innermost event), in order, without the time outside of
-    events. `events` have been nested.
-    """
+    """Yield the times of a thread, (start, end, innermost event), in order; `events` have been nested."""
     open_events: list[Event] = []
     now = 0.0
     for event in [*events, None]:
@@ -258,7 +226,7 @@ class Loop:
     """Parts of the loop on the main thread, by time."""
 
     def __init__(self, trace: Trace) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[Interval] = []
         for step in trace.steps:
             inside = [e for e in trace.loop_events if e.kind == "span" and e.parent is step]
             self.parts += parts_of(step, inside)
@@ -267,28 +235,28 @@ class Loop:
             part.name for part in self.parts if not part.name.startswith(("after ", "at the start"))
         }
 
-    def at(self, time: float) -> Part:
-        """The last part that began before `time`."""
+    def at(self, time: float) -> Interval:
+        """Return the last part that began before `time`."""
         return self.parts[max(bisect_right(self.starts, time) - 1, 0)]
 
-    def cut(self, start: float, end: float) -> Iterator[Part]:
-        """An interval cut where one part ends and another begins."""
+    def cut(self, start: float, end: float) -> Iterator[Interval]:
+        """Yield an interval cut where one part ends and another begins."""
         # What comes before the first part, or after the last one (the GPU is late), belongs to it.
         begins, ends = [-math.inf, *self.starts[1:]], [*self.starts[1:], math.inf]
         first, last = bisect_right(begins, start) - 1, bisect_left(begins, end)
         for i in range(first, last):
-            yield Part(max(start, begins[i]), min(end, ends[i]), self.parts[i].name)
+            yield Interval(max(start, begins[i]), min(end, ends[i]), self.parts[i].name)
 
 
-def parts_of(step: Event, spans: list[Event]) -> list[Part]:
-    """A step as spans and what lies between them: "forward", "after forward", "backward", ..."""
+def parts_of(step: Event, spans: list[Event]) -> list[Interval]:
+    """Return a step as spans and the time between them: "forward", "after forward", "backward", ..."""
     parts, now, before = [], step.start, "at the start of the step"
     for span in spans:
         if span.start > now:
-            parts.append(Part(now, span.start, before))
+            parts.append(Interval(now, span.start, before))
         name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
-        parts.append(Part(span.start, span.end, name))
+        parts.append(Interval(span.start, span.end, name))
         now, before = span.end, f"after {name}"
     if step.end > now:
-        parts.append(Part(now, step.end, before))
+        parts.append(Interval(now, step.end, before))
     return parts

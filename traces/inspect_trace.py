@@ -21,7 +21,7 @@ from traces.work import rates_of
 
 
 def inspect(where: Path) -> list[Timeline]:
-    """The timelines of a run's newest traces, by rank. Raises DataError."""
+    """Return the timelines of a run's newest traces, by rank. Raises DataError."""
     return [build_timeline(read_trace(path)) for path in find_traces(where)]
 
 
@@ -32,23 +32,14 @@ def print_run(timelines: list[Timeline]) -> None:
     print(report(first, rates))
     if len(timelines) > 1:
         print(f"\n{ranks_table(timelines)}\n\n{collectives_table(timelines)}")
-    print("\n" + advice(first, rates, timelines))
+    print("\n" + advice(first, rates))
 
 
-def print_comparison(first: list[Timeline], second: list[Timeline]) -> None:
+def print_comparison(first: Timeline, second: Timeline) -> None:
     """Print the differences of two runs, and advice for each."""
-    print(comparison(first[0], second[0]))
-    for letter, timelines in (("A", first), ("B", second)):
-        print(f"\n{letter}: {advice(timelines[0], rates_of(timelines[0]), timelines)}")
-
-
-def parse(argv: list[str]) -> list[Path]:
-    """One folder or file, or two. Raises ConfigError."""
-    unknown = [word for word in argv if word.startswith("-")]
-    if unknown or len(argv) not in (1, 2):
-        what = f"{unknown[0]}: no such option" if unknown else f"{len(argv)} names given"
-        raise ConfigError(f"inspect_trace: {what}; name a run's folder or a trace, or two to compare")
-    return [Path(word) for word in argv]
+    print(comparison(first, second))
+    for letter, timeline in (("A", first), ("B", second)):
+        print(f"\n{letter}: {advice(timeline, rates_of(timeline))}")
 
 
 def main(argv: list[str]) -> None:
@@ -56,15 +47,17 @@ def main(argv: list[str]) -> None:
         print(__doc__)
         return
     with one_line_errors():
-        runs = [inspect(where) for where in parse(argv)]
+        if len(argv) not in (1, 2) or any(word.startswith("-") for word in argv):
+            raise ConfigError(f"inspect_trace {' '.join(argv)}: name a run's folder or a trace, or two")
+        runs = [inspect(Path(word)) for word in argv]
         firsts = [run[0] for run in runs]
+        trace = firsts[0].trace
         if len(runs) == 1:
             print_run(runs[0])
-            plotted, name = runs[0][:MAX_RANKS], firsts[0].trace.name
+            plotted, name = runs[0][:MAX_RANKS], trace.path.name.partition(".")[0]
         else:
-            print_comparison(*runs)
+            print_comparison(*firsts)
             plotted, name = firsts, "-against-".join(timeline.trace.run_name for timeline in firsts)
-        trace = firsts[0].trace
         picture = (trace.run / "plots" if trace.run else trace.path.parent) / f"trace-{name}.png"
         try:
             plot_breakdown(plotted, picture)

@@ -15,56 +15,52 @@ from matplotlib.patches import Patch
 from traces.classes import CLASSES
 from traces.events import STEP, Loop
 from traces.timeline import Table, Timeline
-from traces.work import rates_of, work_by_class
 
 # Work in cool colours, what a step need not have in warm ones.
 COOL = ("#1f4e79", "#2e86c1", "#85c1e9", "#27ae60", "#a9dfbf")
 WARM = ("#8e44ad", "#f1c40f", "#e67e22", "#e74c3c")
-COLOURS = dict(zip(CLASSES, COOL + WARM, strict=True))
+COLORS = dict(zip(CLASSES, COOL + WARM, strict=True))
 NARROW = 0.03  # of a step: parts narrower than this are not named
 MAX_BARS = 16
 
 
 def plot_breakdown(timelines: Sequence[Timeline], target: Path) -> None:
-    """Bars by step and class, one step of each timeline drawn out, and classes with their floors."""
+    """Draw bars by step and class, and one step of each timeline."""
     rows = len(timelines)
-    figure = plt.figure(figsize=(13, 5.2 + 1.1 * rows), layout="constrained")
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[4.4, 0.6 + 1.1 * rows])[:, 0]
-    bars, floors = above.subplots(1, 2, squeeze=False, width_ratios=[3, 2])[0]
-    draw_bars(bars, timelines)
-    draw_floors(floors, timelines)
-    strips = below.subplots(rows, 1, squeeze=False)[:, 0]
-    for axes, timeline, label in zip(strips, timelines, labels_of(timelines), strict=True):
+    labeled = dict(zip(labels_of(timelines), timelines, strict=True))
+    figure = plt.figure(figsize=(13, 4.6 + 1.1 * rows), layout="constrained")
+    bars, *strips = figure.subplots(1 + rows, 1, height_ratios=[3.8, *[1.1] * rows])
+    draw_bars(bars, labeled)
+    for axes, (label, timeline) in zip(strips, labeled.items(), strict=True):
         draw_step(axes, timeline, label)
-    handles = [Patch(color=COLOURS[name], label=name) for name in CLASSES]
+    handles = [Patch(color=COLORS[name], label=name) for name in CLASSES]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(CLASSES), fontsize=8)
     runs = dict.fromkeys(timeline.trace.run_name for timeline in timelines)
-    figure.suptitle(f"Where the time of a step goes: {', '.join(runs)}")
+    figure.suptitle(f"Where the time of a step goes: {' and '.join(runs)}")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
 
 def labels_of(timelines: Sequence[Timeline]) -> list[str]:
-    """Short labels of timelines: their runs, or the ranks of one."""
-    runs = [timeline.trace.run_name for timeline in timelines]
-    same = len(timelines) > 1 and len(set(runs)) == 1
-    return [f"rank {timeline.trace.rank}" for timeline in timelines] if same else runs
+    """Return short labels of timelines: the ranks of a run, or the files of two."""
+    ranks = [f"rank {timeline.trace.rank}" for timeline in timelines]
+    if len({timeline.trace.run for timeline in timelines}) == 1 and len(set(ranks)) == len(ranks):
+        return ranks
+    return [f"{letter}: {timeline.trace.run_name}" for letter, timeline in zip("AB", timelines, strict=True)]
 
 
-def draw_bars(axes: Axes, timelines: Sequence[Timeline]) -> None:
-    """A bar a step, stacked by class; an empty one between timelines."""
+def draw_bars(axes: Axes, labeled: dict[str, Timeline]) -> None:
+    """Draw a bar a step, stacked by class; an empty one between timelines."""
     bars: list[Table] = []
-    for timeline, label in zip(timelines, labels_of(timelines), strict=True):
+    for label, timeline in labeled.items():
         by_step = timeline.table.pivot_table(index="step", columns="name", values="ms", aggfunc="sum")
         by_step.index = [step_number(timeline, i) for i in by_step.index]
-        first_steps = by_step.head(max(MAX_BARS // len(timelines), 1))
-        if len(timelines) > 1:
-            first = first_steps.index[0]
-            first_steps = first_steps.rename(index={first: f"{first}\n{label}"})
-        bars += [first_steps, pd.DataFrame(index=[""])]
-    table: Table = pd.concat(bars[:-1]).reindex(columns=list(COLOURS))
-    table.plot.bar(stacked=True, ax=axes, color=COLOURS, legend=False, width=0.8, rot=0, fontsize=8)
+        first_steps = by_step.head(max(MAX_BARS // len(labeled), 1))
+        first = first_steps.index[0]
+        bars += [first_steps.rename(index={first: f"{first}\n{label}"}), pd.DataFrame(index=[""])]
+    table: Table = pd.concat(bars[:-1]).reindex(columns=list(COLORS))
+    table.plot.bar(stacked=True, ax=axes, color=COLORS, legend=False, width=0.8, rot=0, fontsize=8)
     axes.set(xlabel="step", ylabel="ms", title="by step")
     axes.grid(axis="y", alpha=0.3)
 
@@ -73,33 +69,15 @@ def step_number(timeline: Timeline, index: int) -> str:
     return timeline.trace.steps[index].name.removeprefix(STEP)
 
 
-def draw_floors(axes: Axes, timelines: Sequence[Timeline]) -> None:
-    """Mean time by class; a line where it need not be less."""
-    height = 0.8 / len(timelines)
-    for number, timeline in enumerate(timelines):
-        work = work_by_class(timeline, rates_of(timeline))
-        for row, name in enumerate(CLASSES):
-            y = row + number * height
-            axes.barh(y, timeline.by_class[name], height * 0.9, align="edge", color=COLOURS[name])
-            floor = work[name].floor if name in work else None
-            if floor:
-                axes.plot([floor, floor], [y, y + height * 0.9], color="k", linewidth=2)
-    axes.set_yticks([row + 0.4 for row in range(len(CLASSES))], CLASSES, fontsize=8)
-    axes.invert_yaxis()
-    order = f" ({', then '.join(labels_of(timelines))})" if len(timelines) == 2 else ""
-    axes.set(xlabel="ms a step", title=f"mean; black: floor{order}")
-    axes.grid(axis="x", alpha=0.3)
-
-
 def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
-    """The step of median length from left to right, with the parts of the loop above."""
+    """Draw the step of median length from left to right, with the parts of the loop above."""
     windows = timeline.windows
     index = sorted(range(len(windows)), key=lambda i: windows[i].end - windows[i].start)[len(windows) // 2]
-    begin, end = windows[index]
+    begin, end, _ = windows[index]
     segments = timeline.table[timeline.table["step"] == index]
     for name, rows in segments.groupby("name"):
         spans = list(zip((rows["start"] - begin) / 1000, rows["ms"], strict=True))
-        axes.broken_barh(spans, (0, 1), color=COLOURS[str(name)], linewidth=0)
+        axes.broken_barh(spans, (0, 1), color=COLORS[str(name)], linewidth=0)
     loop = Loop(timeline.trace)
     for part in loop.cut(begin, end):
         if part.name in loop.spans:

@@ -1,7 +1,5 @@
 """Tables that inspect_trace prints: of one timeline, of the ranks of a run, of two traces side by side."""
 
-import json
-import math
 import re
 import statistics
 from bisect import bisect_right
@@ -10,35 +8,34 @@ from collections.abc import Sequence
 import pandas as pd
 
 from command_line import text_table
-from errors import DataError
+from jobs.journal import read_records
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Loop, Trace
 from traces.timeline import Table, Timeline
 from traces.work import ClassWork, Rates, dims, loaded_bytes, operator_table, work_by_class
 
-WAITING = (COMMUNICATION, DATA_WAIT, AROUND, IDLE)  # a step need have none of them
+Row = tuple[object, ...]
 TOP = 8  # rows of a list
 SMALL = 0.001  # of a step: causes below it are summed up in one row
 MAX_RANKS = 8  # columns
 
 
 def report(timeline: Timeline, rates: Rates) -> str:
-    """Everything about one timeline, as text."""
+    """Return everything about one timeline, as text."""
     blocks = [breakdown(timeline, rates), remarks(timeline, rates), causes(timeline), waits(timeline)]
     blocks += [tasks_table(timeline), memory_table(timeline.trace)]
     return "\n\n".join(filter(None, blocks))
 
 
 def breakdown(timeline: Timeline, rates: Rates) -> str:
-    """Title, time by class, and how far each class is from its floor."""
-    steps = [(end - start) / 1000 for start, end in timeline.windows]
+    """Return title, time by class, and how far each class is from its floor."""
+    steps = [(window.end - window.start) / 1000 for window in timeline.windows]
     work, whole = work_by_class(timeline, rates), timeline.step_milliseconds
-    rows: list[tuple[object, ...]] = [
-        ("class", "ms a step", "fraction", "work", "rate", "floor, ms", "x floor")
-    ]
+    rows: list[Row] = [("class", "ms a step", "fraction", "work", "rate", "floor, ms", "x floor")]
     for name, time in timeline.by_class.items():
         label = f"{name}, exposed" if name == COMMUNICATION else name
-        rows.append((label, time, percent(time, timeline), *distance(name, time, work)))
+        distance = to_floor(work[name]) if name in work else ("", "", "0")  # of waiting, none is needed
+        rows.append((label, time, percent(time, timeline), *distance))
     rows.append(("sum", whole, percent(whole, timeline)))
     return (
         f"{timeline.trace.title}\n{whole:.1f} ms a step ({min(steps):.1f} to {max(steps):.1f})\n\n"
@@ -46,25 +43,17 @@ def breakdown(timeline: Timeline, rates: Rates) -> str:
     )
 
 
-def distance(name: str, time: float, work: dict[str, ClassWork]) -> tuple[object, ...]:
-    """The last four columns of a class's row."""
-    if name in WAITING:
-        return "", "", "0"
-    known = work[name]
+def to_floor(known: ClassWork) -> Row:
+    """Return work, rate, floor and distance from it, the last four columns of a class's row."""
     if not known.work.bytes or not known.milliseconds:
         return ()
     amount, unit = (known.work.flops, "FLOP") if known.work.flops else (known.work.bytes, "B")
-    floor = (known.floor, time / known.floor) if known.floor else ("?",)
+    floor = (known.floor, known.time / known.floor) if known.floor else ("?",)
     return si(amount, unit), si(amount / known.milliseconds * 1e3, unit + "/s"), *floor
 
 
-def short(name: str) -> str:
-    """To the width of the first column of a list."""
-    return name if len(name) < 52 else name[:48] + "..."
-
-
 def percent(milliseconds: float, timeline: Timeline) -> str:
-    """Fraction of a step, as text."""
+    """Return the fraction of a step, as text."""
     return f"{100 * milliseconds / timeline.step_milliseconds:.1f} %"
 
 
@@ -76,7 +65,7 @@ def si(value: float, unit: str) -> str:
 
 
 def remarks(timeline: Timeline, rates: Rates) -> str:
-    """Source of the floors, hidden communication, rate of the data."""
+    """Return the source of the floors, hidden communication, and the rate of the data."""
     lines = []
     if logged := logged_milliseconds(timeline.trace):
         lines.append(
@@ -87,11 +76,11 @@ def remarks(timeline: Timeline, rates: Rates) -> str:
         lines.append(
             f"floors: {si(rates.flops, 'FLOP/s')}{memory} ({rates.source}); ?: shapes are not in the trace"
         )
-    seen, hidden = timeline.by_class[COMMUNICATION], timeline.hidden_communication
-    if seen + hidden > SMALL * timeline.step_milliseconds:
+    exposed, hidden = timeline.by_class[COMMUNICATION], timeline.hidden_communication
+    if exposed + hidden > SMALL * timeline.step_milliseconds:
         lines.append(
-            f"communication: {seen:.2f} ms a step exposed, {hidden:.2f} hidden behind computation"
-            f" ({hidden / (seen + hidden):.0%} overlapped)"
+            f"communication: {exposed:.2f} ms a step exposed, {hidden:.2f} hidden behind computation"
+            f" ({hidden / (exposed + hidden):.0%} overlapped)"
         )
     loaded, waited = loaded_bytes(timeline.trace), timeline.by_class[DATA_WAIT]
     if loaded and waited:
@@ -102,20 +91,14 @@ def remarks(timeline: Timeline, rates: Rates) -> str:
 
 
 def logged_milliseconds(trace: Trace) -> float | None:
-    """The median step of the run that wrote the trace, by its metrics.jsonl."""
-    path = trace.run / "metrics.jsonl" if trace.run else None
-    if not path or not path.is_file():
-        return None
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); move it away to inspect the trace") from error
+    """Return the median step of the run that wrote the trace, by its metrics.jsonl."""
+    records = read_records(trace.run / "metrics.jsonl") if trace.run else []
     seconds = [record["step_seconds"] for record in records if record.get("step_seconds")]
     return 1e3 * statistics.median(seconds) if seconds else None
 
 
 def causes(timeline: Timeline) -> str:
-    """Idle time by what the host did."""
+    """Return idle time by what the host did."""
     least = SMALL * timeline.step_milliseconds
     found = timeline.idle_by_cause
     largest = {short(name): time for name, time in list(found.items())[:TOP] if time > least}
@@ -129,25 +112,23 @@ def causes(timeline: Timeline) -> str:
 
 
 def memory_table(trace: Trace) -> str:
-    """Allocated memory by part of the loop; "" where profiling.enable_memory_snapshot was off."""
+    """Return allocated memory by part of the loop; "" without profiling.enable_memory_snapshot."""
     times, sizes = [time for time, _ in trace.memory], [size / 2**20 for _, size in trace.memory]
-    peaks: dict[str, float] = {}
-    changes: dict[str, list[float]] = {}
+    rows = []
     for start, end, name in Loop(trace).parts:
         first, last = bisect_right(times, start), bisect_right(times, end)
-        if first == 0 or first == last:  # nothing is known before the first allocation
-            continue
-        peaks[name] = max(peaks.get(name, -math.inf), *sizes[first - 1 : last])
-        changes.setdefault(name, []).append(sizes[last - 1] - sizes[first - 1])
-    if not peaks:
+        if 0 < first < last:  # nothing is known before the first allocation
+            rows.append((name, max(sizes[first - 1 : last]), sizes[last - 1] - sizes[first - 1]))
+    if not rows:
         return ""
     title = "memory, MiB" if trace.on_gpu else "memory, MiB more than when the recording began"
-    rows = [(name, peak, statistics.mean(changes[name])) for name, peak in peaks.items()]
-    return text_table("<52 >10.1f >+12.1f", [(title, "at most", "end - start"), *rows])
+    table: Table = pd.DataFrame(rows, columns=["part", "peak", "change"])
+    table = table.groupby("part", sort=False).agg({"peak": "max", "change": "mean"})
+    return text_table("<52 >10.1f >+12.1f", [(title, "at most", "end - start"), *table.itertuples()])
 
 
 def waits(timeline: Timeline) -> str:
-    """Places outside logging, saving and validation where the host waits for the device."""
+    """Return places outside logging, saving and validation where the host waits for the device."""
     if not timeline.waits:
         return ""
     steps, on_gpu = len(timeline.windows), timeline.trace.on_gpu
@@ -161,8 +142,8 @@ def waits(timeline: Timeline) -> str:
 
 
 def tasks(timeline: Timeline) -> Table:
-    """Operators with their shapes, on a GPU kernels, the longest first. Columns: milliseconds (`ms`) and
-    `calls` of a step, and `gflops` a second (0 where they are not known).
+    """Return operators with their shapes, on a GPU kernels, the longest first. Columns: milliseconds (`ms`)
+    and `calls` of a step, and `gflops` a second (0 where they are not known).
     """
     table, steps = timeline.table, len(timeline.windows)
     table = table[~table["name"].isin([DATA_WAIT, AROUND, IDLE])]
@@ -180,33 +161,32 @@ def tasks(timeline: Timeline) -> Table:
 
 
 def task_name(name: str, what: str, operator: Event | None, on_gpu: bool) -> str:
+    """Return an operator with its shapes, or a kernel without its template arguments."""
     if on_gpu:
-        return short_kernel(what)
+        while (bare := re.sub(r"<[^<>]*>|\([^()]*\)", "", what)) != what:
+            what = bare
+        return what.removeprefix("void ").strip()[:60]
     if operator and name in (GEMM, ATTENTION):
         shapes = ["x".join(map(str, shape)) for shape in dims(operator) if len(shape) > 1]
         return f"{what} {', '.join(shapes[:2])}"
     return "compiled graph" if what.startswith("##") else what
 
 
-def short_kernel(name: str) -> str:
-    """Without its template arguments."""
-    while (bare := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
-        name = bare
-    return name.removeprefix("void ").strip()[:60]
+def short(name: str) -> str:
+    """Return a name cut to the width of the first column of a list."""
+    return name if len(name) < 52 else name[:48] + "..."
 
 
 def tasks_table(timeline: Timeline) -> str:
     what = "kernels" if timeline.trace.on_gpu else "operators"
-    rows: list[tuple[object, ...]] = [
-        (f"{what} that take the time", "ms a step", "fraction", "calls", "GFLOP/s")
-    ]
+    rows: list[Row] = [(f"{what} that take the time", "ms a step", "fraction", "calls", "GFLOP/s")]
     for name, time, calls, gflops in tasks(timeline)[:TOP].itertuples():
         rows.append((short(name), time, percent(time, timeline), calls, gflops or None))
     return text_table("<52 >10.2f >9 >8.0f >10.0f", rows)
 
 
 def ranks_table(timelines: Sequence[Timeline]) -> str:
-    """Milliseconds a step by class, a column a rank."""
+    """Return milliseconds a step by class, a column a rank."""
     first = timelines[:MAX_RANKS]
     rows = [
         ("ms a step", *(f"rank {t.trace.rank}" for t in first)),
@@ -217,24 +197,18 @@ def ranks_table(timelines: Sequence[Timeline]) -> str:
 
 
 def collectives_table(timelines: Sequence[Timeline]) -> str:
-    """Milliseconds a step that ranks spend in collectives, the least first: all wait there for the last."""
-    ranks = sorted(timelines, key=lambda timeline: timeline.collective_milliseconds)
-    times = [timeline.collective_milliseconds for timeline in ranks]
-    least, notes = times[0], [""] * len(ranks)
-    if times[-1] - least > SMALL * ranks[0].step_milliseconds:
-        notes[0], notes[-1] = "  comes last, the others wait for it", "  comes first, and waits longest"
-    rows: list[tuple[object, ...]] = [
-        (f"rank {t.trace.rank}", time, time - least, note)
-        for t, time, note in zip(ranks, times, notes, strict=True)
-    ]
+    """Return milliseconds a step that ranks spend in collectives; the one with the least comes last."""
+    ranks = sorted((t.collective_milliseconds, t.trace.rank) for t in timelines)
+    rows: list[Row] = [(f"rank {rank}", time, time - ranks[0][0]) for time, rank in ranks]
+    if ranks[-1][0] - ranks[0][0] > SMALL * timelines[0].step_milliseconds:
+        rows[0] += ("  comes last, the others wait for it",)
     if len(rows) > MAX_RANKS:
         rows[MAX_RANKS // 2 : -MAX_RANKS // 2] = [("...",)]
-    head = ("in collectives", "ms a step", "+ ms", "")
-    return text_table("<22 >10.2f >+10.2f <0", [head, *rows])
+    return text_table("<22 >10.2f >+10.2f <0", [("in collectives", "ms a step", "+ ms"), *rows])
 
 
 def comparison(first: Timeline, second: Timeline) -> str:
-    """Two timelines side by side: classes, then the operators that differ most."""
+    """Return two timelines side by side: classes, then the operators that differ most."""
     both: Table = pd.DataFrame({"a": tasks(first)["ms"], "b": tasks(second)["ms"]}).fillna(0.0)
     differing = both.loc[(both["b"] - both["a"]).abs().sort_values(ascending=False).index[:TOP]]
     rows = [
@@ -252,5 +226,5 @@ def comparison(first: Timeline, second: Timeline) -> str:
     return "\n".join([*titles, "", text_table("<52 >10.2f >10.2f >+10.2f >8.2f", rows)])
 
 
-def difference(name: str, a: float, b: float) -> tuple[object, ...]:
+def difference(name: str, a: float, b: float) -> Row:
     return short(name), a, b, b - a, b / a if a > 0.005 else None

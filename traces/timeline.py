@@ -7,10 +7,11 @@ instead of launching.
 """
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from traces.classes import (
     kernel_class,
     working_operator,
 )
-from traces.events import Event, Interval, Loop, Part, Trace, stretches
+from traces.events import Event, Interval, Loop, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
 Table = Any  # a DataFrame: what pandas' methods give by their annotations no checker can tell
@@ -69,7 +70,7 @@ class Timeline:
 
     @cached_property
     def table(self) -> Table:
-        """A row a segment: its fields, its length `ms`, and the index `step` of its window."""
+        """Return a row a segment: its fields, its length `ms`, and the index `step` of its window."""
         table: Table = pd.DataFrame(self.segments, columns=list(Segment._fields))
         starts = [window.start for window in self.windows]
         step = np.searchsorted(starts, table["start"], side="right") - 1
@@ -77,33 +78,34 @@ class Timeline:
 
     @cached_property
     def step_milliseconds(self) -> float:
-        """Mean over the steps."""
-        return sum(end - start for start, end in self.windows) / 1000 / len(self.windows)
+        """Return the mean over the steps."""
+        return sum(window.end - window.start for window in self.windows) / 1000 / len(self.windows)
 
     @cached_property
     def by_class(self) -> dict[str, float]:
-        """Milliseconds a step; they add up to `step_milliseconds`."""
+        """Return milliseconds a step; they add up to `step_milliseconds`."""
         total = self.table.groupby("name")["ms"].sum() / len(self.windows)
         return total.reindex(list(CLASSES), fill_value=0.0).to_dict()
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
-        """Milliseconds a step, the largest first."""
+        """Return milliseconds a step, the largest first."""
         total = self.table[self.table["name"] == IDLE].groupby("what")["ms"].sum() / len(self.windows)
         return total.sort_values(ascending=False).to_dict()
 
     @cached_property
     def hidden_communication(self) -> float:
-        """Milliseconds a step in which a collective ran at the same time as computation."""
-        computing = [Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE]
-        hidden, _ = fill(computing, collectives(self.trace))
-        return sum(p.end - p.start for p in hidden) / 1000 / len(self.windows)
+        """Return milliseconds a step in which a collective ran at the same time as computation."""
+        return self._of_collectives([Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE])
 
     @cached_property
     def collective_milliseconds(self) -> float:
-        """Milliseconds a step in which a collective ran, or waited for another rank, hidden or not."""
-        running, _ = fill(self.windows, collectives(self.trace))
-        return sum(p.end - p.start for p in running) / 1000 / len(self.windows)
+        """Return milliseconds a step of collectives, with the waiting for other ranks, hidden or not."""
+        return self._of_collectives(self.windows)
+
+    def _of_collectives(self, times: list[Interval]) -> float:
+        filled, _ = fill(times, collectives(self.trace))
+        return sum(p.end - p.start for p in filled) / 1000 / len(self.windows)
 
 
 def build_timeline(trace: Trace) -> Timeline:
@@ -114,15 +116,15 @@ def build_timeline(trace: Trace) -> Timeline:
     for layer in layers:
         filled, free = fill(free, layer)
         segments += filled
-    waits = Waits(trace, loop)
+    waits = find_waits(trace, loop)
     idle = gpu_idle(trace, loop, free, waits) if trace.on_gpu else cpu_idle(trace, loop, free)
     segments = sorted([*segments, *idle], key=lambda segment: segment.start)
-    return Timeline(trace, windows, segments, waits.found(segments))
+    return Timeline(trace, windows, segments, count_waits(waits, segments, loop))
 
 
 def step_windows(trace: Trace) -> list[Interval]:
-    """Windows from the end of one step to the end of the next, on the host and on the GPU: a step has ended
-    when the host has left it and the kernels that it launched so far are done.
+    """Return windows from the end of one step to the end of the next: on a GPU a step has ended when the host
+    has left it and the kernels that it launched so far are done.
     """
     if not trace.on_gpu:
         return [Interval(step.start, step.end) for step in trace.steps]
@@ -138,44 +140,38 @@ def fill(free: list[Interval], layer: Iterable[Segment]) -> tuple[list[Segment],
     """Give free time to the segments of a layer, first come, first served. Return the parts of segments that
     fitted, and the time still free. `free` and `layer` are sorted by start; segments may overlap.
     """
-    filled, left, waiting, i = [], [], list(free), 0
+    filled, left, waiting = [], [], deque(free)
     for segment in layer:
-        while i < len(waiting) and waiting[i].end <= segment.start:
-            left.append(waiting[i])
-            i += 1
-        while i < len(waiting) and waiting[i].start < segment.end:
-            start, end = waiting[i]
+        while waiting and waiting[0].end <= segment.start:
+            left.append(waiting.popleft())
+        while waiting and waiting[0].start < segment.end:
+            start, end, _ = waiting.popleft()
             begin, stop = max(start, segment.start), min(end, segment.end)
             if begin > start:
                 left.append(Interval(start, begin))
             if stop > begin:
                 filled.append(segment._replace(start=begin, end=stop))
             if stop < end:
-                waiting[i] = Interval(stop, end)
+                waiting.appendleft(Interval(stop, end))
                 break
-            i += 1
-    return filled, left + waiting[i:]
+    return filled, [*left, *waiting]
 
 
 # -- what runs
 
 
 def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Segment]]:
-    """Parts that count as a whole; operators of the main thread; of other threads; collectives."""
+    """Yield parts that count as a whole; operators of the main thread; of other threads; collectives."""
     yield [Segment(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
-    yield list(operators(trace.loop_events))
-    elsewhere = [
-        segment
-        for thread, events in trace.threads.items()
-        if thread != trace.main and not any(is_gloo(event) for event in events)
-        for segment in operators(events)
-    ]
-    yield sorted(elsewhere, key=lambda p: p.start)
+    yield operators(trace.loop_events)
+    others = [events for thread, events in trace.threads.items() if thread != trace.main]
+    elsewhere = [operators(events) for events in others if not any(map(is_gloo, events))]
+    yield sorted(chain.from_iterable(elsewhere), key=lambda p: p.start)
     yield collectives(trace)
 
 
 def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
-    """Kernels that compute; collectives; copies."""
+    """Yield kernels that compute; collectives; copies."""
     segments = []
     for kernel in trace.kernels:
         name, operator = classify_kernel(kernel, trace.launched_by(kernel))
@@ -185,16 +181,14 @@ def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
     yield [p for p in segments if p.name == COPIES]
 
 
-def operators(events: list[Event]) -> Iterator[Segment]:
-    """Segments in which a thread of the host computes."""
-    for start, end, event in stretches(events):
-        name, operator = working_operator(event)
-        if name and operator:
-            yield Segment(start, end, name, operator.name, operator)
+def operators(events: list[Event]) -> list[Segment]:
+    """Return the segments in which a thread of the host computes."""
+    found = [(start, end, *working_operator(event)) for start, end, event in stretches(events)]
+    return [Segment(start, end, name, op.name, op) for start, end, name, op in found if name and op]
 
 
 def collectives(trace: Trace) -> list[Segment]:
-    """Segments of collectives on the GPU, or on gloo's threads."""
+    """Return segments of collectives on the GPU, or on gloo's threads."""
     if trace.on_gpu:
         found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
     else:
@@ -211,18 +205,19 @@ def is_gloo(event: Event) -> bool:
 
 
 def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment]:
-    """Named by the part of the loop; a gap inside one also by the operator that ended before it."""
-    done = [e for e in trace.loop_events if e.kind == "op" and e.name.startswith("aten::")]
-    done.sort(key=lambda e: e.end)
-    for start, end in free:
+    """Name idle time by the part of the loop; a gap inside one also by the operator that ended before it."""
+    done = sorted(
+        (e for e in trace.loop_events if e.kind == "op" and e.name.startswith("aten::")), key=lambda e: e.end
+    )
+    for start, end, _ in free:
         before = bisect_right(done, start, key=lambda e: e.end) - 1
         for part in loop.cut(start, end):
             named = before >= 0 and part.name in loop.spans
             yield idle(part, f", behind {done[before].name}" if named else "")
 
 
-def idle(part: Part, detail: str = "") -> Segment:
-    """Segment in which nothing runs: Python between two operators, or a gap with its detail."""
+def idle(part: Interval, detail: str = "") -> Segment:
+    """Return a segment in which nothing runs: Python between two operators, or a gap with its detail."""
     if part.end - part.start < LONG:
         return Segment(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
     return Segment(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
@@ -232,29 +227,35 @@ def placed(part: str) -> str:
     return part if part.startswith(("after ", "at ")) else f"in {part}"
 
 
-def gpu_idle(trace: Trace, loop: Loop, free: list[Interval], waits: "Waits") -> Iterator[Segment]:
-    """Until the next kernel is launched, the host is late: it waited, or it was busy. After that, the kernel
-    was late.
+def gpu_idle(
+    trace: Trace, loop: Loop, free: list[Interval], waits: list[tuple[Event, str, str]]
+) -> Iterator[Segment]:
+    """Yield idle time by its cause: until the next kernel is launched the host is late, as it waited or was
+    busy; after that the kernel is late.
     """
     starts = [kernel.start for kernel in trace.kernels]
-    for start, end in free:
+    for start, end, _ in free:
         following = bisect_left(starts, end - 0.01)
         launch = trace.launched_by(trace.kernels[following]) if following < len(starts) else None
         launched = min(max(launch.end, start), end) if launch else end
-        wait = waits.before(start, launched)
+        # The wait that ended when the GPU ran out of work, and from which the host launched too late.
+        after = bisect_left(waits, start - AFTER_WAIT, key=lambda wait: wait[0].end)
+        wait = next(
+            (w for w in waits[after : after + 1] if w[0].end <= launched and w[0].start <= start), None
+        )
         for part in loop.cut(start, launched):
             if part.name in WHOLE_PARTS:
                 yield Segment(*part[:2], WHOLE_PARTS[part.name], part.name)
             elif wait:
-                yield Segment(*part[:2], IDLE, f"wait of {waits.name(wait)} {waits.part(wait)}", wait)
+                yield Segment(*part[:2], IDLE, f"wait of {wait[1]} {wait[2]}", wait[0])
             else:
                 yield idle(part, host_work(trace, launch, part) if part.end - part.start >= LONG else "")
         if end > launched:
             yield Segment(launched, end, IDLE, "launched, not yet started")
 
 
-def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
-    """Operator or blocking call in which the thread that launches next was for most of a gap."""
+def host_work(trace: Trace, launch: Event | None, gap: Interval) -> str:
+    """Return the operator or blocking call in which the thread that launches next was for most of a gap."""
     thread = launch.thread if launch and launch.thread in trace.threads else trace.main
     half = (gap.end - gap.start) / 2
     inside = [
@@ -265,48 +266,36 @@ def host_work(trace: Trace, launch: Event | None, gap: Part) -> str:
     return f", the host in {inside[-1].name}" if inside else ""  # the innermost
 
 
-class Waits:
-    """Waits of the host for the device: on a GPU calls of the runtime, on a CPU values read by Python."""
+def find_waits(trace: Trace, loop: Loop) -> list[tuple[Event, str, str]]:
+    """Return waits of the host for the device, with the outermost operator and the part of the loop: on a GPU
+    calls of the runtime, on a CPU values read by Python.
+    """
+    found = []
+    for event in trace.host_events():
+        if trace.on_gpu:
+            is_wait = event.kind == "call" and bool(SYNCHRONISE.match(event.name))
+        else:  # reading a batch takes values out of tensors that never leave the host
+            is_wait = event.name in READS and not is_inside_operator(event)
+            is_wait = is_wait and loop.at(event.start).name not in WHOLE_PARTS
+        if is_wait and trace.steps[0].start <= event.start < trace.steps[-1].end:
+            outer = [e.name for e in event.chain() if event.kind == "call" and e.name.startswith("aten::")]
+            name = f"{event.name} ({outer[-1]})" if outer else event.name
+            found.append((event, name, placed(loop.at(event.start).name)))
+    return sorted(found, key=lambda wait: wait[0].end)
 
-    def __init__(self, trace: Trace, loop: Loop) -> None:
-        self.loop, self.on_gpu = loop, trace.on_gpu
-        first, last = trace.steps[0].start, trace.steps[-1].end
-        inside = [e for e in trace.host_events() if first <= e.start < last]
-        self.events = sorted((e for e in inside if self.is_wait(e)), key=lambda e: e.end)
 
-    def is_wait(self, event: Event) -> bool:
-        if self.on_gpu:
-            return event.kind == "call" and bool(SYNCHRONISE.match(event.name))
-        # Reading a batch takes values out of tensors that never leave the host.
-        reads = event.name in READS and not is_inside_operator(event)
-        return reads and self.loop.at(event.start).name not in WHOLE_PARTS
-
-    def name(self, event: Event) -> str:
-        """The outermost operator that waits, or the call itself."""
-        operators = [e.name for e in event.chain() if e.name.startswith("aten::")]
-        return f"{event.name} ({operators[-1]})" if event.kind == "call" and operators else event.name
-
-    def part(self, event: Event) -> str:
-        return placed(self.loop.at(event.start).name)
-
-    def before(self, start: float, end: float) -> Event | None:
-        """The wait that ended when the GPU ran out of work, and from which the host launched too late."""
-        after = bisect_left(self.events, start - AFTER_WAIT, key=lambda e: e.end)
-        ended = [wait for wait in self.events[after : after + 1] if wait.end <= end and wait.start <= start]
-        return ended[0] if ended else None
-
-    def found(self, segments: list[Segment]) -> list[Wait]:
-        """Avoidable waits by operator and part of the loop, the most harmful first."""
-        idle = dict.fromkeys(self.events, 0.0)
-        for segment in segments:
-            if segment.name == IDLE and segment.operator:
-                idle[segment.operator] += (segment.end - segment.start) / 1000
-        rows = [
-            (self.name(e), self.part(e), 1, (e.end - e.start) / 1000, idle[e])
-            for e in self.events
-            if self.loop.at(e.start).name not in WHOLE_PARTS
-        ]
-        table: Table = pd.DataFrame(rows, columns=list(Wait._fields))
-        groups = table.groupby(["what", "where"], as_index=False).sum()
-        groups = groups.sort_values(["idle", "waited"], ascending=False)
-        return [Wait(*row) for row in groups.itertuples(index=False)]
+def count_waits(waits: list[tuple[Event, str, str]], segments: list[Segment], loop: Loop) -> list[Wait]:
+    """Return avoidable waits by operator and part of the loop, the most harmful first."""
+    idle = dict.fromkeys((event for event, _, _ in waits), 0.0)
+    for segment in segments:
+        if segment.name == IDLE and segment.operator:
+            idle[segment.operator] += (segment.end - segment.start) / 1000
+    rows = [
+        (name, where, 1, (e.end - e.start) / 1000, idle[e])
+        for e, name, where in waits
+        if loop.at(e.start).name not in WHOLE_PARTS
+    ]
+    table: Table = pd.DataFrame(rows, columns=list(Wait._fields))
+    groups = table.groupby(["what", "where"], as_index=False).sum()
+    groups = groups.sort_values(["idle", "waited"], ascending=False)
+    return [Wait(*row) for row in groups.itertuples(index=False)]

@@ -19,16 +19,14 @@ from traces.events import DATA, Event, Trace
 from traces.timeline import Table, Timeline
 
 ITEM_BYTES = {
-    "double": 8,
-    "long int": 8,
-    "float": 4,
-    "int": 4,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "short": 2,
+    **dict.fromkeys(("double", "long int"), 8),
+    **dict.fromkeys(("float", "int", "TensorList"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short"), 2),
 }
 ENOUGH = 0.9  # of a class's time must be in operators of known work for the class to have a floor
 SMALL_OUTPUT = {"aten::copy_", "aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"}
+# Operators that multiply two matrices, and the position of the first one among their inputs.
+PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 FREQUENT = 0.01  # of a class's time: what an operator must take for its rate to count as what can be reached
 
 
@@ -49,6 +47,7 @@ class ClassWork(NamedTuple):
     """Work and time of a class in a step."""
 
     work: Work
+    time: float  # milliseconds
     milliseconds: float  # in operators of known work
     floor: float | None  # milliseconds it need take; None where too little is known
 
@@ -62,69 +61,63 @@ def dims(event: Event) -> list[list[int]]:
 
 
 def product(shape: Any) -> int:
-    """Elements of a tensor; of a list of tensors, of all together."""
+    """Return the number of elements of a tensor; of a list of tensors, of all together."""
     if shape and isinstance(shape[0], list):
         return sum(product(inner) for inner in shape)
     return math.prod(shape) if shape else 0
 
 
 def attention(query: list[int], value: list[int], matmuls: int) -> float:
-    """Every pair of a query and a key: 2 x head size FLOPs in each of the matmuls. (B, N, T, head)."""
+    """Return 2 x head size FLOPs for each pair of query and key in each of the matmuls, (B, N, T, head)."""
     tokens, head = query[-2:]
     return 2.0 * matmuls * math.prod(query[:-2]) * tokens * value[-2] * head
 
 
 def convolution(event: Event) -> float:
-    """Forward or backward, as torch counts it: of tensors of these shapes, which hold no data."""
-    concrete = event.args.get("Concrete Inputs", [])
+    """Return the FLOPs that torch counts of meta tensors of these shapes, forward or backward."""
     arguments = [
         torch.empty(shape, device="meta") if shape else literal_eval(text) if text else None
-        for shape, text in zip(dims(event), concrete, strict=True)
+        for shape, text in zip(dims(event), event.args.get("Concrete Inputs", []), strict=True)
     ]
     with FlopCounterMode(display=False) as counter:
         getattr(torch.ops.aten, event.name.removeprefix("aten::"))(*arguments)
     return float(counter.get_total_flops())
 
 
-# Operators that multiply their first two inputs, (..., M, K) and (..., K, N), or the two after what is added.
-# What an operator decomposes into is inside it and not counted again.
-PRODUCTS = ("aten::mm", "aten::bmm", "aten::_scaled_mm")
-SUMS_OF_PRODUCTS = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
-
-
 def flops_of(event: Event) -> float | None:
-    """FLOPs of an operator; None for a product of matrices with arguments that are not known here."""
-    if event.name in PRODUCTS + SUMS_OF_PRODUCTS:
-        first = 1 if event.name in SUMS_OF_PRODUCTS else 0
-        left, right = dims(event)[first : first + 2]
+    """Return the FLOPs of an operator; None for a product of matrices with arguments that are not known here.
+
+    What an operator decomposes into is inside it and not counted again.
+    """
+    name, shapes = event.name.removeprefix("aten::"), dims(event)
+    if (
+        name in PRODUCTS
+    ):  # of the first two inputs, (..., M, K) and (..., K, N), or the two after what is added
+        left, right = shapes[PRODUCTS[name] : PRODUCTS[name] + 2]
         return 2.0 * math.prod(left) * right[-1]
-    if event.name in ("aten::convolution", "aten::convolution_backward"):
+    if name in ("convolution", "convolution_backward"):
         return convolution(event)
-    if event.name.startswith(("aten::_scaled_dot_product", "aten::scaled_dot_product_attention")):
-        if not event.name.endswith("_backward"):
-            return attention(dims(event)[0], dims(event)[2], 2)
+    if name.startswith(("_scaled_dot_product", "scaled_dot_product_attention")):
+        if not name.endswith("_backward"):
+            return attention(shapes[0], shapes[2], 2)
         # Grad, query, key, value; dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
-        return attention(dims(event)[1], dims(event)[3], 4)
-    unknown = any(word in event.name for word in ("mm", "attention", "attn", "convolution"))
+        return attention(shapes[1], shapes[3], 4)
+    unknown = any(word in name for word in ("mm", "attention", "attn", "convolution"))
     return None if unknown else 0.0
 
 
 def work_of(event: Event) -> Work | None:
-    """None where the trace does not tell: a compiled graph, a list of very many tensors."""
+    """Return an operator's work; None for a compiled graph or a list of very many tensors."""
     shapes, types = dims(event), event.args.get("Input type", [])
     try:
         flops = flops_of(event) if any(shapes) else None
-        sizes = [product(s) * _item_bytes(kind) for s, kind in zip(shapes, types, strict=False) if s]
+        sizes = [product(s) * ITEM_BYTES.get(kind, 1) for s, kind in zip(shapes, types, strict=False) if s]
     except (IndexError, ValueError, TypeError, SyntaxError, RuntimeError):
         return None  # not the arguments of the torch that is here
     if flops is None:
         return None
     output = 0 if event.name in SMALL_OUTPUT else max(sizes, default=0)
     return Work(flops, float(sum(sizes) + output))
-
-
-def _item_bytes(kind: str) -> int:
-    return ITEM_BYTES.get(kind, 4 if kind == "TensorList" else 1)
 
 
 # -- what a class needs
@@ -134,18 +127,16 @@ def rates_of(timeline: Timeline) -> Rates:
     """Return what large products and copies of the device reach by planning/clusters.toml; for a device that
     is not listed, the best of this trace.
     """
-    reached, machine = reached_rates(timeline), machine_known_as(timeline.trace.device)
-    device = load_cluster(machine).device if machine else None
-    memory = device.bandwidth if device else reached.bytes
-    if device:
-        return Rates(device.matmul["bf16"], memory, f"[{machine}] of planning/clusters.toml")
-    return reached
+    if machine := machine_known_as(timeline.trace.device):
+        device = load_cluster(machine).device
+        return Rates(device.matmul["bf16"], device.bandwidth, f"[{machine}] of planning/clusters.toml")
+    return reached_rates(timeline)
 
 
 @cache
 def operator_table(timeline: Timeline) -> Table:
-    """A row an operator that computes: its class, its name, its call (with shapes), milliseconds of the
-    timeline in all steps, FLOPs and bytes (NaN where the trace does not tell). The index has the events.
+    """Return a row an operator that computes: class, name, call (with shapes), milliseconds in all steps,
+    FLOPs and bytes (NaN where the trace does not have them). The index has the events.
     """
     segments = timeline.table[[bool(e) and e.kind == "op" for e in timeline.table["operator"]]]
     times = segments.groupby("operator", sort=False).agg({"name": "last", "ms": "sum"})
@@ -163,22 +154,20 @@ def operator_table(timeline: Timeline) -> Table:
 
 
 def reached_rates(timeline: Timeline) -> Rates:
-    """Rates of the best call of this trace, where the device is not known, among shapes that take a hundredth
-    of the time at least. Bytes: of calls without a FLOP.
+    """Return the rates of the best call among shapes that take a hundredth of the time at least. Bytes: of
+    calls without a FLOP.
     """
     known = operator_table(timeline).dropna().query("ms > 0")
     rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
     calls = rates.groupby(known["call"]).max()
     times = known.groupby("call")["ms"].sum()
     frequent = calls[times > FREQUENT * times.sum()]
-    plain = frequent[frequent["flops"] == 0]
-    flops = max(frequent["flops"], default=0.0)
-    moved = max(plain["bytes"], default=0.0)
-    return Rates(flops, moved, "its best call in this trace")
+    moved = frequent["bytes"][frequent["flops"] == 0]
+    return Rates(max(frequent["flops"], default=0.0), max(moved, default=0.0), "its best call in this trace")
 
 
 def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
-    """Work of the classes that compute; floors at `rates`."""
+    """Return the work of the classes that compute; floors at `rates`."""
     known, steps, result = operator_table(timeline).dropna(), len(timeline.windows), {}
     for name in COMPUTE:
         rows = known[known["class"] == name]
@@ -194,19 +183,13 @@ def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
             least = by_flops.where(by_flops > 0, by_bytes).sum()
             # Rare calls may be faster than the best frequent one.
             floor = min(least * 1e3 / steps, timeline.by_class[name])
-        result[name] = ClassWork(total, milliseconds, floor)
+        result[name] = ClassWork(total, timeline.by_class[name], milliseconds, floor)
     return result
 
 
 def loaded_bytes(trace: Trace) -> float:
-    """Bytes of fields that the loader hands over, a step."""
-    handed = [
-        product(dims(e)[0]) * _item_bytes(e.args["Input type"][0])
-        for e in trace.loop_events
-        if e.name == "aten::to"
-        and e.parent
-        and e.parent.name == DATA
-        and dims(e)
-        and e.args.get("Input type")
-    ]
-    return sum(handed) / len(trace.steps)
+    """Return the bytes of fields that the loader hands over, a step."""
+    casts = [e for e in trace.loop_events if e.name == "aten::to" and e.parent and e.parent.name == DATA]
+    inputs = [(dims(e), e.args.get("Input type")) for e in casts]
+    loaded = [product(d[0]) * ITEM_BYTES.get(kinds[0], 1) for d, kinds in inputs if d and kinds]
+    return sum(loaded) / len(trace.steps)

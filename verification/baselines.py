@@ -1,4 +1,4 @@
-"""Forecasts that cost nothing, which a model has to beat. Each has the signature of every other forecast.
+"""Baselines that a model has to beat, with the signature of every other forecast.
 
 Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
@@ -15,7 +15,6 @@ from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader
 from verification.rollout import Forecast
 
-LEADS_BYTES = 2**30  # of a sample's truths that are read at once: 40 leads at 1024 x 2048 are 6 GB
 # A climatology without annual and daily cycle: not the one that evaluate.py computes.
 TRAINING_MEAN = "training mean"
 MIN_FIT_SAMPLES = 30  # fewer give factors of chance
@@ -23,12 +22,12 @@ FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped pe
 
 
 def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-    """Tomorrow will be like today: (B, V, H, W) -> (B, L, V, H, W)."""
+    """Return today's weather for every lead: (B, V, H, W) -> (B, L, V, H, W)."""
     return fields[:, None].expand(-1, len(leads), -1, -1, -1)
 
 
 def training_mean(mean_field: Tensor) -> Forecast:
-    """The mean of the training period, (V, H, W), whatever the date."""
+    """Return the forecast of the mean of the training period, (V, H, W), whatever the date."""
 
     def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
         return mean_field.expand(len(fields), len(leads), -1, -1, -1)
@@ -37,7 +36,7 @@ def training_mean(mean_field: Tensor) -> Forecast:
 
 
 def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Forecast:
-    """mean + a (state - mean), with one `a` a variable for each lead: damping[lead] (V,)."""
+    """Return the forecast mean + a (state - mean), `a` by lead and variable: damping[lead] (V,)."""
 
     def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
         factors = torch.stack([damping[lead] for lead in leads])  # (L, V)
@@ -50,20 +49,17 @@ def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Foreca
 def fit_baselines(
     training: FieldDataset, mean_field: Tensor, area: Tensor, leads: Sequence[int], batch_size: int
 ) -> dict[str, Forecast]:
-    """The baselines of a run, fitted on training samples of the state and its truth at each lead, NaN where
-    there is none.
+    """Fit the baselines of a run on training samples of the state and its truth at each lead, NaN where there
+    is none.
 
     The factor of damped persistence is the least-squares one, sum x y / sum x x of the anomalies now and
     later, summed over the dates of all ranks in float64. mean_field (V, H, W) and area (H,) on the device
     that is to forecast.
     """
     sums = torch.zeros(2, len(leads), len(mean_field), dtype=torch.float64, device=mean_field.device)
-    together = max(1, LEADS_BYTES // (4 * mean_field.numel()))
-    for first in range(0, len(leads), together):
-        some = slice(first, first + together)
-        columns = np.r_[0, 1 + np.arange(len(leads))[some]]
-        part = FieldDataset(training.archive, training.variables, training.samples[:, columns])
-        sums[:, some] = sum_products(part, mean_field, area, batch_size)
+    for row in range(len(leads)):  # one by one: all 40 leads of a sample at 1024 x 2048 are 6 GB
+        part = FieldDataset(training.archive, training.variables, training.samples[:, [0, 1 + row]])
+        sums[:, row] = sum_products(part, mean_field, area, batch_size)
     dist.all_reduce(sums)
     factors = (sums[0] / sums[1].clamp_min(1e-300)).float()  # (L, V)
     return {
@@ -74,30 +70,25 @@ def fit_baselines(
 
 
 def sum_products(training: FieldDataset, mean_field: Tensor, area: Tensor, batch_size: int) -> Tensor:
-    """(2, L, V): `products` of this rank's samples."""
-    shape = (2, training.samples.shape[1] - 1, len(mean_field))
-    sums = torch.zeros(shape, dtype=torch.float64, device=mean_field.device)
+    """Return the `products` of this rank's samples of a state and its truth, (2, V)."""
+    sums = torch.zeros(2, len(mean_field), dtype=torch.float64, device=mean_field.device)
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
         own = [row for row, index in enumerate(indices) if index >= 0]  # -1: a sample of another rank
         for row in own:  # one by one: at 1024 x 2048 a batch is gigabytes, and shall have no copy
-            states = training.unpack(fields[row : row + 1].to(mean_field.device))  # (1, 1 + L, V, H, W)
-            for v, mean in enumerate(mean_field):
-                sums[:, :, v] += products(states[:, :, v] - mean, area)
+            states = training.unpack(fields[row : row + 1].to(mean_field.device))[0]  # (2, V, H, W)
+            for v, mean in enumerate(mean_field):  # in float64, 17 variables at 1024 x 2048 are gigabytes
+                now, later = states[:, v] - mean
+                sums[:, v] += products(now, later, area)
     return sums
 
 
-def products(anomalies: Tensor, area: Tensor) -> Tensor:
-    """(2, L): area-weighted sums of now x later and now x now, of anomalies (B, 1 + L, H, W) of a variable.
-
-    A variable at a time: in float64, all of 17 variables and 5 leads at 1024 x 2048 took 10 GB.
-    """
-    there = torch.isfinite(anomalies)
-    filled = torch.where(there, anomalies, 0.0).double()
-    now, later = filled[:, 0], filled[:, 1:]
+def products(now: Tensor, later: Tensor, area: Tensor) -> Tensor:
+    """Return the area-weighted sums of now x later and now x now, of a variable's anomalies (H, W)."""
+    there = torch.isfinite(now) & torch.isfinite(later)
+    now, later = (torch.where(there, field, 0.0).double() for field in (now, later))
     weighted = now * area.double()[:, None]
-    both = torch.einsum("bhw,blhw->l", weighted, later)
-    return torch.stack([both, torch.einsum("bhw,blhw->l", weighted * now, there[:, 1:].double())])
+    return torch.stack([(weighted * later).sum(), (weighted * now).sum()])
 
 
 class AnalysesForecast:
@@ -108,25 +99,21 @@ class AnalysesForecast:
     def __init__(
         self,
         archive: Archive,
-        forecast: Forecast,
         variables: Sequence[str],
         times: np.ndarray,
         leads: np.ndarray,
         step: np.timedelta64,
+        forecast: Forecast,
         caveat: str = "",
     ) -> None:
-        """times (n,) and leads (L,) as the forecast it is compared with has them; step: what the leads of
-        `forecast` count in. ValueError where a lead is no multiple of it.
-        """
-        odd = next((lead for lead in leads if lead % step), None)
-        if odd is not None:
-            raise ValueError(f"a baseline with steps of {step} cannot forecast {odd}; take other leads")
+        """times (n,) and leads (L,), multiples of the step, of the forecast that it is compared with."""
+        assert not (leads % step).astype(int).any(), f"leads {leads} are no multiples of {step}"
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units
         self.caveat = caveat
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W) float32; NaN for dates without an analysis."""
+        """Return (n, k, V, H, W) float32; NaN for dates without an analysis."""
         steps = [int(lead // self.step) for lead in self.leads[leads]]
         rows = [self.variables.index(name) for name in variables]
         out = np.full((dates.stop - dates.start, len(steps), len(rows), *self.grid.shape), np.nan, np.float32)

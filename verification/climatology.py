@@ -2,10 +2,8 @@
 
 The mean of a day of year and hour of day over all years, smoothed over days by a triangular window of 61 days
 (weights 0, 1/30 .. 1 .. 1/30, 0) that goes round the year; years of 365 days lend their last day to day 366.
-Computed a group of variables at a time, so that memory depends neither on the number of years nor on that of
-variables. Hours of the day are those that the analyses have. Where one of them covers less than a year of
-days there is no annual cycle to be had: then it is the mean by hour of day, without `dayofyear`. Shapes: V
-variables, H latitudes, W longitudes.
+Where an hour of the day lacks dates all round the year it is the mean by hour of day, without `dayofyear`.
+Shapes: V variables, H latitudes, W longitudes.
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
@@ -40,7 +38,7 @@ CLIMATOLOGY_ROLES = {"hour": "hour", "dayofyear": "dayofyear"}
 
 
 def smoothing() -> np.ndarray:
-    """(366, 366): what day j contributes to day i, a triangle from 1 to 0 round the year."""
+    """Return the weight (366, 366) of day j in day i, a triangle from 1 to 0 round the year."""
     days, half = np.arange(DAYS), WINDOW // 2
     distance = np.abs(days[:, None] - days)
     distance = np.minimum(distance, DAYS - distance)
@@ -48,7 +46,7 @@ def smoothing() -> np.ndarray:
 
 
 def days_of(time: np.datetime64) -> list[int]:
-    """Days of the year that a date counts for: the last one of a year of 365 days stands for day 366 too."""
+    """Return the days of the year that a date counts for: day 365 of a short year is day 366 too."""
     stamp = pd.Timestamp(time)
     day = int(stamp.day_of_year)
     return [day, DAYS] if day == 365 and not stamp.is_leap_year else [day]
@@ -63,7 +61,7 @@ def covers_a_year(times: np.ndarray) -> bool:
 
 
 def hours_of(times: np.ndarray) -> list[int]:
-    """The hours of the day of some dates, ascending."""
+    """Return the hours of the day of some dates, ascending."""
     return np.unique(pd.DatetimeIndex(np.atleast_1d(times)).hour).tolist()
 
 
@@ -74,19 +72,18 @@ def compute_climatology(
     path: str,
     fingerprint: str = "",
 ) -> None:
-    """Computes the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
+    """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
-    `hour` are those of the dates: 0, 6, 12, 18, or 3-hourly, or a part of a day. Missing values count in no
-    mean. fingerprint: of what it is computed from.
+    `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from.
     """
     times, hours = archive.times[dates], hours_of(archive.times[dates])
     by_day = covers_a_year(times)
     smooth = smoothing() if by_day else np.ones((1, DAYS))
     axes = {"hour": np.asarray(hours), **({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})}
-    some_days = min(DAYS, max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1])))
+    some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
+    chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
     recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
     period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-    chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
     attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
     own_units = {name: archive.units(name) for name in variables}
     create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
@@ -120,7 +117,7 @@ def groups(
 def day_sums(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums float64 and numbers of values int32, (hours, V, 366, H, W), one pass over the dates."""
+    """Return sums float64 and numbers of values int32, (hours, V, 366, H, W), in one pass over the dates."""
     shape = (len(hours), len(variables), DAYS, *archive.grid.shape)
     total, count = np.zeros(shape), np.zeros(shape, np.int32)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
@@ -134,7 +131,7 @@ def day_sums(
 
 
 def stored_fingerprint(path: Path) -> str | None:
-    """Fingerprint of the data of a stored climatology, None if there is none."""
+    """Return the fingerprint of the data of a stored climatology, None if there is none."""
     try:
         return json.loads((path / ".zattrs").read_text()).get(FINGERPRINT)
     except (OSError, ValueError):
@@ -143,56 +140,52 @@ def stored_fingerprint(path: Path) -> str | None:
 
 def describe_shortage(period: str, by_day: bool) -> str:
     """Return why a climatology of a period ("N dates, A to B") is not one, "" if it has dates enough."""
-    dates = f" of {period}" if period else ""
     if not by_day:
-        return f"a mean by hour of day{dates}; one by day of year needs dates all round the year"
-    ends = re.findall(r"\d{4}-\d\d-\d\d", period)
-    shortest = np.timedelta64(365 * MIN_YEARS - 1, "D")
-    if len(ends) == 2 and np.datetime64(ends[1]) - np.datetime64(ends[0]) < shortest:
-        return f"a climatology{dates}; it needs {MIN_YEARS} years or more"
+        return f"a mean by hour of day of {period}; one by day of year needs dates all round the year"
+    ends = [np.datetime64(end) for end in re.findall(r"\d{4}-\d\d-\d\d", period)]
+    if len(ends) == 2 and ends[1] - ends[0] < np.timedelta64(365 * MIN_YEARS - 1, "D"):
+        return f"a climatology of {period}; it needs {MIN_YEARS} years or more"
     return ""
 
 
 class Climatology(FieldsByName):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray, period: str = "") -> None:
-        """period: description of its dates, "" if the store has none."""
+    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray, period: str) -> None:
         super().__init__(path, fields)
         self.hours = hours
-        by_day = any("dayofyear" in field.roles for field in fields)
-        self.caveat = describe_shortage(period, by_day)
+        self.caveat = describe_shortage(period, any("dayofyear" in field.roles for field in fields))
 
     def missing_hours(self, times: np.ndarray) -> list[int]:
-        """The hours of the day of these dates that it has not."""
+        """Return the hours of the day of these dates that it lacks."""
         return [hour for hour in hours_of(times) if hour not in self.hours]
 
     def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray:
-        """The mean (V, H, W) float32 for the hour and day of year of a date; DataError for an hour or a
-        variable that it has not.
+        """Return the mean (V, H, W) float32 for the hour and day of year of a date. Raises DataError for an
+        hour or a variable that it lacks.
         """
         stamp = pd.Timestamp(time)
         if stamp.hour not in self.hours:
             raise DataError(f"{self.path!r} has the hours {self.hours.tolist()}: no climatology of {time}")
         row = int(np.flatnonzero(self.hours == stamp.hour)[0])
-        wanted = {"hour": slice(row, row + 1), "dayofyear": slice(stamp.day_of_year - 1, stamp.day_of_year)}
-        return self.read_fields(variables, ("hour", "dayofyear"), wanted)[0, 0]
+        slices = {"hour": slice(row, row + 1), "dayofyear": slice(stamp.day_of_year - 1, stamp.day_of_year)}
+        return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
 
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
-    """Open a climatology in WeatherBench2's schema; DataError naming the path where it is none."""
-    found, _ = open_fields(find_files(path)[0], None, access, CLIMATOLOGY_ROLES)
+    """Open a climatology in WeatherBench2's schema. Raises DataError naming the path if it is none."""
+    file_path = find_files(path)[0]
+    found, _ = open_fields(file_path, None, access, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
-    file = OpenFile.open(find_files(path)[0], access)[0]
+    file = OpenFile.open(file_path, access)[0]
     names = [name for name in file.arrays if file.role(name, CLIMATOLOGY_ROLES) == "hour"]
     try:
         hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
     except (RuntimeError, ValueError, OSError) as error:
-        reason = f"its hours cannot be read ({error}); remove it, and it is computed again"
-        raise DataError(f"{path!r}: {reason}") from None
-    return Climatology(path, fields, hours, str(file.attrs.get("period", "")))
+        raise DataError(f"{path!r}: its hours cannot be read ({error}); remove it") from None
+    return Climatology(path, fields, hours, str(file.attrs.get("period", "dates not named")))
 
 
 class ClimatologyForecast:
@@ -206,7 +199,7 @@ class ClimatologyForecast:
         self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W) float32; NaN at hours of the day that the climatology has not."""
+        """Return (n, k, V, H, W) float32; NaN at hours of the day that the climatology lacks."""
         valid_times = self.times[dates, None] + self.leads[leads]  # (n, k)
         shape = (*valid_times.shape, len(variables), *self.grid.shape)
         fields = np.full((valid_times.size, *shape[2:]), np.nan, np.float32)

@@ -35,92 +35,88 @@ class Details:
         grid: Grid,
         num_members: int,
         device: torch.device | str,
-        units: Mapping[str, str] | None = None,
+        units: Mapping[str, str],
     ) -> None:
-        """leads: positions of the leads that get spectra and ranks; the last of them gets a map of errors.
-        units: those of variables that the project does not know.
-        """
-        self.units = units or {}
+        """leads: positions of the leads that get spectra and ranks; the last of them gets a map of errors."""
         self.row, self.variables, self.grid = {lead: i for i, lead in enumerate(leads)}, variables, grid
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(len(leads), len(variables), *shape, dtype=torch.float64, device=device)
-
-        self.dates = zeros()
-        self.error, self.valid = (zeros(*grid.shape)[-1:].clone() for _ in range(2))
+        self.units, self.everywhere = units, RegionMeans(grid, ["global"], device)
         self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
-        self.spectra = {name: zeros(*waves) for name in ("forecast", "truth")} if grid.periodic else {}
-        self.whole_rows = zeros(grid.shape[0])  # dates without a missing value on a circle of latitude
-        self.ranks = zeros(num_members + 1) if num_members > 1 else None
-        self.everywhere = RegionMeans(grid, ["global"], device)
+        shapes: dict[str, tuple[int, ...]] = {"dates": (), "whole_rows": grid.shape[:1]}
+        shapes |= {"forecast": waves, "truth": waves} if grid.periodic else {}
+        shapes |= {"ranks": (num_members + 1,)} if num_members > 1 else {}
+        shapes = {name: (len(leads), len(variables), *shape) for name, shape in shapes.items()}
+        shapes |= dict.fromkeys(("error", "valid"), (1, len(variables), *grid.shape))
+        self.sums = {name: torch.zeros(s, dtype=torch.float64, device=device) for name, s in shapes.items()}
 
-    def add(self, pair: Pair) -> None:
-        if pair.truth is None or pair.lead not in self.row:
-            return
-        row = self.row[pair.lead]
-        for v, truth in enumerate(pair.truth.double()):  # one at a time: members and waves are large
-            members = pair.forecast[..., v, :, :].double()
-            state = members.mean(dim=0) if members.ndim == 3 else members
+    def add(self, pairs: Sequence[Pair]) -> None:
+        for pair in pairs:
+            if pair.truth is not None and pair.lead in self.row:
+                self._add(pair, pair.truth)
+
+    def _add(self, pair: Pair, truths: Tensor) -> None:
+        row, sums = self.row[pair.lead], self.sums
+        for v, truth in enumerate(truths.double()):  # one at a time: members and waves are large
+            members = pair.forecast[..., v, :, :].double().reshape(-1, *truth.shape)
             valid = torch.isfinite(truth)
             if not valid.any():
                 continue
-            self.dates[row, v] += 1
+            sums["dates"][row, v] += 1
             if row == len(self.row) - 1:
-                self.valid[0, v] += valid
-                self.error[0, v] += torch.where(valid, state - truth, 0.0)
-            whole = valid.all(dim=-1)
-            self.whole_rows[row, v] += whole
-            for name, fields in {"forecast": members, "truth": truth}.items() if self.spectra else ():
-                energy = zonal_energy_spectrum(fields, self.length)  # of members: their mean is too smooth
-                energy = energy.mean(dim=0) if energy.ndim == 3 else energy
-                self.spectra[name][row, v] += torch.where(whole[:, None], energy, 0.0)
-            if self.ranks is not None:
-                self.ranks[row, v] += rank_frequencies(members, truth, self.everywhere)
+                sums["valid"][0, v] += valid
+                sums["error"][0, v] += torch.where(valid, members.mean(dim=0) - truth, 0.0)
+            whole = valid.all(dim=-1)  # a row with a missing value has no spectrum
+            sums["whole_rows"][row, v] += whole
+            for name, fields in {"forecast": members, "truth": truth[None]}.items():
+                if name in sums:  # energy of the members: their mean is too smooth
+                    energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
+                    sums[name][row, v] += torch.where(whole[:, None], energy, 0.0)
+            if "ranks" in sums:
+                sums["ranks"][row, v] += rank_frequencies(members, truth, self.everywhere)
 
     def reduce(self) -> None:
-        """The sums of all ranks, on all ranks; equal to one rank's to rounding."""
-        ranks = [] if self.ranks is None else [self.ranks]
-        for total in (self.dates, self.error, self.valid, self.whole_rows, *self.spectra.values(), *ranks):
+        """Add the sums of all ranks, on all ranks; equal to one rank's to rounding."""
+        for total in self.sums.values():
             dist.all_reduce(total)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
-        """Dims (lead_time[, level], latitude, longitude): forecast - truth at the last lead, mean over the
-        dates, of which coordinate `num_dates` (lead_time) has the number, here as in the others.
+        """Return dims (lead_time[, level], latitude, longitude): forecast - truth at the last lead, mean over
+        the dates, of which coordinate `num_dates` (lead_time) has the number, here as in the others.
         """
         coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
-        return self._dataset(self.error / self.valid, leads[-1:], ["variable", *coords], coords)
+        mean = self.sums["error"] / self.sums["valid"]
+        return self._dataset(mean, leads[-1:], ["variable", *coords], coords)
 
     def energy(self, leads: np.ndarray) -> xr.Dataset | None:
-        """Dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over the dates that lack no
-        value on the circle of latitude; None on a grid that does not go round the globe.
+        """Return dims (lead_time[, level], latitude, zonal_wavenumber, source), mean over the dates that lack
+        no value on the circle of latitude; None on a grid that does not go round the globe.
         """
-        if not self.spectra:
+        if not self.grid.periodic:
             return None
-        mean = torch.stack(list(self.spectra.values()), dim=-1)
-        mean = mean / self.whole_rows[..., None, None]
-        waves = ("latitude", "zonal_wavenumber")
+        sources, waves = ["forecast", "truth"], ("latitude", "zonal_wavenumber")
+        mean = torch.stack([self.sums[name] for name in sources], dim=-1)
+        mean = mean / self.sums["whole_rows"][..., None, None]
         length = wavelengths(self.grid.latitude, self.grid.shape[1])
         coords = {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
-        coords |= {"source": list(self.spectra), "wavelength": (waves, length, {"units": "m"})}
+        coords |= {"source": sources, "wavelength": (waves, length, {"units": "m"})}
         return self._dataset(mean, leads, ["variable", *waves, "source"], coords)
 
     def rank_histogram(self, leads: np.ndarray) -> xr.Dataset | None:
-        """Dims (lead_time[, level], rank): how often so many members lie below the truth, of sum 1."""
-        if self.ranks is None:
+        """Return dims (lead_time[, level], rank): how often so many members are below the truth, of sum 1."""
+        if "ranks" not in self.sums:
             return None
-        mean = self.ranks / self.dates[..., None]
+        mean = self.sums["ranks"] / self.sums["dates"][..., None]
         return self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
+        num_dates = self.sums["dates"].amax(dim=1)[-len(leads) :].long().cpu().numpy()
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
-        num_dates = self.dates.amax(dim=1)[-len(leads) :]
-        coords["num_dates"] = ("lead_time", num_dates.long().cpu().numpy())
+        coords["num_dates"] = ("lead_time", num_dates)
         return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords, self.units)
 
 
 def rank_frequencies(members: Tensor, truth: Tensor, mean: RegionMeans) -> Tensor:
-    """Fraction of the area (M + 1,) where 0 .. M members (M, H, W) lie below the truth (H, W).
+    """Return the fraction of the area (M + 1,) where 0 .. M members (M, H, W) are below the truth (H, W).
 
     Where members equal the truth the lowest and the highest rank it could have count half each.
     """
@@ -132,12 +128,12 @@ def rank_frequencies(members: Tensor, truth: Tensor, mean: RegionMeans) -> Tenso
 
 
 def circumference(degrees_north: np.ndarray) -> np.ndarray:
-    """Lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
+    """Return the lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
     return 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(degrees_north, np.float64)))
 
 
 def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:
-    """Energy (..., H, K) float64 of fields (..., H, W) that go round the globe; length (H,): circumferences.
+    """Return the energy (..., H, K) float64 of fields (..., H, W) round the globe; length (H,) in metres.
 
     As in WeatherBench2 the highest wavenumber of an even W counts twice too. NaN along a row with a NaN.
     """
@@ -148,17 +144,16 @@ def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:
 
 
 def wavelengths(degrees_north: np.ndarray, num_longitudes: int) -> np.ndarray:
-    """(H, K) in metres; infinite for wavenumber 0."""
-    numbers = np.arange(num_longitudes // 2 + 1)
+    """Return wavelengths (H, K) in metres; infinite for wavenumber 0."""
     with np.errstate(divide="ignore"):
-        return circumference(degrees_north)[:, None] / numbers
+        return circumference(degrees_north)[:, None] / np.arange(num_longitudes // 2 + 1)
 
 
 def mean_over_latitudes(
     spectrum: xr.DataArray, bands: Sequence[tuple[float, float]] = MIDLATITUDES
 ) -> xr.DataArray:
-    """Mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m); over all rows
-    but the poles where no row is inside.
+    """Return the mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m);
+    over all rows but the poles where no row is inside.
 
     spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` and `wavelength` instead.
     Frequencies run over what all these rows have, and rows are interpolated linearly between their own
@@ -168,17 +163,16 @@ def mean_over_latitudes(
     inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
     inside = inside if inside.any() else np.abs(north) < 90
     rows = spectrum.isel(latitude=np.flatnonzero(inside)).transpose("latitude", ..., "zonal_wavenumber")
+    rows = rows.drop_vars(["zonal_wavenumber", "wavelength"], errors="ignore")
     numbers = np.arange(rows.sizes["zonal_wavenumber"])
     own = numbers / circumference(rows.latitude.values)[:, None]  # (H, K)
     common = np.linspace(own[:, 0].max(), own[:, -1].min(), len(numbers))
-    at = [
+    at_common = [
         np.apply_along_axis(lambda e, f=f: np.interp(common, f, e), -1, row)
         for row, f in zip(rows.values, own, strict=True)
     ]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # no row has a value: NaN
-        averaged = np.nanmean(at, axis=0)
-    mean = rows.isel(latitude=0, drop=True).copy(data=averaged)
-    mean = mean.drop_vars("zonal_wavenumber", errors="ignore")
-    mean = mean.drop_vars("wavelength", errors="ignore").rename(zonal_wavenumber="frequency")
+        mean = rows.isel(latitude=0, drop=True).copy(data=np.nanmean(at_common, axis=0))
+    mean = mean.rename(zonal_wavenumber="frequency")
     with np.errstate(divide="ignore"):
         return mean.assign_coords(frequency=common, wavelength=("frequency", 1 / common))

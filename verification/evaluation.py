@@ -1,26 +1,20 @@
 """Scores of a forecast over its initial dates: streamed, in float64, on any device and number of ranks.
 
-`evaluate` gives an `Evaluation`, which is xarray Datasets in WeatherBench2's form:
+`evaluate` returns an `Evaluation`, which is xarray Datasets in WeatherBench2's form:
 
 - `scores`: a data variable a variable ("geopotential", "2m_temperature", and "wind_vector", "10m_wind_vector"
-  where both components are there), dims (metric, region, lead_time[, level]), float64. `lead_time` is
-  timedelta64[ns]; `metric` holds the names of scores.final_scores: mse, rmse, rmse_sqrt_before_time_avg, mae,
-  bias; with a climatology acc (WeatherBench2's), acc_ratio_of_means (WeatherBench-X's), forecast_activity,
-  truth_activity; for ensembles (the former score their mean) crps, spread, spread_skill_ratio,
-  unbiased_spread_skill_ratio. NaN where a score is not defined (a wind vector has mse and rmse only), where a
-  region has no cell on the grid, and where a forecast is not finite though the truth is. Metric `num_dates`:
-  how many initial dates had a truth, and so are in the other scores; coordinate `num_dates` (lead_time): the
-  most that a variable had. Attribute `units` of a variable is its own, coordinate `power` (metric) that
-  to which a metric has them: 2 of mse, 0 of acc.
-- `by_date`: the same dims with `time` (the initial date, datetime64[ns]) first: the statistics of each date
-  that confidence intervals need (mse, mae, bias, rmse_sqrt_before_time_avg, acc, ..., crps, variance), for
-  the first of the regions. NaN where there is no truth.
+  where both components are there), dims (metric, region, lead_time[, level]), float64, attribute `units`.
+  `metric` has the names of scores.final_scores. NaN where a score is not defined (a wind vector has mse and
+  rmse only), where a region has no cell on the grid, and where a forecast is not finite though the truth is.
+  Metric `num_dates`: how many initial dates had a truth, and so are in the other scores; coordinate
+  `num_dates` (lead_time): the most that a variable had.
+- `by_date`: the same dims with `time` (the initial date) first: the statistics of each date that confidence
+  intervals need, for the first of the regions. NaN where there is no truth.
 - `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -36,7 +30,7 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable, power_of_units
+from verification.score_tables import by_variable
 from verification.scores import (
     RegionMeans,
     append_wind,
@@ -70,11 +64,6 @@ class Request(NamedTuple):
     statistics: tuple[str, ...]
     units: dict[str, str]  # of each variable
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape (L, S + 1, V, R) of the table of a date: statistics, then 1 with a truth, else 0."""
-        return len(self.leads), len(self.statistics) + 1, len(self.variables), len(self.regions)
-
 
 def evaluate(
     forecast: ForecastFields,
@@ -90,47 +79,35 @@ def evaluate(
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
 ) -> Evaluation:
-    """Scores a forecast against analyses; all that is not given is all that the forecast has.
+    """Score a forecast against analyses, on the coarser of their grids; what is not given is all that the
+    forecast has.
 
-    variables: names with levels; lead_hours; dates: initial dates (datetime64). detailed_hours: leads that
-    get maps and spectra. boundary_width: cells from each side that are not scored. progress is called with
-    the number of dates just finished. Where several ranks have started, each scores a part of the dates, and
-    all of them get the same result, that of one rank bit-exact (maps and spectra: to rounding). Evaluated on
-    the forecast's or the truth's grid, the coarser of both; the rest is regridded conservatively. The
-    forecast must have all that is asked for. ConfigError for a region that there is not; DataError where no
+    variables: names with levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and
+    spectra. boundary_width: cells from each side that are not scored. progress is called with the number of
+    dates just finished. Each rank scores a part of the dates, and all ranks return the same result, bit-exact
+    that of one rank (maps and spectra: to rounding). Raises ConfigError for an unknown region, DataError if no
     date has a truth.
     """
     fields = list(forecast.variables if variables is None else variables)
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
-    leads = positions(whole_hours(forecast.leads), lead_hours)
-    some_dates = positions(forecast.times, dates)
-    units = {name: truth.units(name) for name in fields}
+    hours, units = forecast.leads // np.timedelta64(1, "h"), {name: truth.units(name) for name in fields}
+    leads, some_dates = positions(hours, lead_hours), positions(forecast.times, dates)
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device, boundary_width)
     details = None
     if detailed_hours:
-        detailed = positions(whole_hours(forecast.leads), detailed_hours)
+        detailed = positions(hours, detailed_hours)
         details = Details(detailed, fields, grid, forecast.num_members, device, units)
-    total, date_values = torch.zeros(asked.shape, dtype=torch.float64, device=device), []
-    with Scorer(asked, RegionMeans(grid, asked.regions, device), details) as scorer:
-        for table in date_tables(matcher, asked, scorer):  # in the order of dates, on any number of ranks
-            present = table[:, -1:] > 0
-            total += torch.where(present, table, 0.0)
-            date_values.append(torch.where(present, table, torch.nan)[:, :-1, :, 0].cpu().numpy())
-            progress(1)
-    if not total[:, -1].any():
+    table = score_pairs(matcher, asked, RegionMeans(grid, asked.regions, device), details, progress)
+    if not table[:, :, -1].any():
         first = forecast.times[asked.dates[0]] + forecast.leads[asked.leads[0]] if asked.dates else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {first}")
-    return collect(forecast, asked, total, date_values, details)
-
-
-def whole_hours(leads: np.ndarray) -> np.ndarray:
-    return leads // np.timedelta64(1, "h")
+    return collect(forecast, asked, table, details)
 
 
 def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[int]:
-    """Positions of the wanted values, which must exist, on an ascending axis; None: all positions."""
+    """Return the positions of the wanted values, which must exist, on an ascending axis; None: all."""
     if wanted is None:
         return list(range(len(axis)))
     found = np.flatnonzero(np.isin(axis, wanted)).tolist()
@@ -138,91 +115,62 @@ def positions(axis: np.ndarray, wanted: Sequence | np.ndarray | None) -> list[in
     return found
 
 
-def date_tables(matcher: Matcher, asked: Request, scorer: "Scorer") -> Iterator[Tensor]:
-    """The table (L, S + 1, V, R) of each date, in the order of dates. In each round every rank scores one
-    block of dates, and all ranks get all of them: so sums over dates are made in one order, whatever the
-    number of ranks.
+def score_pairs(
+    matcher: Matcher,
+    asked: Request,
+    means: RegionMeans,
+    details: Details | None,
+    progress: Callable[[int], object],
+) -> Tensor:
+    """Return the table (n, L, S + 1, V, R) of all dates: statistics, then 1 with a truth, else 0.
+
+    Each date is filled by one rank, so that the sum over ranks adds zeros: bit-exact on any number. On a CPU
+    each thread works on fields of its own: torch's own threads would wait for each other some thousand times
+    a date, and where the machine has other work that took ten times as long.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    blocks = matcher.blocks(asked.dates)
-    pairs, longest = matcher.pairs(blocks[rank::ranks]), max(map(len, blocks), default=0)
-    for first in range(0, len(blocks), ranks):
-        in_round = blocks[first : first + ranks]  # none is left for the last ranks in the last round
-        ours = torch.full((longest, *asked.shape), torch.nan, dtype=torch.float64, device=scorer.device)
-        ours[:, :, -1] = 0
-        if rank < len(in_round):
-            scorer.fill(ours, in_round[rank], pairs)
-        tables = [ours]
-        if ranks > 1:
-            tables = [torch.empty_like(ours) for _ in range(ranks)]
-            dist.all_gather(tables, ours)
-        for block, table in zip(in_round, tables, strict=False):
-            yield from table[: len(block)]
+    shape = (len(asked.dates), len(asked.leads), len(asked.statistics) + 1)
+    shape = (*shape, len(asked.variables), len(asked.regions))
+    table = torch.zeros(shape, dtype=torch.float64, device=means.rows.device)
+
+    def score(pair: Pair) -> None:
+        if pair.truth is not None:
+            values, present = date_statistics(pair.forecast, pair.truth, pair.climatology, means)
+            values, present = append_wind(values, present, asked.winds)
+            row = table[asked.dates.index(pair.date), asked.leads.index(pair.lead)]
+            row[:-1], row[-1] = complete(values, asked.statistics), present
+
+    num_threads, done = torch.get_num_threads(), 0
+    width = num_threads if table.device.type == "cpu" else 1
+    pairs = matcher.pairs(matcher.blocks(asked.dates)[rank::ranks])
+    with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        while some := list(islice(pairs, 2 * width)):  # more fields need not be in memory
+            list(threads.map(score, some))
+            if details is not None:
+                details.add(some)
+            before, done = done // len(asked.leads), done + len(some)
+            progress(ranks * (done // len(asked.leads) - before))
+    torch.set_num_threads(num_threads)  # for threads that start later
+    if ranks > 1:
+        dist.all_reduce(table)
+    return table
 
 
-class Scorer:
-    """Turns pairs of fields into tables of statistics, several at a time on a CPU.
-
-    There each thread works on fields of its own: torch's own threads would wait for each other some thousand
-    times a date, and where the machine has other work that took ten times as long. To be used in a `with`.
-    """
-
-    def __init__(self, asked: Request, means: RegionMeans, details: Details | None) -> None:
-        self.asked, self.means, self.details, self.device = asked, means, details, means.rows.device
-        self.usual = torch.get_num_threads()
-        self.width = self.usual if self.device.type == "cpu" else 1
-
-    def __enter__(self) -> "Scorer":
-        self.threads = ThreadPoolExecutor(self.width, initializer=torch.set_num_threads, initargs=(1,))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.threads.shutdown(cancel_futures=True)
-        torch.set_num_threads(self.usual)  # for threads that start later
-
-    def fill(self, tables: Tensor, block: Sequence[int], pairs: Iterator[Pair]) -> None:
-        """Scores all dates and leads of a block into its tables (B, L, S + 1, V, R)."""
-        waiting: deque[Future] = deque()
-        for pair in islice(pairs, len(block) * len(self.asked.leads)):
-            if pair.truth is None:
-                continue
-            table = tables[block.index(pair.date), self.asked.leads.index(pair.lead)]
-            waiting.append(self.threads.submit(self._score, table, pair))
-            if self.details is not None:
-                self.details.add(pair)
-            if len(waiting) > 2 * self.width:  # more fields need not be in memory
-                waiting.popleft().result()
-        for each in waiting:
-            each.result()
-
-    def _score(self, table: Tensor, pair: Pair) -> None:
-        assert pair.truth is not None
-        values, present = date_statistics(pair.forecast, pair.truth, pair.climatology, self.means)
-        values, present = append_wind(values, present, self.asked.winds)
-        table[:-1], table[-1] = complete(values, self.asked.statistics), present
-
-
-def collect(
-    forecast: ForecastFields,
-    asked: Request,
-    total: Tensor,
-    date_values: Sequence[np.ndarray],
-    details: Details | None,
-) -> Evaluation:
-    """Return Datasets; date_values: statistics of each date in the first region, (L, S, V) each."""
+def collect(forecast: ForecastFields, asked: Request, table: Tensor, details: Details | None) -> Evaluation:
+    """Return the Datasets of a table (n, L, S + 1, V, R) of all dates."""
+    present = table[:, :, -1:] > 0
+    total = torch.where(present, table, 0.0).sum(dim=0)  # (L, S + 1, V, R)
     means = dict(zip(asked.statistics, (total[:, :-1] / total[:, -1:]).unbind(1), strict=True))
-    num_dates = total[:, -1]
-    final = {"num_dates": num_dates, **final_scores(means, forecast.num_members)}  # (L, V, R) each
+    final = {"num_dates": total[:, -1], **final_scores(means, forecast.num_members)}  # (L, V, R) each
     leads, names, regions = forecast.leads[asked.leads], asked.variables, asked.regions
     coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
-    coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
-    coords["power"] = ("metric", [power_of_units(metric) for metric in final])
-    table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
-    scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
+    coords["num_dates"] = ("lead_time", total[:, -1].flatten(1).amax(1).long().cpu().numpy())
+    values = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
+    scores = by_variable(values, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
-    coords["power"] = ("metric", [power_of_units(metric) for metric in asked.statistics])
-    statistics = np.stack(date_values).transpose(0, 2, 1, 3)[:, :, None]
+    by_statistic = torch.where(present, table, torch.nan)[:, :, :-1, :, :1]  # (n, L, S, V, 1)
+    statistics = by_statistic.permute(0, 2, 4, 1, 3).cpu().numpy()
     dims = ("time", "metric", "region", "lead_time", "variable")
     by_date = by_variable(statistics, dims, names, coords, asked.units)
     if details is None:
@@ -230,6 +178,5 @@ def collect(
     if dist.is_initialized():
         details.reduce()
     detailed = forecast.leads[list(details.row)]
-    return Evaluation(
-        scores, by_date, details.bias(detailed), details.energy(detailed), details.rank_histogram(detailed)
-    )
+    maps = details.bias(detailed), details.energy(detailed), details.rank_histogram(detailed)
+    return Evaluation(scores, by_date, *maps)

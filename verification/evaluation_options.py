@@ -19,7 +19,7 @@ BASELINES = ("persistence", "damped_persistence", "climatology")
 
 
 def check_options(options: Namespace) -> None:
-    """Turn lists and gates of the command line into lists and `Gate`s. Raises ConfigError."""
+    """Replace the texts of lists and gates by lists and `Gate`s. Raises ConfigError."""
     options.gates = [Gate.parse(text) for text in options.gate]
     for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
         names = [name for name in getattr(options, key).split(",") if name]
@@ -42,7 +42,7 @@ def open_forecasts(
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
         if name in found:
-            raise ConfigError(f"--forecast {name!r}: stands twice; give one of them another name, NAME=PATH")
+            raise ConfigError(f"--forecast {name!r}: named twice; give one of them another name, NAME=PATH")
         stored = found[name] = open_forecast(path, picks, access)
         if stored.num_unfinished:
             total = len(stored.times) * max(1, stored.num_members)
@@ -63,19 +63,13 @@ def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
     """Return the regions that have a point on the grid, and log the others. Raises ConfigError for none."""
     on_grid = regions_on(grid)
-    if "all" in wanted:
-        return on_grid
-    outside = [name for name in wanted if name not in on_grid]
-    if len(outside) == len(wanted):
-        north, east = grid.latitude, grid.longitude
-        extent = f"latitudes {north[-1]:g} to {north[0]:g}, longitudes {east[0]:g} to {east[-1]:g}"
-        raise ConfigError(
-            f"--regions {','.join(wanted)}: no point of this grid is in it ({extent}); "
-            f"there are {', '.join(on_grid)}"
-        )
-    if outside:
+    found = on_grid if "all" in wanted else [name for name in wanted if name in on_grid]
+    if not found:
+        reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"
+        raise ConfigError(f"--regions {','.join(wanted)}: {reason}")
+    if outside := [name for name in wanted if name not in (*found, "all")]:
         logger.info("--regions: left out, as no point of this grid is in it: %s", ", ".join(outside))
-    return [name for name in wanted if name in on_grid]
+    return found
 
 
 def scorecard_reference(asked: str, names: Sequence[str], num_given: int) -> str:

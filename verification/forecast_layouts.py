@@ -1,9 +1,7 @@
-"""Any centre's forecasts, as they lie on disk: WeatherBench2's HRES, Pangu, GraphCast, IFS ensemble, ...
+"""Any centre's forecasts, as they are stored: WeatherBench2's HRES, Pangu, GraphCast, IFS ensemble, ...
 
-They differ in names (`lat`, `prediction_timedelta` or `step`, `number` or `realization`), order of
-dimensions, direction of latitude and levels, units of the lead, precision of coordinates, and whether there
-is a lead of 0 h. All of it is found out from the content, by the code that reads analyses
-(datasets/fields.py).
+Names, order of dimensions, direction of latitude and levels, and units of the lead are found from the
+content, by the code that reads analyses (datasets/fields.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +64,7 @@ class StoredForecast(FieldsByName):
         self.blown_up = set(pd.to_datetime(stamps).values.astype("datetime64[s]"))
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W), or (n, k, M, V, H, W), float32; DataError for a variable that is not there."""
+        """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
         fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
         return fields if self.num_members else fields[:, :, 0]
 
@@ -101,7 +99,7 @@ def open_forecast(
 
 
 def initial_times(file: OpenFile, field: Field) -> np.ndarray:
-    """Initial dates (n,) datetime64[s]: the time axis, or the one date of all fields."""
+    """Return initial dates (n,) datetime64[s]: the time axis, or the one date of all fields."""
     if field.times is not None:
         return field.times
     named = [name for name in file.arrays if file.role(name, ROLE_OF | FORECAST_ROLES) == "time"]
@@ -112,21 +110,14 @@ def initial_times(file: OpenFile, field: Field) -> np.ndarray:
 
 
 def lead_times(file: OpenFile) -> np.ndarray:
-    """Leads (L,) timedelta64[s] from timedeltas, or numbers with units; without units they are hours."""
+    """Return leads (L,) timedelta64[s] from timedeltas, or numbers with units (hours without any)."""
     names = [name for name in file.arrays if file.role(name, ROLE_OF | FORECAST_ROLES) == "lead"]
     values, attrs = file.fetch(names[0]), file.arrays[names[0]].attrs
     if values.dtype.kind == "m":
         return np.atleast_1d(values).astype("timedelta64[s]")
+    unit = str(attrs.get("units", "hours"))
     try:
-        return durations(np.atleast_1d(values), str(attrs.get("units", "hours")))
-    except DataError as error:
-        raise DataError(f"cannot read {file.path!r}: {names[0]!r}: {error}") from None
-
-
-def durations(values: np.ndarray, unit: str) -> np.ndarray:
-    """Return timedelta64[s] of numbers of a unit of time ("hours", "hour", "h"). Raises DataError."""
-    try:
-        scale = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
+        seconds = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
     except ValueError:
-        raise DataError(f"its time has units {unit!r}, not those of a time such as 'hours'") from None
-    return np.round(values * scale).astype(np.int64).astype("timedelta64[s]")
+        raise DataError(f"cannot read {file.path!r}: {names[0]!r} has units {unit!r}, not 'hours'") from None
+    return np.round(np.atleast_1d(values) * seconds).astype(np.int64).astype("timedelta64[s]")

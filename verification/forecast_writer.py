@@ -9,7 +9,6 @@ is NaN. Zarr 2 with consolidated metadata. Shapes: B states, V variables, H lati
 """
 
 import json
-import logging
 import os
 import shutil
 import warnings
@@ -30,7 +29,6 @@ from datasets.variables import group_levels
 from errors import ConfigError, DataError
 from verification.stores import all_levels, create_store
 
-logger = logging.getLogger(__name__)
 FINISHED = ".finished"
 BLOWN_UP = "blew up"  # how the problem of a forecast that diverged begins
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
@@ -59,7 +57,7 @@ def finished_marks(path: Path) -> dict[str, str] | None:
 
 
 class ForecastStore:
-    """A store on disk. Rank 0 makes it; then every rank writes chunks of its own."""
+    """A store on disk that rank 0 creates; then every rank writes chunks of its own."""
 
     def __init__(self, path: Path, index: StoreIndex) -> None:
         self.path, self.index, self.finished_folder = path, index, path / FINISHED
@@ -67,10 +65,11 @@ class ForecastStore:
         self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
-        """Makes the store, or takes the one that is there. ConfigError: that is another forecast's."""
+        """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
         if self.path.exists():
             self._check_same(about)
-            self._restore_metadata()
+            with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
+                zarr.consolidate_metadata(str(self.path), zarr_format=2)  # it may be damaged
             self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
@@ -87,39 +86,21 @@ class ForecastStore:
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 
-    def _restore_metadata(self) -> None:
-        """.zmetadata repeats what the arrays' own files say; damaged, it would hide a finished forecast.
-
-        Raises ConfigError if they differ: either may be damaged.
-        """
-        repeated = _read_json(self.path / ".zmetadata").get("metadata", {})
-        if not repeated:
-            logger.warning("%s: is damaged; written again", self.path / ".zmetadata")
-            (self.path / ".zmetadata").unlink(missing_ok=True)
-            with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
-                zarr.consolidate_metadata(str(self.path), zarr_format=2)
-        for name, content in repeated.items():
-            own = _read_json(self.path / name)
-            if own and own != content:
-                reason = f"{name} and .zmetadata say different things: one of them is damaged"
-                raise ConfigError(f"forecast.path = '{self.path}': {reason}; remove the store")
-
     def _check_same(self, about: dict[str, Any]) -> None:
-        """A store is gone on with only where every byte of it would be the same."""
-        fix = "remove it, or name another forecast.path"
+        """Raise ConfigError unless every byte of the store would be the same."""
+        reason = "is there and no forecast of ours"
         try:
-            stored = json.loads((self.path / ".zattrs").read_text())[ATTRIBUTE]
+            stored = json.loads(json.loads((self.path / ".zattrs").read_text())[ATTRIBUTE])
+            ours = json.loads(json.dumps(about))
+            other = next((key for key in ours if stored.get(key) != ours[key]), None)
+            if other is None:
+                return
+            there, here = f"{stored.get(other)!s:.60}", f"{ours[other]!s:.60}"
+            reason = f"contains another forecast: {other} is {there} there and {here} here"
         except (OSError, ValueError, KeyError):
-            raise ConfigError(
-                f"forecast.path = '{self.path}': is there and no forecast of ours; {fix}"
-            ) from None
-        theirs, ours = json.loads(stored), json.loads(json.dumps(about))
-        other = [key for key in ours if theirs.get(key) != ours[key]]
-        if other:
-            difference = (
-                f"{other[0]} is {_short(theirs.get(other[0]))} there and {_short(ours[other[0]])} here"
-            )
-            raise ConfigError(f"forecast.path = '{self.path}': holds another forecast: {difference}; {fix}")
+            pass
+        fix = "remove it, or name another forecast.path"
+        raise ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
 
     # -- what is finished ----------------------------------------------------------------------------
 
@@ -135,7 +116,7 @@ class ForecastStore:
         return {pair: problem for pair, problem in found.items() if problem is not None}
 
     def finish(self, date: int, member: int, problem: str = "") -> None:
-        """All leads of this date and member are written."""
+        """Mark that all leads of this date and member are written."""
         mark = self._mark(date, member)
         unfinished = mark.with_name(mark.name + ".partial")
         unfinished.write_text(problem)
@@ -144,12 +125,9 @@ class ForecastStore:
     # -- chunks --------------------------------------------------------------------------------------
 
     def write_chunks(self, name: str, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
-        """One array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
+        """Write one array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
         channel_of = self.arrays[name]  # by level
-        channels = list(channel_of.values())
-        first, end = channels[0], channels[0] + len(channels)
-        together = channels == list(range(first, end))  # a slice is a view: no copy
-        values = fields[:, slice(first, end) if together else channels].cpu().numpy()
+        values = fields[:, list(channel_of.values())].cpu().numpy()
         if None in channel_of:
             values = values[:, 0]
         elif list(channel_of) != self.levels:  # NaN where the array has none
@@ -165,23 +143,23 @@ class ForecastStore:
 
 
 class ForecastWriter:
-    """Takes fields from the device and writes them in threads, an array each, while the model goes on."""
+    """Writes fields from the device in threads, an array each, while the model goes on."""
 
     def __init__(self, store: ForecastStore) -> None:
         self.store, self.pool = store, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
         self.in_flight: deque[list[Future]] = deque()  # of each lead that is not known to be written
 
     def write(self, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
-        """fields (B, V, H, W) at a lead, of B pairs (date, member); nothing may change them afterwards.
+        """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member), which may not change then.
 
-        Waits while LEADS_IN_FLIGHT are being written. OSError of an earlier lead.
+        Waits while LEADS_IN_FLIGHT are being written. Raises OSError of an earlier lead.
         """
         self.wait(LEADS_IN_FLIGHT - 1)
         submit, names = self.pool.submit, self.store.arrays
         self.in_flight.append([submit(self.store.write_chunks, n, pairs, lead, fields) for n in names])
 
     def wait(self, at_most: int = 0) -> None:
-        """Until no more than so many leads are in flight. OSError: one could not be written."""
+        """Wait until at most so many leads are in flight. Raises OSError if one could not be written."""
         while len(self.in_flight) > at_most:
             for future in self.in_flight.popleft():
                 future.result()
@@ -206,17 +184,3 @@ def write_netcdf(store: Path, target: Path) -> None:
         reason = f"cannot be written ({error}); the forecasts are in {store}, start again to write it"
         raise DataError(f"forecast.path = '{target}': {reason}") from None
     shutil.rmtree(store)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 60 else f"{text[:40]} ... {text[-15:]}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Content of a file of metadata, empty if it is damaged."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -1,15 +1,14 @@
-"""Forecasts and what they are compared with, brought together: same variables, valid time, grid and device.
+"""Pairs of forecast and truth of the same variables, valid time, units, grid and device.
 
-A forecast is read as it lies on disk, block by block of dates and leads; truth and climatology are read once
-for each valid time and kept as long as later initial dates can ask for them. All of it is read by one thread,
-a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
+A forecast is read by blocks of dates and leads; truth and climatology are kept for later initial dates. One
+thread reads, a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache, partial
+from itertools import groupby, product
 from typing import Protocol
 
 import numpy as np
@@ -47,13 +46,13 @@ class ForecastFields(Protocol):
 
     @property
     def blown_up(self) -> Collection[np.datetime64]:
-        """Initial dates from which the model diverged."""
+        """Return initial dates from which the model diverged."""
         ...
 
     def units(self, name: str) -> str: ...
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """(n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
+        """Return (n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
         ...
 
 
@@ -68,35 +67,8 @@ class Pair:
     climatology: Tensor | None
 
 
-class KeptFields:
-    """Fields by valid time on the grid and device of the evaluation; each is read once if memory allows."""
-
-    def __init__(
-        self,
-        read: Callable[[np.datetime64], Iterator[tuple[np.datetime64, np.ndarray]]],
-        regrid: Callable[[np.ndarray], Tensor],
-    ) -> None:
-        """read gives the field of a valid time, among those of others that cost nothing more."""
-        self.read, self.regrid = read, regrid
-        self.fields: OrderedDict[np.datetime64, Tensor] = OrderedDict()
-
-    def get(self, time: np.datetime64) -> Tensor | None:
-        if time not in self.fields:
-            for other, field in self.read(time):
-                self.fields[other] = self.regrid(field)
-        found = self.fields.get(time)
-        while sum(field.nbytes for field in self.fields.values()) > KEPT_BYTES and len(self.fields) > 1:
-            self.fields.popitem(last=False)
-        return found
-
-    def forget_before(self, time: np.datetime64) -> None:
-        """Drop fields that are valid before the present initial date: initial dates ascend."""
-        for old in [each for each in self.fields if each < time]:
-            del self.fields[old]
-
-
 class Matcher:
-    """Reads pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
+    """Reader of pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
 
     def __init__(
         self,
@@ -112,68 +84,89 @@ class Matcher:
         """boundary_width: cells from each side of the grid that are not scored."""
         boundary = boundary_cells(grid.shape, boundary_width).to(device)
         self.boundary = boundary if boundary_width else None
-        self.forecast, self.variables, self.leads = forecast, list(variables), list(leads)
-        self.device, self.grid = torch.device(device), grid
+        self.forecast, self.leads, self.grid = forecast, list(leads), grid
+        self.device, self.variables = torch.device(device), (names := list(variables))
         # All fields are compared in the units of the truth.
-        self.units = {name: truth.units(name) for name in self.variables}
+        self.units = {name: truth.units(name) for name in names}
         self.regrid_forecast = self._regridding(forecast)
-        self.truth = KeptFields(truth_reader(truth, self.variables), self._regridding(truth))
+        max_fields = max(1, KEPT_BYTES // _field_bytes(grid, names))
+        self.times, limit = truth.times, BLOCK_BYTES // _field_bytes(truth.grid, names)
+        self.in_chunk = max(1, min(truth.time_chunk(names), limit))
+        read = partial(read_chunk, truth, names, self.in_chunk, self._regridding(truth))
+        self.read_truths = lru_cache(max(1, max_fields // self.in_chunk))(read)
         self.climatology = None
         if climatology is not None:
-            read = lambda time: iter([(time, climatology.field(time, self.variables))])  # noqa: E731
-            self.climatology = KeptFields(read, self._regridding(climatology))
+            regrid = self._regridding(climatology)
+            self.climatology = lru_cache(max_fields)(lambda time: regrid(climatology.field(time, names)))
 
     def _regridding(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
         """Return the function from fields (..., V, H, W) of a source to those in the evaluation's units,
         grid and device. Raises DataError for units that cannot be converted.
         """
-        convert = unit_converter(self.variables, source.units, self.units)
+        convert, device = unit_converter(self.variables, source.units, self.units), self.device
         if source.grid.same_as(self.grid):
-            return lambda fields: torch.from_numpy(convert(fields)).to(self.device)
-        regridder = Regridder(source.grid, self.grid, self.device)
-        return lambda fields: regridder(torch.from_numpy(convert(fields)).to(self.device))
+            return lambda fields: torch.from_numpy(convert(fields)).to(device)
+        regridder = Regridder(source.grid, self.grid, device)
+        return lambda fields: regridder(torch.from_numpy(convert(fields)).to(device))
 
     def blocks(self, dates: Sequence[int]) -> list[list[int]]:
-        """The dates in groups that are stored together and not too large to be read at once."""
+        """Return the dates in groups that are stored together and not too large to be read at once."""
         return _together(dates, min(self.forecast.block[0], self._limit(), MOST_DATES))
 
     def _limit(self) -> int:
-        cells = self.forecast.grid.shape[0] * self.forecast.grid.shape[1]
-        return max(1, BLOCK_BYTES // (4 * len(self.variables) * cells * max(1, self.forecast.num_members)))
+        num_bytes = _field_bytes(self.forecast.grid, self.variables) * max(1, self.forecast.num_members)
+        return max(1, BLOCK_BYTES // num_bytes)
 
     def pairs(self, blocks: Sequence[Sequence[int]]) -> Iterator[Pair]:
-        """All pairs of blocks of dates, read one step ahead."""
+        """Yield all pairs of blocks of dates, read one step ahead."""
         steps = []
         for block in blocks:
             size = max(1, min(self.forecast.block[1], self._limit() // len(block)))
             steps += [(block, leads) for leads in _together(self.leads, size)]
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            waiting = deque(reader.submit(self._load, *step) for step in steps[:1])
+            ahead = reader.submit(self._load, *steps[0]) if steps else None
             for following in [*steps[1:], None]:
-                loaded = waiting.popleft().result()
-                if following is not None:
-                    waiting.append(reader.submit(self._load, *following))
+                loaded = ahead.result() if ahead else []
+                ahead = reader.submit(self._load, *following) if following else None
                 yield from loaded
 
     def _load(self, dates: Sequence[int], leads: Sequence[int]) -> list[Pair]:
-        times, source = self.forecast.times, self.forecast
-        for cache in filter(None, (self.truth, self.climatology)):
-            cache.forget_before(times[dates[0]])
+        times, source, pairs = self.forecast.times, self.forecast, []
         block, some = (slice(positions[0], positions[-1] + 1) for positions in (dates, leads))
         fields = source.read_block(block, some, self.variables)
-        pairs = []
-        for date in dates:
-            for lead in leads:
-                valid_time = times[date] + source.leads[lead]
-                truth = self.truth.get(valid_time)
-                clim = self.climatology.get(valid_time) if self.climatology and truth is not None else None
-                ours = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
-                if truth is not None and self.boundary is not None:
-                    truth = truth.masked_fill(self.boundary, torch.nan)
-                if truth is not None and times[date] not in source.blown_up:
-                    truth = mask_missing(truth, ours)
-                pairs.append(Pair(date, lead, ours, truth, clim))
+        for date, lead in product(dates, leads):
+            valid_time = times[date] + source.leads[lead]
+            truth = self._find_truth(valid_time)
+            clim = self.climatology(valid_time) if self.climatology and truth is not None else None
+            forecast = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
+            if truth is not None and self.boundary is not None:
+                truth = truth.masked_fill(self.boundary, torch.nan)
+            if truth is not None and times[date] not in source.blown_up:
+                truth = mask_missing(truth, forecast)
+            pairs.append(Pair(date, lead, forecast, truth, clim))
         return pairs
+
+    def _find_truth(self, time: np.datetime64) -> Tensor | None:
+        """Return the analysis (V, H, W) of a date, None if there is none."""
+        i = int(np.searchsorted(self.times, time))
+        if i == len(self.times) or self.times[i] != time:
+            return None
+        return self.read_truths(i // self.in_chunk)[i % self.in_chunk]
+
+
+def read_chunk(
+    truth: Archive, variables: list[str], size: int, regrid: Callable[[np.ndarray], Tensor], chunk: int
+) -> Tensor:
+    """Return the analyses (n, V, H, W) of `size` dates that are stored together."""
+    start, stop = chunk * size, min((chunk + 1) * size, len(truth.times))
+    fields = truth.read_block(start, stop, variables)
+    for field, time in zip(fields, truth.times[start:stop], strict=True):
+        refuse_fills(field, variables, time)
+    return regrid(fields)
+
+
+def _field_bytes(grid: Grid, variables: Sequence[str]) -> int:
+    return 4 * len(variables) * grid.shape[0] * grid.shape[1]
 
 
 def mask_missing(truth: Tensor, forecast: Tensor) -> Tensor:
@@ -217,28 +210,6 @@ def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
     raise DataError(f"{name}: its units are {reason}, and there is no conversion; correct the attribute")
 
 
-def truth_reader(
-    truth: Archive, variables: Sequence[str]
-) -> Callable[[np.datetime64], Iterator[tuple[np.datetime64, np.ndarray]]]:
-    """Reads the analysis of a date, and the later ones that lie in the same chunks; nothing where there is
-    none.
-    """
-    cells = truth.grid.shape[0] * truth.grid.shape[1]
-    size = max(1, min(truth.time_chunk(variables), BLOCK_BYTES // (4 * len(variables) * cells)))
-
-    def read(time: np.datetime64) -> Iterator[tuple[np.datetime64, np.ndarray]]:
-        i = int(np.searchsorted(truth.times, time))
-        if i == len(truth.times) or truth.times[i] != time:
-            return iter(())
-        stop = min(len(truth.times), (i // size + 1) * size)
-        block = truth.read_block(i, stop, variables)
-        for field, time in zip(block, truth.times[i:stop], strict=True):
-            refuse_fills(field, variables, time)
-        return zip(truth.times[i:stop], block, strict=True)
-
-    return read
-
-
 def _together(positions: Sequence[int], size: int) -> list[list[int]]:
-    """Ascending positions in groups of those with the same quotient by `size`."""
+    """Return ascending positions in groups of those with the same quotient by `size`."""
     return [list(group) for _, group in groupby(positions, key=lambda position: position // size)]

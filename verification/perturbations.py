@@ -30,7 +30,7 @@ class RandomFields:
         self.size = np.sqrt(np.where(number > 0, 4, 2)) / len(number)
 
     def draw(self, key: str) -> np.ndarray:
-        """(H, W) float64, a function of `key` alone."""
+        """Return a field (H, W) float64, a function of `key` alone."""
         digest, count = hashlib.sha256(key.encode()).digest(), len(self.size)
         generator = np.random.default_rng(int.from_bytes(digest[:16], "little"))
         normal = generator.standard_normal((2, count, count)) * self.size  # cosine and sine, total, zonal
@@ -46,12 +46,10 @@ def perturbation(
     date: np.datetime64,
     member: int,
 ) -> np.ndarray:
-    """(V, H, W) float32 to be added to the analysis of `date`; zero for member 0.
+    """Return fields (V, H, W) float32 to add to the analysis of `date`, from (seed, date, member, variable).
 
-    scale (V,): standard deviation in units of each variable. A function of (seed, date, member, variable).
+    scale (V,): standard deviation in units of each variable.
     """
-    if member == 0:
-        return np.zeros((len(variables), *fields.shape), np.float32)
     start = f"{seed}/{date.astype('datetime64[s]')}/{member}"
     drawn = [size * fields.draw(f"{start}/{name}") for size, name in zip(scale, variables, strict=True)]
     return np.stack(drawn).astype(np.float32)

@@ -1,6 +1,6 @@
 """Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps, reliability."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from datasets.variables import named_by, short_label
 from jobs.journal import read_records
 from verification.details import Details, mean_over_latitudes
 from verification.evaluation import Evaluation
-from verification.maps import Land, draw_map, error_colours, field_colours
+from verification.maps import Land, draw_map, error_colors, field_colors
 from verification.matching import Pair
-from verification.report import GRAVITY, energy_units
+from verification.report import DAY, GRAVITY, energy_units
 from verification.score_tables import (
-    count_dates,
-    dates_of_leads,
+    describe_dates,
     lead_hours,
     one_variable,
     select,
@@ -42,7 +41,7 @@ STYLES = {
     "climatology": {"color": "0.4", "linestyle": ":"},
     "training mean": {"color": "0.6", "linestyle": "-."},
 }
-COLOURS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")  # of forecasts that are no baselines
+COLORS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")  # of forecasts that are no baselines
 # Variables that are drawn first; others follow.
 HEADLINE = (
     "geopotential:500",
@@ -91,15 +90,13 @@ def label_with(variable: str, units: str) -> str:
 
 def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str] = ()) -> list[str]:
     """Return the chosen variables, else at most `most`, the customary ones first."""
-    if wanted := named_by(chosen, names):
-        return wanted
     first = [name for name in HEADLINE if name in names]
-    return (first + [name for name in names if name not in first])[:most]
+    return named_by(chosen, names) or list(dict.fromkeys([*first, *names]))[:most]
 
 
 def style(name: str, number: int) -> dict[str, Any]:
     """Return the look of a curve: a baseline has its own, a forecast the next colour."""
-    own = STYLES.get(name, {"color": COLOURS[number % len(COLOURS)], "marker": "o"})
+    own = STYLES.get(name, {"color": COLORS[number % len(COLORS)], "marker": "o"})
     return {"label": name, "markersize": 3, **own}
 
 
@@ -116,24 +113,24 @@ def plot_run(
 ) -> dict[str, Path]:
     """Write the plots of a run into `folder`/plots; return the file of each by name.
 
-    example: what is mapped, see `plot_maps`. chosen: the variables of maps and spectra, the first ones where
-    none is named.
+    chosen: the variables of maps and spectra, the first ones where none is named.
     """
-    date, fields = example
-    mapped = {name: fields[name] for name in chosen or list(fields)[:MAX_MAPS]}
+    date, every = example
+    fields = {name: every[name] for name in chosen or list(every)[:MAX_MAPS]}
     names = ("loss", "rmse", "maps", *(["spectra"] if grid.periodic else []))
     files = {name: folder / f"plots/{name}.png" for name in names}
     figure, (axes,) = build_panels(1, f"Loss: {folder.name}", size=(8, 4))
     draw_losses(axes, {"": read_records(folder / "metrics.jsonl")})
     save(figure, files["loss"])
-    dates = dates_of_leads(scores.num_dates, scores.lead_hours)
+    dates = describe_dates(scores.num_dates, scores.lead_hours)
     title = f"{TITLES['rmse']}, validation period: {dates}"
     plot_by_lead(scores.datasets(), "rmse", scores.variables, title, files["rmse"])
-    plot_maps(date, mapped, scores, grid, land, files["maps"])
+    plot_maps(date, fields, scores, grid, land, files["maps"])
     if grid.periodic:
         title = f"Zonal energy of a {scores.lead_hours[0]} h forecast from {str(date)[:16]} UTC"
-        spectra = spectra_of_example(mapped, scores, grid)
-        plot_spectra({"forecast": spectra}, title, files["spectra"], list(mapped))
+        plot_spectra(
+            {"forecast": spectra_of_example(fields, scores, grid)}, title, files["spectra"], list(fields)
+        )
     return files
 
 
@@ -144,8 +141,8 @@ def draw_losses(axes: Axes, records_of: Mapping[str, Sequence[dict[str, Any]]]) 
             points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
             if points:
                 text = f"{run} {label} ({points[-1][1]:.4f} at the end)".strip()
-                colour = f"C{2 * number + (line == 'o')}"
-                axes.plot(*zip(*points, strict=True), line, markersize=4, color=colour, label=text)
+                color = f"C{2 * number + (line == 'o')}"
+                axes.plot(*zip(*points, strict=True), line, markersize=4, color=color, label=text)
     axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
@@ -159,24 +156,18 @@ def plot_maps(
     land: np.ndarray | None,
     target: Path,
 ) -> None:
-    """Truth, forecast and error from one initial date; fields: variable -> (truth, forecast), each (H, W)."""
+    """Draw truth, forecast and error from one initial date; fields: variable -> (truth, forecast), (H, W)."""
     hours, own_land = scores.lead_hours[0], None if land is None else Land(grid, land)
     valid = str(date + np.timedelta64(hours, "h"))[:16]
     title = f"{hours} h forecast for {valid} UTC, from the analysis of {str(date)[:16]} UTC"
     figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
     for row, (variable, (truth, forecast)) in enumerate(fields.items()):
-        error, colours = forecast - truth, field_colours(truth, forecast)
-        label = label_with(variable, scores.units_of(variable))
+        error, colors = forecast - truth, field_colors(truth, forecast)
+        label = label_with(variable, scores.units[variable])
         rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
-        own = zip(
-            panels[3 * row : 3 * row + 3],
-            (truth, forecast, error),
-            (f"truth: {label}", f"forecast: {label}", rms),
-            (colours, colours, error_colours(error)),
-            strict=True,
-        )
-        for axes, field, what, span in own:
-            draw_map(axes, grid, field, what, own_land, **span)
+        draw_map(panels[3 * row], grid, truth, f"truth: {label}", own_land, **colors)
+        draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", own_land, **colors)
+        draw_map(panels[3 * row + 2], grid, error, rms, own_land, **error_colors(error))
     save(figure, target)
 
 
@@ -185,8 +176,8 @@ def spectra_of_example(
 ) -> xr.Dataset:
     """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
     truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
-    details = Details([0], list(fields), grid, 0, "cpu", {name: scores.units_of(name) for name in fields})
-    details.add(Pair(0, 0, forecast, truth, None))
+    details = Details([0], list(fields), grid, 0, "cpu", scores.units)
+    details.add([Pair(0, 0, forecast, truth, None)])
     spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
     assert spectra is not None, "the grid does not go round the globe"
     return spectra
@@ -201,55 +192,45 @@ def plot_by_lead(
     names: Sequence[str],
     title: str,
     target: Path,
-    published: Callable[[str], Mapping[str, pd.DataFrame]] = lambda variable: {},
+    compared: Evaluation | None = None,
 ) -> None:
-    """A panel a variable of `names`: the metric against the lead time; the last one shows how many dates each
-    lead has. scores: by forecast. published: scores of others by label, drawn in grey.
+    """Draw a metric against the lead time, a panel a variable, and the number of dates in the last panel.
+
+    scores: by forecast. compared: the evaluation whose published scores are drawn in grey.
     """
     first = next(iter(scores.values()))
     figure, panels = build_panels(len(names) + 1, title)
-    draw_dates(panels[-1], scores)
-    for axes, name in zip(panels, names, strict=False):
-        for number, (label, dataset) in enumerate(scores.items()):
+    for number, (label, dataset) in enumerate(scores.items()):
+        draw_by_lead(panels[-1], dataset["num_dates"], label, number)
+        for axes, name in zip(panels, names, strict=False):
             if name in variable_names(dataset) and metric in dataset["metric"]:
-                draw_by_lead(axes, lead_hours(dataset), select(dataset, metric, name), label, number)
-        draw_published(axes, published(name))
+                draw_by_lead(axes, select(dataset, metric, name), label, number)
+    for axes, name in zip(panels, names, strict=False):
+        draw_published(axes, published(compared, name, metric) if compared else {})
         label_axes(axes, name, metric, units_of(first, name))
-    add_legend(figure, panels)
+    panels[-1].set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
+    panels[-1].yaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].grid(alpha=0.3)
+    legends = [axes.get_legend_handles_labels() for axes in panels]
+    handles = {text: line for lines, texts in legends for line, text in zip(lines, texts, strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     save(figure, target)
 
 
-def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add one legend below a figure, of the curves of all its panels."""
-    handles = {
-        text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
-
-
-def draw_by_lead(axes: Axes, hours: Sequence[int], values: Any, label: str, number: int) -> None:
+def draw_by_lead(axes: Axes, scores: xr.DataArray, label: str, number: int) -> None:
     """Draw a curve (L,), unless it has no finite value and would be an empty entry of the legend."""
-    if np.isfinite(values).any():
-        axes.plot(np.array(hours) / 24, values, **style(label, number))
-
-
-def draw_dates(axes: Axes, scores: Mapping[str, xr.Dataset]) -> None:
-    """Draw the number of initial dates of each lead."""
-    for number, (label, dataset) in enumerate(scores.items()):
-        draw_by_lead(axes, lead_hours(dataset), dataset["num_dates"], label, number)
-    axes.set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    if np.isfinite(scores).any():
+        axes.plot(scores["lead_time"] / DAY, scores, **style(label, number))
 
 
 def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
-    """Geopotential gets a second axis in geopotential metres."""
-    plain = metric.startswith("acc") or "ratio" in metric
-    axes.set(title=name.replace("_", " "), xlabel="lead time (days)", ylabel="" if plain else units)
-    if not plain:
-        axes.set_ylim(bottom=0)
+    """Set title and labels; geopotential gets a second axis in geopotential metres."""
+    axes.set(title=name.replace("_", " "), xlabel="lead time (days)")
     axes.grid(alpha=0.3)
-    if units == "m2 s-2" and not plain:
+    if metric == "acc":
+        return
+    axes.set(ylabel=units, ylim=(0, None))
+    if units == "m2 s-2":
         scale = (lambda x: x / GRAVITY, lambda x: x * GRAVITY)
         axes.secondary_yaxis("right", functions=scale).set_ylabel("gpm", fontsize=8)
 
@@ -276,12 +257,11 @@ def published(evaluation: Evaluation, variable: str, metric: str) -> dict[str, p
 def draw_published(axes: Axes, scores: Mapping[str, pd.DataFrame]) -> None:
     """Draw published scores in grey, those inside the axes only, which stay as they are."""
     (west, east), (south, north) = axes.get_xlim(), axes.get_ylim()
-    for number, (label, rows) in enumerate(scores.items()):
-        days = rows["lead_hours"] / 24
-        rows = rows[(days >= west) & (days <= east) & (rows["value"] >= south) & (rows["value"] <= north)]
-        look: dict[str, Any] = {"color": "0.6", "linestyle": "", "marker": "xv+d1"[number % 5]}
-        if len(rows):
-            axes.plot(rows["lead_hours"] / 24, rows["value"], label=label, **look)
+    for marker, (label, rows) in zip("xv+d1" * len(scores), scores.items(), strict=False):
+        inside = (rows["lead_hours"] / 24).between(west, east) & rows["value"].between(south, north)
+        if inside.any():
+            days, values = rows["lead_hours"][inside] / 24, rows["value"][inside]
+            axes.plot(days, values, label=label, color="0.6", linestyle="", marker=marker)
     axes.set(xlim=(west, east), ylim=(south, north))
 
 
@@ -297,54 +277,49 @@ def plot_evaluation(
     """
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     name, first = next(iter(evaluations.items()))
-    for metric in ("rmse", "acc"):
+    for metric, title in TITLES.items():
         if metric in first.scores["metric"]:
             every = variable_names(first.scores)
             scored = [each for each in every if np.isfinite(select(first.scores, metric, each)).any()]
-            title = f"{TITLES[metric]}, {describe(evaluations)}"
-            of_others = lambda variable, metric=metric: published(first, variable, metric)  # noqa: E731
-            names, file = headline(scored, chosen=chosen), folder / f"{metric}.png"
-            plot_by_lead(scores, metric, names, title, file, of_others)
+            names, title = headline(scored, chosen=chosen), f"{title}, {describe(evaluations)}"
+            plot_by_lead(scores, metric, names, title, folder / f"{metric}.png", first)
     if spectra := {name: each.spectra for name, each in evaluations.items() if each.spectra is not None}:
-        hours = lead_hours(first_of(spectra))[-1]
-        title = f"Zonal energy at {hours} h, {counts_at(first, hours)}"
-        names = headline(variable_names(first_of(spectra)), 6, chosen)
-        plot_spectra(spectra, title, folder / "spectra.png", names)
+        example = next(iter(spectra.values()))
+        names = headline(variable_names(example), 6, chosen)
+        plot_spectra(spectra, f"Zonal energy {at_last(example)}", folder / "spectra.png", names)
     plot_bias(name, first, folder / "bias.png", chosen, land)
-    plot_reliability(name, first, folder / "reliability.png", chosen)
-
-
-def first_of(spectra: Mapping[str, xr.Dataset]) -> xr.Dataset:
-    return next(iter(spectra.values()))
+    if first.ranks is not None:
+        plot_reliability(name, first, folder / "reliability.png", chosen)
 
 
 def describe(evaluations: Mapping[str, Evaluation]) -> str:
     """Return the period and number of dates by lead, for titles; of other forecasts if they differ."""
     name, first = next(iter(evaluations.items()))
     times = first.by_date["time"].values
-    counts_of = {
-        name: dates_of_leads(each.scores["num_dates"].values.tolist(), lead_hours(each.scores))
+    dates = {
+        name: describe_dates(each.scores["num_dates"].values.tolist(), lead_hours(each.scores))
         for name, each in evaluations.items()
     }
-    differing = [f"; {other}: {each}" for other, each in counts_of.items() if each != counts_of[name]]
-    return f"{counts_of[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
+    differing = [f"; {other}: {each}" for other, each in dates.items() if each != dates[name]]
+    return f"{dates[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
 
 
-def counts_at(evaluation: Evaluation, hours: int) -> str:
-    """Return the number of initial dates of one lead, for titles."""
-    return count_dates(int(evaluation.scores["num_dates"].sel(lead_time=np.timedelta64(hours, "h"))))
+def at_last(details: xr.Dataset) -> str:
+    """Return the longest lead of maps, spectra or ranks and its number of initial dates, for titles."""
+    return f"at {lead_hours(details)[-1]} h, {int(details['num_dates'][-1])} initial dates"
 
 
 def plot_spectra(spectra: Mapping[str, xr.Dataset], title: str, target: Path, names: Sequence[str]) -> None:
-    """Zonal energy at the longest lead, mean over 30 to 60 degrees of both hemispheres, against the truth's.
+    """Draw zonal energy at the longest lead, mean over 30 to 60 degrees of both hemispheres, and the truth's.
+
     spectra: `Evaluation.spectra` by forecast.
     """
-    at_last = {name: each.isel(lead_time=-1) for name, each in spectra.items()}
-    first = first_of(at_last)
+    at_end = {name: each.isel(lead_time=-1) for name, each in spectra.items()}
+    first = next(iter(at_end.values()))
     figure, panels = build_panels(len(names), title)
     for axes, name in zip(panels, names, strict=True):
         draw_spectrum(axes, first, "truth", name, {"label": "truth", "color": "k", "linewidth": 1})
-        for number, (label, each) in enumerate(at_last.items()):
+        for number, (label, each) in enumerate(at_end.items()):
             if name in variable_names(each):
                 draw_spectrum(axes, each, "forecast", name, style(label, number))
         axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
@@ -362,39 +337,31 @@ def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look:
 
 
 def plot_bias(
-    name: str,
-    evaluation: Evaluation,
-    target: Path,
-    chosen: Sequence[str] = (),
-    land: Land | None = None,
+    name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str], land: Land | None
 ) -> None:
-    """Maps of forecast - truth, mean over the dates, at the longest detailed lead."""
+    """Draw maps of forecast - truth, mean over the dates, at the longest detailed lead."""
     assert evaluation.bias is not None
     bias = evaluation.bias.isel(lead_time=-1)
-    hours = int(bias["lead_time"] / np.timedelta64(1, "h"))
     names = headline(variable_names(bias), 6, chosen)
     grid = Grid(bias["latitude"].values, bias["longitude"].values)
-    title = f"Bias of {name} (forecast - truth) at {hours} h, {counts_at(evaluation, hours)}"
+    title = f"Bias of {name} (forecast - truth) {at_last(evaluation.bias)}"
     figure, panels = build_panels(len(names), title, columns=2, size=(7, 3))
     for axes, variable in zip(panels, names, strict=True):
-        field = one_variable(bias, variable)
-        label = label_with(variable, units_of(bias, variable))
-        draw_map(axes, grid, field.values, label, land, **error_colours(field.values))
+        field = one_variable(bias, variable).values
+        draw_map(
+            axes, grid, field, label_with(variable, units_of(bias, variable)), land, **error_colors(field)
+        )
     save(figure, target)
 
 
-def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str] = ()) -> None:
-    """Spread against RMSE of the ensemble mean over lead time, and the ranks of the truth among the members.
-    Nothing for what is no ensemble.
-    """
-    if evaluation.ranks is None:
-        return
+def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str]) -> None:
+    """Draw spread and RMSE of the ensemble mean over lead time, and the ranks of the truth."""
+    assert evaluation.ranks is not None
     scores, ranks = evaluation.scores, evaluation.ranks.isel(lead_time=-1)
-    hours = int(ranks["lead_time"] / np.timedelta64(1, "h"))
     names = headline(variable_names(ranks), 4, chosen)
-    title = f"Ensemble {name}: spread and error, ranks at {hours} h, {describe({name: evaluation})}"
+    title = f"Ensemble {name}: spread and error, {describe({name: evaluation})}"
     figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
-    days = np.array(lead_hours(scores)) / 24
+    days = scores["lead_time"] / DAY
     for above, below, variable in zip(panels, panels[len(names) :], names, strict=False):
         for metric, line in (("rmse", "-"), ("spread", "--")):
             above.plot(days, select(scores, metric, variable), f"C3{line}", label=metric)
@@ -403,5 +370,6 @@ def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Se
         below.bar(counts["rank"], counts * counts.sizes["rank"], color="0.6")
         below.axhline(1, color="k", linewidth=0.8)
         below.set(xlabel="members below the truth", ylabel="frequency (1: reliable)")
+        below.set_title(at_last(evaluation.ranks), fontsize=8)
     panels[0].legend()
     save(figure, target)

@@ -1,4 +1,4 @@
-"""Scores for people: the table on the terminal, a long CSV, and gates that a release has to pass.
+"""Scores for people: the table on the terminal, CSV files, and gates that a release has to pass.
 
 `Scores by forecast` are Datasets in WeatherBench2's form (verification/score_tables.py): a data variable a
 variable, dims (metric, region, lead_time[, level]).
@@ -13,17 +13,17 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from command_line import text_table
 from datasets.variables import split_name
 from errors import ConfigError
 from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.score_tables import (
+    combine,
     lead_hours,
     one_variable,
-    power_of_units,
     select,
     squared,
-    times_metres,
     units_of,
     variable_names,
 )
@@ -42,32 +42,41 @@ def table(
     column a forecast; the best of each row has a star. Geopotential also in geopotential metres. Leads
     without any date are left out. caveats: by forecast, in footnotes.
     """
-    first = next(iter(scores.values()))
+    first, whole = next(iter(scores.values())), combine(scores)
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads = shown_leads(first["lead_time"].values[scored.values])
-    names = [name for name in variable_names(first) if _has_metric(scores, metric, name)]
-    width = max([len(name) for name in names] + [8]) + 2
-    head = f"{metric.upper():<{width}}{'lead':>6}{'dates':>9}"
-    caveats = {name: reason for name, reason in (caveats or {}).items() if name in scores}
-    head += "".join(f"{name + '†' * (name in caveats):>20}" for name in scores) + "   units"
-    lines = [title, head, "-" * len(head)]
-    for name in names:
-        values = np.stack([_values(each, metric, name, leads) for each in scores.values()], axis=1)
-        counts = np.stack([_values(each, "num_dates", name, leads) for each in scores.values()], axis=1)
-        units, dates = units_of(first, name, metric), [_range(row) for row in counts]
-        rows = [(*row, units) for row in zip(leads, dates, values, strict=True)]
+    notes = {name: reason for name, reason in (caveats or {}).items() if name in scores}
+    rows: list[tuple[object, ...]] = []
+    for name in variable_names(first):
+        of_variable = [select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates")]
+        values, dates = (each.transpose("lead_time", "forecast").values for each in of_variable)
+        if metric != "rmse" and not np.isfinite(values).any():  # an RMSE that is not finite is shown as nan
+            continue
+        units = units_of(first, name, metric)
+        own = list(zip(leads, dates, values, [units] * len(leads), strict=True))
         if units == "m2 s-2":
-            rows.append((leads[-1], dates[-1], values[-1] / GRAVITY, "gpm"))
-        for lead, count, row, unit in rows:
-            hours = int(lead / np.timedelta64(1, "h"))
-            lines.append(f"{name:<{width}}{hours:>4} h{count:>9}{_cells(row, metric)}   {unit}".rstrip())
+            own.append((leads[-1], dates[-1], values[-1] / GRAVITY, "gpm"))
+        rows += [(name, *_row(*each, metric)) for each in own]
+    head = (metric.upper(), "lead", "dates", *(name + "†" * (name in notes) for name in scores), "   units")
+    width = max([len(str(row[0])) for row in rows] + [8]) + 2
+    lines = [title, *text_table(f"<{width} >6 >9{' >20' * len(scores)} <0", [head, *rows]).splitlines()]
+    lines.insert(2, "-" * len(lines[1]))
     lines += ["* the best of its row"] * (len(scores) > 1)
-    return "\n".join([*lines, *(f"† {name}: {reason}" for name, reason in caveats.items())])
+    return "\n".join([*lines, *(f"† {name}: {reason}" for name, reason in notes.items())])
+
+
+def _row(lead: np.timedelta64, dates: np.ndarray, values: np.ndarray, units: str, metric: str) -> list[str]:
+    """Return lead, numbers of dates (F,), values (F,) with a star at the best, and units as text."""
+    best = (max if metric in HIGHER_IS_BETTER else min)(values[np.isfinite(values)], default=np.nan)
+    cells = [f"{value:.4g}{'*' if value == best and len(values) > 1 else ' '}" for value in values]
+    numbers = dates[np.isfinite(dates)].astype(int)
+    between = "-".join(map(str, sorted({min(numbers, default=0), max(numbers, default=0)})))
+    return [f"{int(lead / np.timedelta64(1, 'h'))} h", between, *cells, f"   {units}"]
 
 
 def shown_leads(leads: np.ndarray) -> np.ndarray:
-    """All of a few leads; of many the first, every whole day, and the last."""
+    """Return all of a few leads; of many the first, every whole day, and the last."""
     if len(leads) <= LEADS_SHOWN:
         return leads
     days = leads[leads % DAY == np.timedelta64(0, "h")]
@@ -76,67 +85,27 @@ def shown_leads(leads: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([leads[:1], days, leads[-1:]]))
 
 
-def _values(scores: xr.Dataset, metric: str, variable: str, leads: np.ndarray) -> np.ndarray:
-    """At these leads; NaN where this forecast has no such score."""
-    try:
-        return select(scores, metric, variable).reindex(lead_time=leads).values
-    except KeyError:
-        return np.full(len(leads), np.nan)
-
-
-def _has_metric(scores: Mapping[str, xr.Dataset], metric: str, variable: str) -> bool:
-    """Return True if any forecast has such a score; an RMSE that is not finite is printed as nan."""
-    leads = next(iter(scores.values()))["lead_time"].values
-    values = [_values(each, metric, variable, leads) for each in scores.values()]
-    return metric == "rmse" or bool(np.isfinite(values).any())
-
-
-def _range(counts: np.ndarray) -> str:
-    """Return "47", or "46-47" where forecasts have different numbers of dates."""
-    numbers = [int(count) for count in counts if np.isfinite(count)]
-    return "-".join(map(str, sorted({min(numbers), max(numbers)}))) if numbers else "0"
-
-
-def _cells(values: Sequence[float], metric: str) -> str:
-    finite = [value for value in values if np.isfinite(value)]
-    best = (max if metric in HIGHER_IS_BETTER else min)(finite, default=np.nan)
-    stars = ["*" if value == best and len(values) > 1 else " " for value in values]
-    return "".join(f"{value:>19.4g}{star}" for value, star in zip(values, stars, strict=True))
-
-
-def write_netcdf(parts: Mapping[str, xr.Dataset], target: Path) -> None:
-    """Scores, or those by date, by forecast: a dimension `forecast` first, NaN (no dates) where one has less.
-
-    Coordinates of scores: `num_dates` (forecast, lead_time), and `power` (metric) of the variable's units.
+def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """Write scores and those by date, and the numbers of the plots of bias, spectra and ranks: a NetCDF a
+    forecast (grids may differ) and spectra.csv with the means over latitude.
     """
-    parts_with_dates = [part.drop_vars("power").reset_coords("num_dates") for part in parts.values()]
-    index = xr.DataArray(list(parts), dims="forecast", name="forecast")
-    whole = xr.concat(parts_with_dates, dim=index, data_vars="all", join="outer", combine_attrs="override")
-    whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
-    power = [power_of_units(metric) for metric in whole["metric"].values]
-    whole = whole.set_coords("num_dates").assign_coords(power=("metric", power))
-    whole.to_netcdf(target, engine="h5netcdf")
-
-
-def write_details(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
-    """Write the numbers of the plots of bias, spectra and ranks: a NetCDF a forecast (grids may differ) and
-    spectra.csv with the means over latitude.
-    """
+    scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
+    scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
+    write_csv(scores, folder / "scores.csv")
+    by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
+    by_date.to_netcdf(folder / "scores_by_date.nc", engine="h5netcdf")
     for name, evaluation in evaluations.items():
-        plain = re.sub(r"[^\w.+-]", "_", name)
         for kind in ("bias", "spectra", "ranks"):
-            found = getattr(evaluation, kind)
-            if found is not None:
-                found.to_netcdf(folder / f"{kind}_{plain}.nc", engine="h5netcdf")
+            if (details := getattr(evaluation, kind)) is not None:
+                plain = re.sub(r"[^\w.+-]", "_", name)
+                details.to_netcdf(folder / f"{kind}_{plain}.nc", engine="h5netcdf")
     rows = [mean_spectra(name, e.spectra) for name, e in evaluations.items() if e.spectra is not None]
     if rows:
         pd.concat(rows).to_csv(folder / "spectra.csv", index=False, lineterminator="\r\n")
 
 
 def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
-    """The lines of the plot of spectra: forecast, source, variable, level, lead_hours, wavelength_km, energy,
-    units. Wavenumber 0, the mean, has no wavelength and is left out.
-    """
+    """Return the lines of the plot of spectra; wavenumber 0, the mean, has no wavelength and is left out."""
     parts = []
     for variable in variable_names(spectra):
         name, level = split_name(variable)
@@ -151,29 +120,26 @@ def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
 
 
 def energy_units(spectra: xr.Dataset, variable: str) -> str:
-    """Units of zonal energy: the variable's squared, times the length of a circle of latitude in m."""
-    return times_metres(squared(units_of(spectra, variable)))
+    """Return the units of zonal energy: the variable's squared, times the length of a circle of latitude."""
+    return f"{squared(units_of(spectra, variable))} m".strip()
 
 
-def write_csv(scores: Mapping[str, xr.Dataset], target: Path) -> None:
-    """One row a number: forecast, metric, region, variable, level, lead_hours, value, units, num_dates."""
+def write_csv(scores: xr.Dataset, target: Path) -> None:
+    """Write a row a number of combined scores, with its units and number of initial dates."""
     parts = []
-    for forecast, dataset in scores.items():
-        for variable in variable_names(dataset):
-            name, level = split_name(variable)
-            values = one_variable(dataset, variable).transpose("metric", "region", "lead_time")
-            values = values.drop_vars(("level", "num_dates", "power"), errors="ignore")
-            counts = values.sel(metric="num_dates", drop=True).astype(int).rename("num_dates")
-            both = xr.merge([values.drop_sel(metric="num_dates").rename("value"), counts])
-            rows = both.to_dataframe(["metric", "region", "lead_time"]).reset_index()
-            rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
-            rows["units"] = [units_of(dataset, variable, metric) for metric in rows["metric"]]
-            level = "" if level is None else level
-            parts.append(rows.assign(forecast=forecast, variable=name, level=level))
-    whole = pd.concat(parts)
+    for variable in variable_names(scores):
+        name, level = split_name(variable)
+        by_metric = one_variable(scores, variable).to_series().unstack("metric")
+        by_metric = by_metric.set_index("num_dates", append=True)
+        rows = by_metric.melt(ignore_index=False, var_name="metric").reset_index()
+        units = {metric: units_of(scores, variable, metric) for metric in by_metric}
+        rows["units"] = [units[metric] for metric in rows["metric"]]
+        parts.append(rows.assign(variable=name, level="" if level is None else level))
+    rows = pd.concat(parts)
+    rows = rows[np.isfinite(rows["value"])].astype({"num_dates": int})
+    rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
     columns = ["forecast", "metric", "region", "variable", "level", "lead_hours", "value", "units"]
-    columns.append("num_dates")
-    whole[np.isfinite(whole["value"])].to_csv(target, columns=columns, index=False, lineterminator="\r\n")
+    rows.to_csv(target, columns=[*columns, "num_dates"], index=False, lineterminator="\r\n")
 
 
 @dataclass(frozen=True)
@@ -188,38 +154,25 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> "Gate":
-        """ConfigError, with an example, for what is none."""
+        """Raise ConfigError, with an example, for a text that is not a gate."""
         match = GATE.fullmatch(text.replace(" ", ""))
         if not match:
             raise ConfigError(f"--gate {text!r}: write for example rmse/geopotential:500@120h<340")
         metric, variable, lead, sign, limit = match.groups()
         return cls(metric, variable, int(lead), sign, float(limit))
 
-    def check(self, variables: Sequence[str], leads: np.ndarray) -> None:
-        """Before anything is scored. ConfigError: no such variable, or lead (L,) timedelta64."""
-        if self.variable not in variables and "wind_vector" not in self.variable:
-            raise ConfigError(f"--gate: no variable {self.variable!r}; there are {', '.join(variables)}")
-        if np.timedelta64(self.lead, "h") not in leads:
-            hours = (leads / np.timedelta64(1, "h")).astype(int).tolist()
-            raise ConfigError(f"--gate: no lead of {self.lead} h; there are {hours}")
-
-    def value(self, scores: xr.Dataset) -> float:
-        """ConfigError, with what there is, where there is no such score."""
-        hours = lead_hours(scores)
-        if self.metric not in scores["metric"].values:
-            valid = ", ".join(map(str, scores["metric"].values))
-            raise ConfigError(f"--gate: no metric {self.metric!r}; there are {valid}")
-        if self.variable not in variable_names(scores):
-            valid = ", ".join(variable_names(scores))
-            raise ConfigError(f"--gate: no variable {self.variable!r}; there are {valid}")
-        if self.lead not in hours:
-            raise ConfigError(f"--gate: no lead of {self.lead} h; there are {hours}")
-        return float(select(scores, self.metric, self.variable)[hours.index(self.lead)])
+    def check(self, **known: Sequence) -> None:
+        """Raise ConfigError unless the gate's metric, variable and lead are among the known ones."""
+        for key, values in known.items():
+            if getattr(self, key) not in values:
+                there_are = ", ".join(map(str, values))
+                raise ConfigError(f"--gate: no {key} {getattr(self, key)!r}; there are {there_are}")
 
     def judge(self, scores: xr.Dataset) -> tuple[bool, str]:
         """Return True if the gate is passed, and a line for the terminal. NaN never passes."""
-        value = self.value(scores)
+        hours = lead_hours(scores)
+        self.check(metric=scores["metric"].values.tolist(), variable=variable_names(scores), lead=hours)
+        value = float(select(scores, self.metric, self.variable)[hours.index(self.lead)])
         passed = value < self.limit if self.sign == "<" else value > self.limit
-        name = f"{self.metric}/{self.variable}@{self.lead}h"
-        wanted = f"{self.sign} {self.limit:g}"
-        return passed, f"{'passed' if passed else 'MISSED'}: {name} = {value:.4g}, wanted {wanted}"
+        score = f"{self.metric}/{self.variable}@{self.lead}h = {value:.4g}"
+        return passed, f"{'passed' if passed else 'MISSED'}: {score}, wanted {self.sign} {self.limit:g}"

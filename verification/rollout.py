@@ -33,7 +33,7 @@ def rollout(
     keys: Tensor | None = None,
     known: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """The normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
+    """Yield the normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
 
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
@@ -59,7 +59,7 @@ def model_forecast(
     seed: int = 0,
     known: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Forecast:
-    """The model as a forecast; of an ensemble the rows are those of all members: (B M, L, V, H, W).
+    """Return the model as a forecast; of an ensemble the rows are those of all members: (B M, L, V, H, W).
 
     known: see `rollout`.
     """
@@ -80,10 +80,10 @@ def model_forecast(
 
 
 def plausible_size(state: Tensor) -> Tensor:
-    """(B, V): the largest absolute value that a forecast from a normalised state (B, V, H, W) may reach."""
+    """Return the largest absolute value (B, V) of a forecast from a normalised state (B, V, H, W)."""
     return (LARGEST_GROWTH * state.abs().amax(dim=(-2, -1))).clamp(min=LARGEST_DEVIATIONS)
 
 
 def blown_up(state: Tensor, limit: Tensor) -> Tensor:
-    """(B, V) bool: where a normalised state (B, V, H, W) has a value beyond `limit` (B, V), or not finite."""
+    """Return (B, V) bool: a normalised state (B, V, H, W) is beyond `limit` (B, V), or not finite."""
     return ~(state.abs().amax(dim=(-2, -1)) <= limit)  # amax keeps NaN, and no comparison with it is true

@@ -1,10 +1,10 @@
-"""Scores of forecasts against the truth: statistics of single dates, and what becomes of their time means.
+"""Scores of forecasts against the truth: statistics of single dates, and scores from their time means.
 
 A statistic is an area mean over a region of something at every cell; a score is made of time means of
-statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth are
-left out; where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not
-look like a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions), each a set of
-rows times a set of columns; a cell belongs to a region when its centre does, limits included.
+statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth are left out;
+where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not look like
+a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions): a cell belongs to one
+when its centre does, limits included.
 
 Shapes: B dates, L leads, V variables (a level counts as one), M members, R regions, S statistics, H
 latitudes, W longitudes.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from datasets.grid import Grid, area_weights
-from datasets.variables import nearest_name
 from errors import ConfigError
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.
@@ -33,8 +32,6 @@ WIND_VECTORS = {
     "10m_wind_vector": ("10m_u_component_of_wind", "10m_v_component_of_wind"),
 }
 Interval = tuple[float, float]
-EVERYWHERE: tuple[Interval, ...] = ((-90.0, 90.0),)
-ALL_ROUND: tuple[Interval, ...] = ((0.0, 360.0),)
 ON_THE_LIMIT = 1e-4  # degrees: float32 coordinates, and those made equidistant, miss a limit by less
 
 
@@ -42,8 +39,8 @@ ON_THE_LIMIT = 1e-4  # degrees: float32 coordinates, and those made equidistant,
 class Region:
     """Latitudes (south, north) and longitudes (west, east) in degrees, eastwards from 0."""
 
-    latitudes: tuple[Interval, ...] = EVERYWHERE
-    longitudes: tuple[Interval, ...] = ALL_ROUND
+    latitudes: tuple[Interval, ...] = ((-90.0, 90.0),)
+    longitudes: tuple[Interval, ...] = ((0.0, 360.0),)
 
 
 REGIONS = {
@@ -64,15 +61,12 @@ REGIONS = {
 
 
 def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
+    """Return rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
 
-    A region without a cell on the grid has only zeros. ConfigError for a name that WeatherBench2 has not.
+    A region without a cell on the grid has only zeros. Raises ConfigError for an unknown region.
     """
-    unknown = next((name for name in names if name not in REGIONS), None)
-    if unknown is not None:
-        raise ConfigError(
-            f"region {unknown!r}: not one of {', '.join(REGIONS)}{nearest_name(unknown, REGIONS)}"
-        )
+    if unknown := [name for name in names if name not in REGIONS]:
+        raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
     area, east = area_weights(grid.latitude), grid.longitude % 360
     rows = [_inside(grid.latitude, REGIONS[name].latitudes) * area for name in names]
     columns = [_inside(east, REGIONS[name].longitudes) for name in names]
@@ -80,14 +74,14 @@ def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.nda
 
 
 def regions_on(grid: Grid) -> list[str]:
-    """The names of the regions that have a cell on the grid."""
+    """Return the names of the regions that have a cell on the grid."""
     rows, columns = region_weights(grid, list(REGIONS))
     there = rows.sum(axis=1) * columns.sum(axis=1) > 0
     return [name for name, cells in zip(REGIONS, there, strict=True) if cells]
 
 
 def _inside(values: np.ndarray, intervals: Sequence[Interval]) -> np.ndarray:
-    """1 where values (N,) lie in one of the intervals, else 0."""
+    """Return 1 where values (N,) are in one of the intervals, else 0."""
     limits = np.asarray(intervals)[:, :, None]  # (intervals, 2, 1)
     inside = (values >= limits[:, 0] - ON_THE_LIMIT) & (values <= limits[:, 1] + ON_THE_LIMIT)
     return np.any(inside, axis=0).astype(float)
@@ -104,20 +98,17 @@ class RegionMeans:
         self.weight = self.total(torch.ones(grid.shape, dtype=torch.float64, device=device))  # (R,)
 
     def total(self, fields: Tensor) -> Tensor:
-        """Weighted sums (..., R) of float64 fields (..., H, W): over longitude first, then over latitude.
+        """Return weighted sums (..., R) of float64 fields (..., H, W): over longitude first, then latitude.
 
-        By plain sums: their order of additions does not depend on the number of threads; as a
-        product with a matrix of columns it took ten times as long, and other bits for other alignments.
+        By plain sums: their order of additions does not depend on the number of threads. A product with a
+        matrix of columns took ten times as long, and had other bits for other alignments.
         """
         along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
         return (torch.stack([along[k] for k in self.column_of], dim=-1) * self.rows).sum(dim=-2)
 
     def __call__(self, fields: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-        """Means (S, V, R) of float64 fields (S, V, H, W), and where the truth (V, H, W) has a value: (V, R)
-        bool.
-
-        Nearly always everything is finite, which the sums themselves show; only otherwise cells are sorted
-        into valid, missing and broken ones.
+        """Return means (S, V, R) of float64 fields (S, V, H, W), and where the truth (V, H, W) has a value,
+        (V, R) bool. Only if the sums are not finite, cells are sorted into valid, missing and broken ones.
         """
         totals = self.total(fields)
         if torch.isfinite(totals).all():
@@ -131,13 +122,13 @@ class RegionMeans:
 
 
 def stretches(inside: np.ndarray) -> list[slice]:
-    """Slices of the columns (W,) that are not 0; an empty one where all are."""
+    """Return slices of the columns (W,) that are not 0; an empty one where all are."""
     edges = np.flatnonzero(np.diff(inside != 0, prepend=False, append=False)).tolist()
     return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)] or [slice(0, 0)]
 
 
 def statistic_names(with_climatology: bool, num_members: int) -> tuple[str, ...]:
-    """Names of the statistics of `date_statistics` and `complete`, in their order."""
+    """Return the names of the statistics of `date_statistics` and `complete`, in their order."""
     names = ERRORS + ANOMALIES * with_climatology + ENSEMBLE * (num_members > 1)
     return names + DERIVED[: 1 + with_climatology]
 
@@ -145,7 +136,7 @@ def statistic_names(with_climatology: bool, num_members: int) -> tuple[str, ...]
 def date_statistics(
     forecast: Tensor, truth: Tensor, climatology: Tensor | None, mean: RegionMeans
 ) -> tuple[Tensor, Tensor]:
-    """Statistics (S, V, R) of one date and lead, float64, and where there is a truth, (V, R) bool.
+    """Return statistics (S, V, R) of one date and lead, float64, and where there is a truth, (V, R) bool.
 
     forecast (V, H, W), or (M, V, H, W) for an ensemble: its mean is scored, its members give CRPS and
     variance; truth and the climatology of the valid time (V, H, W). Works through blocks of variables.
@@ -167,28 +158,23 @@ def date_statistics(
 
 
 def cell_statistics(forecast: Tensor, truth: Tensor, climatology: Tensor | None) -> Tensor:
-    """Fields to average, (S, V, H, W) float64: squared error, absolute error and error; products of
+    """Return fields to average, (S, V, H, W) float64: squared error, absolute error and error; products of
     anomalies; CRPS and variance of an ensemble (M, V, H, W).
     """
-    ensemble = forecast.ndim == truth.ndim + 1
-    state = forecast.double().mean(dim=0) if ensemble else forecast.double()
-    count = len(ERRORS) + len(ANOMALIES) * (climatology is not None) + len(ENSEMBLE) * ensemble
-    fields = truth.new_empty(count, *truth.shape)
-    error = torch.sub(state, truth, out=fields[2])
-    torch.mul(error, error, out=fields[0])
-    torch.abs(error, out=fields[1])
+    is_ensemble = forecast.ndim == truth.ndim + 1
+    state = forecast.double().mean(dim=0) if is_ensemble else forecast.double()
+    error = state - truth
+    fields = [error * error, error.abs(), error]
     if climatology is not None:
         ours, theirs = state - climatology, truth - climatology
-        for row, (a, b) in enumerate(((ours, theirs), (ours, ours), (theirs, theirs)), start=3):
-            torch.mul(a, b, out=fields[row])
-    if ensemble:
-        fields[-2] = fair_crps(forecast, truth)
-        fields[-1] = forecast.double().var(dim=0, correction=1)
-    return fields
+        fields += [ours * theirs, ours * ours, theirs * theirs]
+    if is_ensemble:
+        fields += [fair_crps(forecast, truth), forecast.double().var(dim=0, correction=1)]
+    return torch.stack(fields)
 
 
 def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
-    """Continuous ranked probability score at every cell, members (M, ...), truth (...) -> (...), float64.
+    """Return the continuous ranked probability score of members (M, ...) at every cell (...), float64.
 
     mean |x - y| - sum over pairs |x_i - x_j| / (2 M (M - 1)): unbiased for any M >= 2 (Zamo and Naveau 2018,
     eFAIR, in their form for sorted members).
@@ -201,7 +187,7 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
 
 
 def complete(values: Tensor, names: Sequence[str]) -> Tensor:
-    """Appends the root of the mean squared error and the ACC of the date to statistics (S, V, R)."""
+    """Append the root of the mean squared error and the ACC of the date to statistics (S, V, R)."""
     of = dict(zip(names, values, strict=False))  # names go on with what is appended here
     more = [of["mse"].sqrt()]
     if "anomaly_covariance" in of:
@@ -211,7 +197,7 @@ def complete(values: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Name of a wind vector ("wind_vector:500") -> positions of its components among the variables."""
+    """Return the positions of both components by wind vector ("wind_vector:500")."""
     position, pairs = {name: i for i, name in enumerate(variables)}, {}
     for name in variables:
         base, colon, level = name.partition(":")
@@ -224,9 +210,7 @@ def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
 def append_wind(
     values: Tensor, present: Tensor, pairs: Mapping[str, tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Adds wind vectors to (S, V, R) and (V, R): their squared error is the sum of both components'; nothing
-    else is defined of them.
-    """
+    """Append wind vectors to (S, V, R) and (V, R): only their squared error is defined, the sum of both."""
     if not pairs:
         return values, present
     u, v = (torch.tensor(rows, device=values.device) for rows in zip(*pairs.values(), strict=True))
@@ -236,22 +220,20 @@ def append_wind(
 
 
 def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
-    """Scores by name from the time means of statistics, (L, V, R) each.
+    """Return scores by name from the time means of statistics, (L, V, R) each.
 
     Roots come after the mean over time. `acc` is WeatherBench2's, the mean of the dates' correlations;
     `acc_ratio_of_means` is WeatherBench-X's. Names are WeatherBench2's where it has the score.
     """
-    found = {"mse": means["mse"], "rmse": means["mse"].sqrt()}
-    found |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", "mae", "bias")}
+    scores = {"mse": means["mse"], "rmse": means["mse"].sqrt()}
+    scores |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", "mae", "bias")}
     if "acc" in means:
         ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
-        found |= {
-            "acc": means["acc"],
-            "acc_ratio_of_means": means["anomaly_covariance"] / (ours * theirs).sqrt(),
-        }
-        found |= {"forecast_activity": ours.sqrt(), "truth_activity": theirs.sqrt()}
+        scores["acc"] = means["acc"]
+        scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs).sqrt()
+        scores |= {"forecast_activity": ours.sqrt(), "truth_activity": theirs.sqrt()}
     if "crps" in means:
         spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
-        found |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / found["rmse"]}
-        found |= {"unbiased_spread_skill_ratio": (means["variance"] / unbiased).sqrt()}
-    return found
+        scores |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / scores["rmse"]}
+        scores["unbiased_spread_skill_ratio"] = (means["variance"] / unbiased).sqrt()
+    return scores

@@ -27,10 +27,7 @@ COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench
 
 
 class FieldsByName:
-    """Fields of one file with other axes than analyses have: `variables` on a `grid`, north to south.
-
-    It can be pickled; each process opens the file itself.
-    """
+    """Fields of one file with other axes than analyses have: `variables` on a `grid`, north to south."""
 
     def __init__(
         self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
@@ -51,23 +48,20 @@ class FieldsByName:
 
         slices: of some axes, all of the others. Raises DataError for a variable that is not there.
         """
-        rows: dict[Field, list[tuple[int, int]]] = {}
-        for row, name in enumerate(variables):
-            if name not in self._fields:
-                why = self.unreadable.get(full_name(name).partition(":")[0])
-                hint = f": {why}" if why else nearest_name(name, self.variables)
-                raise DataError(f"{self.path!r} has no {name!r}{hint}")
-            field, position = self._fields[name]
-            rows.setdefault(field, []).append((row, position))
-        out = np.empty(0, np.float32)
-        for field, pairs in rows.items():
-            first, last = (pick(position for _, position in pairs) for pick in (min, max))
-            block = field.read((*axes, "level"), {**slices, "level": slice(first, last + 1)})
-            if not out.size:
-                out = np.empty((*block.shape[:-3], len(variables), *self.grid.shape), np.float32)
-            for row, position in pairs:
-                out[..., row, :, :] = block[..., position - first, :, :]
-        return out
+        if missing := next((name for name in variables if name not in self._fields), None):
+            why = self.unreadable.get(full_name(missing).partition(":")[0])
+            hint = f": {why}" if why else nearest_name(missing, self.variables)
+            raise DataError(f"{self.path!r} has no {missing!r}{hint}")
+        found = [self._fields[name] for name in variables]
+        arrays: dict[int, np.ndarray] = {}
+        for field in dict.fromkeys(field for field, _ in found):
+            levels = [level for each, level in found if each is field]
+            levels = slice(min(levels), max(levels) + 1)
+            block = field.read((*axes, "level"), {**slices, "level": levels})
+            for row, (each, level) in enumerate(found):
+                if each is field:
+                    arrays[row] = block[..., level - levels.start, :, :]
+        return np.stack([arrays[row] for row in range(len(found))], axis=-3)
 
 
 def all_levels(variables: Sequence[str]) -> list[int]:
@@ -83,10 +77,9 @@ def create_store(
     axes: Mapping[str, np.ndarray],
     chunks: Mapping[str, int],
     attributes: Mapping[str, str],
-    own_units: Mapping[str, str] | None = None,
+    own_units: Mapping[str, str],
 ) -> None:
-    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32,
-    with attributes by the CF conventions.
+    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
 
     axes: name -> coordinate; chunks: name of an axis -> how many of it are in a chunk, else all of them;
     own_units: of variables that the project does not know.
@@ -95,7 +88,7 @@ def create_store(
     values = {**axes, "level": levels, "latitude": grid.latitude, "longitude": grid.longitude}
     values = {name: own for name, own in values.items() if len(own)}
     coords = {name: (name, own, COORDINATES.get(name, {})) for name, own in values.items()}
-    given = {split_name(name)[0]: text for name, text in (own_units or {}).items()}
+    given = {split_name(name)[0]: text for name, text in own_units.items()}
     empty = xr.Dataset(coords=coords, attrs={**CONVENTIONS, **attributes})
     empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
     for name, own in group_levels(variables).items():

@@ -6,6 +6,8 @@ Shapes: B dates, M members of an ensemble (1 of any other forecast), h states of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from datasets.field_dataset import FieldDataset, split_sample
 from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
 from verification.report import table
 from verification.rollout import Forecast
-from verification.score_tables import by_variable, dates_of_leads
+from verification.score_tables import by_variable, describe_dates
 from verification.scores import RegionMeans, date_statistics, statistic_names
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -35,46 +37,39 @@ class Scores:
     variables: Sequence[str]
     lead_hours: Sequence[int]
     num_dates: Sequence[int]  # with a truth, a lead
-    units: Sequence[str]
+    units: dict[str, str]  # by variable
     rmse: dict[str, Tensor]
     loss: float
     ensemble: dict[str, Tensor] = field(default_factory=dict)
 
-    def units_of(self, variable: str) -> str:
-        return self.units[list(self.variables).index(variable)]
-
     def record(self, step: int) -> dict[str, float]:
-        """The validation object of metrics.jsonl: the first lead under plain names, others with @<hours>h."""
+        """Return the validation object of metrics.jsonl: leads but for the first end in @<hours>h."""
         record: dict[str, float] = {"step": step, "val/loss": self.loss}
         suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
         record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
         keys = {name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.rmse}
-        tables = {keys[name]: table for name, table in self.rmse.items()} | self.ensemble
-        for key, values in tables.items():
-            for suffix, row in zip(suffixes, values.tolist(), strict=True):
-                record |= {
-                    f"val/{key}/{v}{suffix}": value for v, value in zip(self.variables, row, strict=True)
-                }
+        for key, values in ({keys[name]: rmse for name, rmse in self.rmse.items()} | self.ensemble).items():
+            names = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
+            record |= dict(zip(names, values.flatten().tolist(), strict=True))
         return record
 
     def datasets(self) -> dict[str, xr.Dataset]:
         """Return scores by forecast in the form of `Evaluation.scores`, of the region "global"."""
-        counts = torch.tensor(self.num_dates, dtype=torch.float64)[:, None].expand(-1, len(self.variables))
+        counts = torch.tensor(self.num_dates)[:, None].expand(-1, len(self.variables))
         leads = np.array(self.lead_hours, "timedelta64[h]").astype("timedelta64[ns]")
-        units = dict(zip(self.variables, self.units, strict=True))
-        found = {}
+        dims = ("metric", "region", "lead_time", "variable")
+        datasets = {}
         for name, rmse in self.rmse.items():
             tables = {"rmse": rmse, "num_dates": counts, **(self.ensemble if name == "model" else {})}
             coords = {"metric": list(tables), "region": ["global"], "lead_time": leads}
             coords["num_dates"] = ("lead_time", list(self.num_dates))
             values = torch.stack([each.double().cpu() for each in tables.values()])[:, None].numpy()
-            dims = ("metric", "region", "lead_time", "variable")
-            found[name] = by_variable(values, dims, self.variables, coords, units)
-        return found
+            datasets[name] = by_variable(values, dims, self.variables, coords, self.units)
+        return datasets
 
     def table(self) -> str:
-        """RMSE a variable and lead, the best of each row with a star; of an ensemble also its scores."""
-        scores, dates = self.datasets(), dates_of_leads(self.num_dates, self.lead_hours)
+        """Return the RMSE by variable and lead as text; of an ensemble also its scores."""
+        scores, dates = self.datasets(), describe_dates(self.num_dates, self.lead_hours)
         texts = [table(scores, "rmse", f"validation over {dates}")]
         model = {"model": scores["model"]}
         titles = {"crps": "CRPS of the members", "spread_skill": "spread over skill: 1 if reliable"}
@@ -116,50 +111,44 @@ class Validation:
 
     @torch.no_grad()
     def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
-        """Scores of the model and the baselines; these are computed the first time only."""
+        """Score the model, and the first time the baselines."""
         forecasts = {"model": model, **({} if self.known else baselines)}
         shape = (self.num_samples, len(self.lead_steps), len(self.variables))
-        sums = {name: self._zeros(len(self._statistics(name)), *shape) for name in forecasts}
-        losses, present = self._zeros(self.num_samples), self._zeros(*shape)
-        for indices, (fields, times) in zip(
-            self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True
-        ):
+        zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)
+        sums = {name: zeros(len(self._statistics(name)), *shape) for name in forecasts}
+        losses, present = zeros(self.num_samples), zeros(shape)
+        batches = zip(self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True)
+        for indices, (fields, times) in batches:
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
             window, truths = split_sample(fields, self.history)
             state = fields[:, 0]
+            rows = [row for row, date in enumerate(indices) if date >= 0]  # others are another rank's
             for name, forecast in forecasts.items():
                 predicted = forecast(window if name == "model" else state, times, self.lead_steps)
                 predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, L, V, H, W)
-                for row, date in enumerate(indices):
-                    if date < 0:  # another rank's
-                        continue
-                    for lead in range(len(self.lead_steps)):
-                        # Cells missing at the start are left out: persistence has no value there.
-                        truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
-                        if self.boundary is not None:
-                            truth.masked_fill_(self.boundary, torch.nan)
-                        members = predicted[row, :, lead]  # (M, V, H, W)
-                        scored = members[:, : len(self.variables)]  # without forcing variables
-                        fields_or_members = scored if len(scored) > 1 else scored[0]
-                        known = truth[: len(self.variables)]
-                        values, there = date_statistics(fields_or_members, known, None, self.mean)
-                        sums[name][:, date, lead] = torch.where(there, values, 0.0)[..., 0]
-                        present[date, lead] = there[:, 0].double()
-                        if name == "model" and lead == 0 and there.any():
-                            losses[date] = loss(members, truth[None])
+                for row, lead in product(rows, range(len(self.lead_steps))):
+                    date, members = indices[row], predicted[row, :, lead]
+                    # Cells missing at the start are left out: persistence has no value there.
+                    truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
+                    if self.boundary is not None:
+                        truth.masked_fill_(self.boundary, torch.nan)
+                    scored = members[:, : len(self.variables)]  # without forcing variables
+                    scored, known = scored if len(scored) > 1 else scored[0], truth[: len(self.variables)]
+                    values, there = date_statistics(scored, known, None, self.mean)
+                    sums[name][:, date, lead] = torch.where(there, values, 0.0)[..., 0]
+                    present[date, lead] = there[:, 0].double()
+                    if name == "model" and lead == 0 and there.any():
+                        losses[date] = loss(members, truth[None])
         return self._scores(sums, losses, present)
 
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
     def _statistics(self, name: str) -> list[str]:
-        """Names of `date_statistics` of a forecast."""
+        """Return the names of the `date_statistics` of a forecast."""
         return list(statistic_names(False, self.members if name == "model" else 1)[:-1])
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> Example:
-        """The last initial date that has a truth at the first lead, and variable -> (truth, forecast) (H, W)
-        there; of an ensemble its mean.
+        """Return the last initial date that has a truth at the first lead, and variable -> (truth, forecast)
+        (H, W) there; of an ensemble its mean.
         """
         last = int(np.flatnonzero(self.dataset.samples[:, self.history] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
@@ -169,9 +158,7 @@ class Validation:
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
 
     def _scores(self, sums: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:
-        """Each date was filled by one rank, so that the sum over ranks adds zeros: the same bits on any
-        number.
-        """
+        """Return the scores of all ranks, bit-exact on any number: each date is not 0 on one of them only."""
         for values in (*sums.values(), losses, present):
             if not self.counts:
                 values.zero_()  # another rank has the same
@@ -189,7 +176,7 @@ class Validation:
             self.variables,
             [steps * self.step_hours for steps in self.lead_steps],
             counts.tolist(),
-            [self.dataset.archive.units(name) for name in self.variables],
+            {name: self.dataset.archive.units(name) for name in self.variables},
             {"model": rmse["model"], **self.known},
             (losses.sum() / counts[0]).item(),
             ensemble,
@@ -197,7 +184,7 @@ class Validation:
 
 
 def spread_skill(variance: Tensor, rmse: Tensor, num_members: int) -> Tensor:
-    """Spread over skill: 1 where the truth might be one of the members, less where they are too sure.
+    """Return spread over skill: 1 where the truth might be a member, less where they are too sure.
 
     variance: the mean over dates and cells of the members' unbiased variance; rmse: of their mean. That of M
     members errs by sqrt((M + 1) / M) more than that of infinitely many (Fortin et al. 2014).
