@@ -84,9 +84,9 @@ def evaluate(
 
     variables: names with levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and
     spectra. boundary_width: cells from each side that are not scored. progress is called with the number of
-    dates just finished. Each rank scores a part of the dates, and all ranks return the same result, bit-exact
-    that of one rank (maps and spectra: to rounding). Raises ConfigError for an unknown region, DataError if no
-    date has a truth.
+    dates just finished. Each rank scores a part of the dates, and all ranks return the same result, that of
+    one rank bit-exact (maps and spectra: to rounding). Raises ConfigError for an unknown region, DataError
+    if no date has a truth.
     """
     fields = list(forecast.variables if variables is None else variables)
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
