@@ -156,12 +156,12 @@ def choose_packing(mean: float, deviation: float) -> Decoding:
     return Decoding(scale=scale, offset=round(mean / scale) * scale)
 
 
-def check_packing(values: np.ndarray, packing: Decoding) -> None:
-    """Raise DataError if the error of a field (H, W) in float16 is too large.
+def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
+    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large.
 
     It may be 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|.
     """
-    exact = values[np.isfinite(values)].astype(np.float64)
+    exact = field[np.isfinite(field)].astype(np.float64)
     with np.errstate(over="ignore"):
         stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
     error = np.abs(packing.decode(stored).astype(np.float32) - exact)
@@ -170,17 +170,7 @@ def check_packing(values: np.ndarray, packing: Decoding) -> None:
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
     if (error > allowed).any() or rms > LARGEST_RMS * packing.scale + rounding.max(initial=0):
         reason = f"its error in float16 of scale {packing.scale:g} is {error.max():g} (RMS {rms:g})"
-        raise DataError(f"{reason}, which is too large; convert with --dtype float32")
-
-
-def check_packings(name: str, times: np.ndarray, fields: np.ndarray, attributes: Any) -> None:
-    """Raise DataError naming the first of times (n,) at which a field (n, H, W) does not fit float16."""
-    packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
-    for time, field in zip(times, fields, strict=True):
-        try:
-            check_packing(field, packing)
-        except DataError as problem:
-            raise DataError(f"{name} at {time}: {problem}") from None
+        raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
 
 
 def sum_moments(fields: np.ndarray, area: np.ndarray) -> np.ndarray:
@@ -359,8 +349,11 @@ class Conversion:
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
         for v, name in enumerate(names):
-            if self.options.dtype == "float16":
-                check_packings(name, times, values[:, v], group[array_name(name)].attrs)
+            attributes = group[array_name(name)].attrs
+            for time, field in zip(times, values[:, v], strict=True):
+                if self.options.dtype == "float16":
+                    packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+                    check_packing(field, packing, f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
         write_durably(self.mark_of(every, part), "")
@@ -372,9 +365,7 @@ class Conversion:
             attributes = group[name].attrs
             # Earlier versions also wrote statistics, which would not be those of all dates any more.
             attributes.put({key: attributes[key] for key in ATTRIBUTES if key in attributes})
-        sources = [*group.attrs.get("sources", []), self.fixed_options()["source"]]
-        dates = {"complete_dates": group["time"].shape[0], "sources": list(dict.fromkeys(sources))}
-        group.update_attributes({"complete": True, **dates})
+        group.update_attributes({"complete": True, "complete_dates": group["time"].shape[0]})
         zarr.consolidate_metadata(group.store)
         shutil.rmtree(self.target / DONE)
 

@@ -21,7 +21,7 @@ from command_line import OneLineParser
 from datasets.archive import Archive
 from datasets.dates import evenly_spaced, find_gaps, usual_hours
 from datasets.files import find_files
-from datasets.grid import Grid, latitude_bounds
+from datasets.grid import latitude_bounds
 from datasets.layouts import open_fields
 from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
@@ -102,24 +102,13 @@ def variables_table(archive: Archive) -> str:
 
 
 def summary(archive: Archive) -> str:
-    """Return lines about static fields, grid, period and chunks."""
-    times, field = archive.times, archive.field_of(archive.variables[0])
-    chunks = zip(field.chunks or (), field.dims, strict=False)
-    rows = {
-        "static": ", ".join(archive.static_variables) or "none",
-        "grid": describe_grid(archive.grid),
-        "period": f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart",
-        "chunks": " x ".join(f"{size} {dim}" for size, dim in chunks) or "none: one array a variable",
-    }
-    return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
-
-
-def describe_grid(grid: Grid) -> str:
-    """Return the grid in words."""
+    """Return lines about grid and period."""
+    grid, times = archive.grid, archive.times
     spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
     whole = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
     extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if whole else 'a region'}"
-    return f"{grid.shape[0]} x {grid.shape[1]} points, {extent}"
+    period = f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart"
+    return f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}\nperiod      {period}"
 
 
 # -- problems

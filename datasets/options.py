@@ -137,13 +137,13 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
 def _parse_option(name: str, text: str) -> Any:
     if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
         return text.strip("\"'")
+    if text[0] in "{[":  # a secret inside would be saved with it
+        refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
     try:
         value = tomli.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        value = text
-    if isinstance(value, dict | list):  # a secret inside would be saved with it
-        refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
-    return value if isinstance(value, bool | int | float) else text.strip("\"'")
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
 
 
 def check_data(data: Data) -> None:

@@ -75,7 +75,7 @@ class Sums:
         self.rows.append(columns)
         if has_values:
             self.count = self.count + (np.isfinite(now) if columns[:, MISSING].any() else 1)
-            list(_pool().map(_add_valid, self.total, now))
+            np.add(self.total, now, out=self.total, where=np.isfinite(now))
         return has_values
 
     def merge(self, other: Self) -> None:
@@ -120,10 +120,6 @@ def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndar
     anomaly[~valid] = 0
     by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
     return [float(area @ sums) for sums in by_row]
-
-
-def _add_valid(total: np.ndarray, values: np.ndarray) -> None:
-    np.add(total, values, out=total, where=np.isfinite(values))
 
 
 def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
