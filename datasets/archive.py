@@ -105,7 +105,7 @@ class Archive:
             found = [
                 (field, read_one(field, position, row))
                 for axis, field, position in locations
-                for row in np.flatnonzero(self._axes[axis] == date)
+                for row in np.flatnonzero(self._axes[axis] == date).tolist()
             ]
             if any(not np.array_equal(values, found[0][1], equal_nan=True) for _, values in found):
                 files = " and ".join(sorted({field.path for field, _ in found})[:2])
