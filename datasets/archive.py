@@ -1,11 +1,9 @@
 """Analyses (ERA5 and similar) on one grid, whatever files they come from.
 
-`Archive` reads the variables of a date from wherever they are: one array for all levels, a file for each
-variable or for each year.
+One array may have all levels, or each variable or year may have a file.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +12,11 @@ import numpy as np
 
 from datasets.dates import evenly_spaced
 from datasets.fields import Field
-from datasets.files import find_files
+from datasets.files import file_states, find_files
 from datasets.grid import Grid
 from datasets.layouts import open_fields
 from datasets.options import Region
-from datasets.remote import NO_OPTIONS, Access, is_url
+from datasets.remote import NO_OPTIONS, Access
 from datasets.store_reader import Task, find_reader
 from datasets.variables import full_name, nearest_name, plain_units, units
 from errors import DataError
@@ -51,8 +49,8 @@ class Archive:
         for field in fields:
             self._add(field, numbers)
         self.variables, self.static_variables = list(self._locations), list(self._static)
-        self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
-        self.times = self.times[~np.isnat(self.times)]
+        times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
+        self.times = times[~np.isnat(times)]
         if not len(self.times):
             names = ", ".join([*self._static, *self.unreadable][:6])
             raise DataError(f"cannot read {path!r}: nothing in it has a time axis with dates, only {names}")
@@ -103,7 +101,7 @@ class Archive:
         unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
         for date in evenly_spaced(unique[counts > 1], COMPARED_DATES):
             found = [
-                (field, read_one(field, position, row))
+                (field, field.read_one(position, row))
                 for axis, field, position in locations
                 for row in np.flatnonzero(self._axes[axis] == date).tolist()
             ]
@@ -115,7 +113,7 @@ class Archive:
     def files_state(self, variables: Sequence[str]) -> bytes:
         """Return a digest of names, sizes and times of change of the files; b"" for URLs."""
         arrays = {(field.path, field.array) for name in variables for field in self._fields(name)}
-        states = [_file_lines(path, array) for path, array in sorted(arrays)]
+        states = [file_states(path, array) for path, array in sorted(arrays)]
         parts = [line for lines in states for line in lines]
         # Another member or region of the same files is other data.
         parts.append(repr(sorted(self.selection.items())).encode())
@@ -195,7 +193,8 @@ class Archive:
     def read_static(self, name: str) -> np.ndarray:
         """Return a field without time (H, W) float32; of a variable with time, the first date's."""
         if name in self._static:
-            return read_one(*self._static[name])
+            field, position = self._static[name]
+            return field.read_one(position)
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
     def _find(self, name: str) -> list[Location]:
@@ -256,12 +255,6 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(cuts[:-1], cuts[1:], strict=True)
 
 
-def read_one(field: Field, position: int, row: int = 0) -> np.ndarray:
-    """Return (H, W) float32: one level of a field, at one row of its time axis if it has one."""
-    slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}
-    return field.read(("time", "level"), slices)[0, 0].astype(np.float32)
-
-
 def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
     """Return the grid of all fields, or raise DataError naming two files that differ."""
     if not fields:
@@ -273,20 +266,6 @@ def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, st
             files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, field))
             raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
     return first.orientation.grid
-
-
-def _file_lines(path: str, array: str) -> list[bytes]:
-    """Return name, size and time of change of each file that has an array; none for a URL."""
-    if is_url(path):
-        return []
-    names, root = [path], os.path.join(path, array)
-    if os.path.isdir(path):
-        names = [os.path.join(folder, name) for folder, _, inside in os.walk(root) for name in inside]
-    lines = []
-    for name in sorted(names):
-        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
-        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-    return lines
 
 
 def open_archive(

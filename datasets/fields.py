@@ -208,6 +208,11 @@ class Field:
             merged = np.where(np.isnan(merged), version, merged)
         return self.orientation.apply(merged)
 
+    def read_one(self, position: int, row: int = 0) -> np.ndarray:
+        """Return (H, W) float32: one level, at one row of the time axis if there is one."""
+        slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}
+        return self.read(("time", "level"), slices)[0, 0].astype(np.float32)
+
     def _fetch(self, key: tuple[int | slice, ...]) -> np.ndarray:
         try:
             return np.asarray(self.raw[key])

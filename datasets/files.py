@@ -58,6 +58,20 @@ def is_zarr(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, name)) for name in (".zgroup", ".zmetadata", "zarr.json"))
 
 
+def file_states(path: str, array: str) -> list[bytes]:
+    """Return name, size and time of change of each file that has an array; none for a URL."""
+    if is_url(path):
+        return []
+    names, root = [path], os.path.join(path, array)
+    if os.path.isdir(path):
+        names = [os.path.join(folder, name) for folder, _, inside in os.walk(root) for name in inside]
+    lines = []
+    for name in sorted(names):
+        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
+        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return lines
+
+
 def find_engine(path: str) -> str:
     """Return xarray's engine for a file, from its first bytes. Raises DataError."""
     if is_url(path) or is_zarr(path):

@@ -73,8 +73,7 @@ class TrainSampler(Sampler[list[int]]):
 class EvaluationSampler(Sampler[list[int]]):
     """Every sample once: rank r gets r, r + R, and so on.
 
-    All ranks yield equally many samples, so that none waits for another; -1 fills the gap (it reads as the
-    last).
+    All ranks yield equally many samples, so that none waits; -1, which reads as the last, fills the gap.
     """
 
     def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
@@ -166,9 +165,6 @@ def _run_all(tasks: Sequence[Task]) -> None:
         task()
 
 
-Loader = ThreadedLoader | StatefulDataLoader
-
-
 class TrainLoader:
     """Endless batches from any sample on. Its state is a number of samples: resuming needs no replay."""
 
@@ -199,10 +195,9 @@ def build_loader(
     num_workers: int = 0,
     prefetch: int = PREFETCH,
     pin: bool = False,
-) -> Loader:
-    """Return a loader of whole batches: by threads if they read side by side, else by processes.
-
-    With `num_workers` 0 it reads in this thread.
+) -> ThreadedLoader | StatefulDataLoader:
+    """Return a loader of whole batches: by threads if they read side by side, else by processes; by this
+    thread with `num_workers` 0.
     """
     if dataset.by_threads:
         return ThreadedLoader(dataset, sampler, num_workers, prefetch, pin)

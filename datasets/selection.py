@@ -15,7 +15,7 @@ import torch
 
 from config import SIMULATED, Data, in_project
 from datasets import simulated
-from datasets.archive import Archive, open_archive, read_all_fields, read_one
+from datasets.archive import Archive, open_archive, read_all_fields
 from datasets.dates import evenly_spaced, find_gaps, is_inside
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
@@ -188,7 +188,8 @@ def read_static_field(
     if name not in locations:
         why = f": {unreadable[name]}" if name in unreadable else nearest_name(name, locations)
         raise DataError(f"{path!r} has no field {name!r}{why}")
-    source, values = locations[name][0].orientation.grid, read_one(*locations[name])
+    field, position = locations[name]
+    source, values = field.orientation.grid, field.read_one(position)
     if source.same_as(target):
         return values
     regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()
