@@ -598,7 +598,7 @@ def limited_area(options: Options) -> int:
 
     rows = run_stages(options, runs, score, leads([6]))
     own, others = (np.array([row["rmse"] for row in chosen(rows, run=run)]) for run in ("with", "without"))
-    lines = [("lead", "without", "with", "ratio")]
+    lines: list[tuple] = [("lead", "without", "with", "ratio")]
     for n, hours in enumerate(rows[0]["hours"]):
         pair = [each[:, :, n].mean(1) for each in (others, own)]
         lines.append((f"{hours:.0f} h", *map(spread, (*pair, pair[1] / pair[0]))))

@@ -1,29 +1,26 @@
 """Analyses (ERA5 and similar) on one grid, whatever files they come from.
 
-`Archive` reads the variables of a date from wherever they are: one array for all levels, a file for each
-variable or for each year. datasets/open_dataset.py gives the same as an xarray Dataset.
+One array may have all levels, or each variable or year may have a file.
 """
 
 import hashlib
-import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from datasets.dates import evenly_spaced
 from datasets.fields import Field
-from datasets.files import find_files
+from datasets.files import file_states, find_files
 from datasets.grid import Grid
 from datasets.layouts import open_fields
 from datasets.options import Region
-from datasets.remote import NO_OPTIONS, Access, is_url
+from datasets.remote import NO_OPTIONS, Access
 from datasets.store_reader import Task, find_reader
 from datasets.variables import full_name, nearest_name, plain_units, units
 from errors import DataError
 
-logger = logging.getLogger(__name__)
 COMPARED_DATES = 8  # of those that several files have
 # Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
 Location = tuple[int, Field, int]
@@ -52,12 +49,11 @@ class Archive:
         for field in fields:
             self._add(field, numbers)
         self.variables, self.static_variables = list(self._locations), list(self._static)
-        self.times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
-        self.times = self.times[~np.isnat(self.times)]
+        times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
+        self.times = times[~np.isnat(times)]
         if not len(self.times):
-            names = [*self._static, *(f"{name} ({why})" for name, why in self.unreadable.items())][:6]
-            reason = f"nothing in it has a time axis with dates, only {', '.join(names) or 'no fields'}"
-            raise DataError(f"cannot read {path!r}: {reason}")
+            names = ", ".join([*self._static, *self.unreadable][:6])
+            raise DataError(f"cannot read {path!r}: nothing in it has a time axis with dates, only {names}")
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
         self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
@@ -78,14 +74,12 @@ class Archive:
         return f"Archive({self.path!r}: {span}, grid {self.grid.shape}, {len(self.variables)} variables)"
 
     def index(self, time: Any) -> int:
-        """Return the position in `times` of a date; DataError naming the nearest one."""
+        """Return the position in `times` of a date. Raises DataError if it is missing."""
         date = np.datetime64(time, "s")
         i = int(np.searchsorted(self.times, date))
         if i < len(self.times) and self.times[i] == date:
             return i
-        nearest = self.times[np.argmin(np.abs(self.times - date))]
-        span = f"{self.times[0]} .. {self.times[-1]}"
-        raise DataError(f"{self.path!r} has no analysis of {date}; nearest: {nearest}; it has {span}")
+        raise DataError(f"{self.path!r} has no analysis of {date}, only {self.times[0]} .. {self.times[-1]}")
 
     def has(self, variables: Sequence[str]) -> np.ndarray:
         """Return which dates (T,) bool have all these variables in some file; values may still be NaN."""
@@ -93,58 +87,54 @@ class Archive:
 
     def check(self, variables: Sequence[str]) -> None:
         """Raise DataError if files differ in the units of a variable, or in its values at a date."""
-        compared: set[tuple[int, ...]] = set()
         for name in variables:
-            locations = self._find(name)
-            fields = [field for _, field, _ in locations]
+            fields = self._fields(name)
             other = next((f for f in fields if plain_units(f.units) != plain_units(fields[0].units)), None)
             if other:
                 places = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))
                 raise DataError(f"{self.path!r}: {name} has units {places}: convert one of them")
-            axes = tuple(id(field) for field in fields)
-            if axes not in compared:
-                compared.add(axes)
-                self._compare_repeats(name, locations)
+            self._compare_repeats(name)
 
-    def _compare_repeats(self, name: str, locations: Sequence[Location]) -> None:
-        axes = [self._axes[axis] for axis, _, _ in locations]
-        dates, rows = np.concatenate(axes), np.concatenate([np.arange(len(axis)) for axis in axes])
-        owners = np.repeat(np.arange(len(axes)), [len(axis) for axis in axes])
+    def _compare_repeats(self, name: str) -> None:
+        locations = self._find(name)
+        dates = np.concatenate([self._axes[axis] for axis, _, _ in locations])
         unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
-        repeated = unique[counts > 1]
-        for i in np.unique(np.linspace(0, max(len(repeated) - 1, 0), COMPARED_DATES).round().astype(int)):
-            places = np.flatnonzero(dates == repeated[i]) if len(repeated) else []
-            fields = []
-            for place in places:
-                _, field, position = locations[owners[place]]
-                fields.append(read_one(field, position, int(rows[place])))
-            if any(not np.array_equal(field, fields[0], equal_nan=True) for field in fields):
-                files = sorted({locations[owners[place]][1].path for place in places})
-                reason = f"{name} has different values at {repeated[i]} in {' and '.join(files[:2])}"
-                raise DataError(f"{self.path!r}: {reason}{' twice' * (len(files) == 1)}: remove one of them")
+        for date in evenly_spaced(unique[counts > 1], COMPARED_DATES):
+            found = [
+                (field, field.read_one(position, row))
+                for axis, field, position in locations
+                for row in np.flatnonzero(self._axes[axis] == date).tolist()
+            ]
+            if any(not np.array_equal(values, found[0][1], equal_nan=True) for _, values in found):
+                files = " and ".join(sorted({field.path for field, _ in found})[:2])
+                reason = f"{name} has different values at {date} in {files}"
+                raise DataError(f"{self.path!r}: {reason}: remove one of them")
 
     def files_state(self, variables: Sequence[str]) -> bytes:
         """Return a digest of names, sizes and times of change of the files; b"" for URLs."""
-        arrays = {(field.path, field.array) for name in variables for _, field, _ in self._find(name)}
-        states = [_file_lines(path, array) for path, array in sorted(arrays)]
+        arrays = {(field.path, field.array) for name in variables for field in self._fields(name)}
+        states = [file_states(path, array) for path, array in sorted(arrays)]
         parts = [line for lines in states for line in lines]
         # Another member or region of the same files is other data.
         parts.append(repr(sorted(self.selection.items())).encode())
-        if self._find(variables[0])[0][1].orientation.region:
+        if self.field_of(variables[0]).orientation.is_cropped:
             parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
 
     def units(self, name: str) -> str:
         """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
-        return self._find(name)[0][1].units or units(name)
+        return self.field_of(name).units or units(name)
 
     def time_chunk(self, variables: Sequence[str]) -> int:
         """Return how many dates are decoded together: reading fewer at once reads the same chunks again."""
-        return max(field.chunk("time") for name in variables for _, field, _ in self._find(name))
+        return max(field.chunk("time") for name in variables for field in self._fields(name))
 
     def field_of(self, name: str) -> Field:
         """Return the array that has the first dates of a variable."""
-        return self._find(name)[0][1]
+        return self._fields(name)[0]
+
+    def _fields(self, name: str) -> list[Field]:
+        return [field for _, field, _ in self._find(name)]
 
     def group_by_array(self, variables: Sequence[str]) -> list[list[str]]:
         """Return the variables in groups that are in one array of a file, each in the order given."""
@@ -186,25 +176,25 @@ class Archive:
 
     def reads_by_threads(self, variables: Sequence[str]) -> bool:
         """Return True if all of these are in stores of datasets.convert, which threads read side by side."""
-        return all(find_reader(field) for name in variables for _, field, _ in self._find(name))
+        return all(find_reader(field) for name in variables for field in self._fields(name))
 
     def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
         """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None.
 
         Then `tasks` fill an array of float16 with the stored numbers.
         """
-        fields = [[field for _, field, _ in self._find(name)] for name in variables]
-        stored = {field.raw.dtype for each in fields for field in each}
-        if stored != {np.dtype("float16")} or any(len(each) > 1 or each[0].decoding.fills for each in fields):
+        fields = [self._fields(name) for name in variables]
+        if any(len(each) > 1 or each[0].raw.dtype != np.float16 or each[0].decoding.fills for each in fields):
             return None
-        decodings = [each[0].decoding for each in fields]
-        scales, offsets = ([getattr(each, key) for each in decodings] for key in ("scale", "offset"))
-        return np.array(scales, np.float32), np.array(offsets, np.float32)
+        packings = [(each[0].decoding.scale, each[0].decoding.offset) for each in fields]
+        scales, offsets = np.array(packings, np.float32).T.copy()
+        return scales, offsets
 
     def read_static(self, name: str) -> np.ndarray:
         """Return a field without time (H, W) float32; of a variable with time, the first date's."""
         if name in self._static:
-            return read_one(*self._static[name])
+            field, position = self._static[name]
+            return field.read_one(position)
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
     def _find(self, name: str) -> list[Location]:
@@ -265,12 +255,6 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(cuts[:-1], cuts[1:], strict=True)
 
 
-def read_one(field: Field, position: int, row: int = 0) -> np.ndarray:
-    """Return (H, W) float32: one level of a field, at one row of its time axis if it has one."""
-    slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}
-    return field.read(("time", "level"), slices)[0, 0].astype(np.float32)
-
-
 def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
     """Return the grid of all fields, or raise DataError naming two files that differ."""
     if not fields:
@@ -282,24 +266,6 @@ def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, st
             files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, field))
             raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
     return first.orientation.grid
-
-
-def _file_lines(path: str, array: str) -> list[bytes]:
-    """Return name, size and time of change of each file that has an array; none for a URL."""
-    if is_url(path):
-        return []
-    root, lines = os.path.join(path, array) if os.path.isdir(path) else path, []
-    for name in sorted(list_files(root)):
-        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
-        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-    return lines
-
-
-def list_files(path: str) -> list[str]:
-    """Return all files below a folder; of a file, itself."""
-    if not os.path.isdir(path):
-        return [path]
-    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def open_archive(
@@ -316,24 +282,27 @@ def open_archive(
     on the same grid. Raises DataError, one line naming path and reason, for anything that cannot be read as
     analyses on one grid, and ConfigError.
     """
+<<<<<<< HEAD
     fields, unreadable = [], {}
     for source in (path, *more_paths):
         found, reasons = read_all_fields(source, selection, access, region)
         fields += found
         unreadable |= reasons
     return Archive(" and ".join((path, *more_paths)), fields, unreadable, selection)
+=======
+    fields, unreadable = read_all_fields(path, selection, access)
+    fields = [field.crop(region) for field in fields] if region else fields
+    return Archive(path, fields, unreadable, selection)
+>>>>>>> cut-datasets
 
 
 def read_all_fields(
-    path: str,
-    selection: Mapping[str, str] | None = None,
-    access: Access = NO_OPTIONS,
-    region: Region = (),
+    path: str, selection: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
 ) -> tuple[list[Field], dict[str, str]]:
     """Return the fields of all files that a path means, and why other arrays cannot be read."""
     fields, unreadable = [], {}
     for name in find_files(path):
         found, reasons = open_fields(name, selection, access)
-        fields += [field.crop(region) for field in found] if region else found
+        fields += found
         unreadable |= reasons
     return fields, unreadable

@@ -34,9 +34,8 @@ class Conditions(nn.Module):
         single: Sequence[str] = (),
         hidden: Sequence[int] = (),
     ) -> None:
-        """static: (H, W) each, in any units; forcings: names in `datasets.forcings.FORCINGS`; single: in
-        `models.registry.CHANNELS`; hidden: channels of a window that the model is not given: diagnostic
-        variables.
+        """static: (H, W) each, in any units; forcings: names in `FORCINGS`; single: in `CHANNELS` of
+        models/registry.py; hidden: channels of a window that are 0: diagnostic variables.
         """
         super().__init__()
         self.register_buffer("hidden", torch.tensor(hidden, dtype=torch.int64), persistent=False)

@@ -27,7 +27,6 @@ from typing import Any
 
 import dask.base
 import numpy as np
-import pandas as pd
 import xarray as xr
 import zarr
 from dask import config as dask_config
@@ -37,7 +36,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
 from datasets.archive import Archive, open_archive
-from datasets.dates import consecutive, is_inside
+from datasets.dates import consecutive, evenly_spaced, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
 from datasets.grid import Grid, area_weights, global_grid
@@ -47,17 +46,14 @@ from datasets.variables import expand_levels, named_by, split_name, units
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 from jobs.durable_files import write_durably
 
-DONE = "conversion"  # folder in a store that is not complete: a file with the statistics of each part
+DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
 AXES = ("time", "latitude", "longitude")
-# Statistics of a variable, and how those of two parts are merged.
-MERGED_BY = dict.fromkeys(("weight", "total", "squares", "missing_dates"), "sum")
-MERGED_BY |= {"minimum": "min", "maximum": "max", "largest_error": "max"}
+ATTRIBUTES = ("variable", "units", "scale_factor", "add_offset")  # of a variable
 OF_A_RUN = ("source", "period")  # that may differ when dates are appended
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
-Row = dict[str, Any]  # statistics of a variable
 # Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
@@ -73,12 +69,7 @@ def parse(argv: list[str]) -> Namespace:
     add("--static", nargs="*", metavar="NAME", help="constant fields; default: all")
     add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
     add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
-    add(
-        "--grid",
-        default="",
-        metavar="HxW",
-        help="regrid: 121x240 has rows on the poles, 32x64 has none",
-    )
+    add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
     add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
     add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
     add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, instead of workers")
@@ -92,13 +83,13 @@ def parse(argv: list[str]) -> Namespace:
 
 def choose_variables(archive: Archive, options: Namespace) -> list[str]:
     """Return the variables that are named, or all, on --levels where these are given. Raises ConfigError."""
-    known, levels, static = archive.variables, options.levels, options.static or []
+    known, levels = archive.variables, options.levels
     for level in levels:
         if all(split_name(name)[1] != level for name in known):
             refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
     chosen = options.variables or [n for n in known if not levels or split_name(n)[1] in (None, *levels)]
     found = [each for name in expand_levels(chosen, levels) for each in named_by([name], known) or [name]]
-    return [name for name in dict.fromkeys(found) if name not in static]
+    return [name for name in dict.fromkeys(found) if name not in (options.static or [])]
 
 
 def choose_dates(archive: Archive, names: Sequence[str], period: Sequence[str]) -> np.ndarray:
@@ -120,16 +111,14 @@ def parse_grid(text: str) -> Grid:
 
 
 def check_target(target: Path, source: str) -> None:
-    """Raise ConfigError unless TARGET is a store of this module, or empty, and apart from SOURCE."""
+    """Raise ConfigError unless TARGET is a store of this module, or empty, and not inside SOURCE."""
     files = [] if is_url(source) else [source.removeprefix("file://"), *find_files(source)]
-    for file in (Path(name).resolve() for name in files):
-        if target.resolve().is_relative_to(file) or file.is_relative_to(target.resolve()):
-            refuse("TARGET", str(target), f"it contains SOURCE {str(file)!r} or is inside it; name another")
+    for file in files:
+        if target.resolve().is_relative_to(Path(file).resolve()):
+            refuse("TARGET", str(target), f"it is inside SOURCE {file!r}; name another")
     known = (target / DONE).exists() or TRAINING_STORE in read_attributes(target)
-    if target.exists() and not known and not (target.is_dir() and not any(target.iterdir())):
-        refuse(
-            "TARGET", str(target), "it exists and is no store of datasets.convert; name another or remove it"
-        )
+    if not known and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        refuse("TARGET", str(target), "it exists and is no store of datasets.convert; name another")
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -167,12 +156,12 @@ def choose_packing(mean: float, deviation: float) -> Decoding:
     return Decoding(scale=scale, offset=round(mean / scale) * scale)
 
 
-def check_packing(values: np.ndarray, packing: Decoding) -> float:
-    """Return the largest error of a field (H, W) in float16. Raises DataError if it is too large.
+def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
+    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large.
 
-    It is at most 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|.
+    It may be 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|.
     """
-    exact = values[np.isfinite(values)].astype(np.float64)
+    exact = field[np.isfinite(field)].astype(np.float64)
     with np.errstate(over="ignore"):
         stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
     error = np.abs(packing.decode(stored).astype(np.float32) - exact)
@@ -181,34 +170,14 @@ def check_packing(values: np.ndarray, packing: Decoding) -> float:
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
     if (error > allowed).any() or rms > LARGEST_RMS * packing.scale + rounding.max(initial=0):
         reason = f"its error in float16 of scale {packing.scale:g} is {error.max():g} (RMS {rms:g})"
-        raise DataError(f"{reason}, which is too large; convert with --dtype float32")
-    return float(error.max(initial=0))
+        raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
 
 
-def summarize(name: str, values: np.ndarray, area: np.ndarray, error: float = 0.0) -> Row:
-    """Return the statistics of a field (H, W); area: weights (H, 1), error: the largest of float16."""
-    finite = np.isfinite(values)
-    weights, exact = area * finite, np.where(finite, values, 0).astype(np.float64)
-    numbers = [float((weights * power).sum()) for power in (1, exact, exact**2)]
-    low, high = values.min(where=finite, initial=np.inf), values.max(where=finite, initial=-np.inf)
-    numbers += [int(not finite.any()), float(low), float(high), error]
-    return {"variable": name, **dict(zip(MERGED_BY, numbers, strict=True))}
-
-
-def merge(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each variable, with its mean and standard deviation; NaN without a value."""
-    table = pd.DataFrame(rows).groupby("variable", sort=False).agg(MERGED_BY)
-    table["mean"] = table["total"] / table["weight"]
-    variance = table["squares"] / table["weight"] - table["mean"] ** 2
-    table["standard_deviation"] = np.sqrt(variance.clip(lower=0))
-    return table.reset_index().to_dict("records")  # type: ignore[return-value]  # keys are text
-
-
-def find_packing(array: Any) -> Decoding | None:
-    """Return the scale and offset of an array of float16, None for float32."""
-    if array.dtype != np.float16:
-        return None
-    return Decoding(scale=array.attrs["scale_factor"], offset=array.attrs["add_offset"])
+def sum_moments(fields: np.ndarray, area: np.ndarray) -> np.ndarray:
+    """Return weight, first and second moment (3, V) of fields (V, H, W); area: weights (H, 1)."""
+    finite = np.isfinite(fields)
+    weights, exact = area * finite, np.where(finite, fields, 0).astype(np.float64)
+    return np.stack([(weights * exact**power).sum((1, 2)) for power in range(3)])
 
 
 def array_name(variable: str) -> str:
@@ -278,11 +247,8 @@ class Conversion:
         if len(before) and len(new) and new[0] < before[-1]:
             reason = f"{str(self.target)!r} lacks its date {new[0]} and has {before[-1]}"
             refuse("SOURCE", self.options.source, f"{reason}: only later dates are appended; use --period")
-        if complete and len(new):
-            empty = {"minimum": math.inf, "maximum": -math.inf}  # of a variable without any value
-            rows = [empty | dict(group[array_name(name)].attrs) for name in self.names]
-            self.write_statistics("before", rows)
         if not complete or len(new):
+            (self.target / DONE).mkdir(exist_ok=True)
             group.update_attributes({"complete": False, "options": self.fixed_options()})
             self.write(np.concatenate([before, new]), len(before))
         print(f"{self.target}: complete, {len(before) + len(new)} dates of {len(self.names)} variables")
@@ -332,18 +298,21 @@ class Conversion:
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
-        area, rows = area_weights(self.grid.latitude)[:, None], []
-        for i in np.unique(np.linspace(0, len(self.times) - 1, SAMPLED_DATES).round().astype(int)):
-            for names in self.archive.group_by_array(self.names):
-                fields = self.fit(self.archive.read(self.archive.index(self.times[i]), names))
-                rows += [summarize(name, field, area) for name, field in zip(names, fields, strict=True)]
-        found = {
-            row["variable"]: choose_packing(row["mean"], row["standard_deviation"]) for row in merge(rows)
-        }
-        return {name: {"scale_factor": each.scale, "add_offset": each.offset} for name, each in found.items()}
+        area, packings = area_weights(self.grid.latitude)[:, None], {}
+        dates = [self.archive.index(time) for time in evenly_spaced(self.times, SAMPLED_DATES)]
+        for names in self.archive.group_by_array(self.names):
+            sums = [sum_moments(self.fit(self.archive.read(date, names)), area) for date in dates]
+            with np.errstate(invalid="ignore"):  # of a variable without any value
+                weight, total, squares = np.sum(sums, axis=0)
+                mean = total / weight
+                deviation = np.sqrt((squares / weight - mean**2).clip(min=0))
+            for name, *moments in zip(names, mean, deviation, strict=True):
+                packing = choose_packing(*map(float, moments))
+                packings[name] = {"scale_factor": packing.scale, "add_offset": packing.offset}
+        return packings
 
     def write(self, times: np.ndarray, start: int) -> None:
-        """Write times[start:], the parts that are not in the journal, and the statistics of all dates."""
+        """Write times[start:] and the parts of these dates that are not written."""
         group = self.group
         for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
             leftover.unlink()
@@ -351,65 +320,54 @@ class Conversion:
             group[name].resize((len(times), *group[name].shape[1:]))
         group["time"][start:] = times[start:].astype(np.int64)
         parts = self.plan_parts(times, start)
-        pending = [part for key, part in parts.items() if not self.statistics_file(key).exists()]
-        run_parts([delayed(self.write_part)(part) for part in pending], self.options)
-        files = [self.statistics_file(key) for key in ("before", *parts)]
-        self.finish([row for file in files if file.exists() for row in json.loads(file.read_text())])
+        pending = [delayed(self.write_part)(part) for part in parts if not self.mark_of(times, part).exists()]
+        run_parts(pending, self.options)
+        self.finish()
 
-    def statistics_file(self, key: str) -> Path:
-        """Return the file that exists when a part is on the disk."""
+    def mark_of(self, times: np.ndarray, part: Part) -> Path:
+        """Return the file that exists when a part of times is on the disk."""
+        start, stop, names = part
+        key = f"{times[start]} {times[stop - 1]} {' '.join(names)}"
         return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
-    def write_statistics(self, key: str, rows: Sequence[Row]) -> None:
-        """Write the statistics of a part that is on the disk."""
-        write_durably(self.statistics_file(key), json.dumps(rows))
-
-    def plan_parts(self, times: np.ndarray, start: int) -> dict[str, Part]:
+    def plan_parts(self, times: np.ndarray, start: int) -> list[Part]:
         """Return the parts of times[start:]: a shard of variables that the source stores together."""
         shards = self.group[array_name(self.names[0])].shards
         dates, most = shards[0], max(1, PART_BYTES // (shards[0] * self.largest_field))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
         cuts = [start, *range((start // dates + 1) * dates, len(times), dates), len(times)]
-        parts = [(a, b, names) for a, b in zip(cuts[:-1], cuts[1:], strict=True) for names in groups]
-        return {part_key(times[a:b], names): (a, b, names) for a, b, names in parts}
+        return [(a, b, names) for a, b in zip(cuts[:-1], cuts[1:], strict=True) for names in groups]
 
     def write_part(self, part: Part) -> None:
         """Read, check and write a part. Raises DataError."""
         start, stop, names = part
-        group, area = self.group, area_weights(self.grid.latitude)[:, None]
-        times, dataset, statistics = group["time"][start:stop].astype("datetime64[s]"), xr.Dataset(), []
+        group, dataset = self.group, xr.Dataset()
+        every = group["time"][:].astype("datetime64[s]")
+        times = every[start:stop]
         runs = consecutive(np.searchsorted(self.archive.times, times))
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
         for v, name in enumerate(names):
-            packing = find_packing(group[array_name(name)])
+            attributes = group[array_name(name)].attrs
             for time, field in zip(times, values[:, v], strict=True):
-                try:
-                    error = check_packing(field, packing) if packing else 0.0
-                except DataError as problem:
-                    raise DataError(f"{name} at {time}: {problem}") from None
-                statistics.append(summarize(name, field, area, error))
+                if self.options.dtype == "float16":
+                    packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+                    check_packing(field, packing, f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
-        self.write_statistics(part_key(times, names), merge(statistics))
+        write_durably(self.mark_of(every, part), "")
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """Write the statistics of all dates, and that the store is complete."""
+    def finish(self) -> None:
+        """Write that the store is complete."""
         group = self.group
-        for row in merge(rows):
-            numbers = {key: value for key, value in row.items() if key == "variable" or math.isfinite(value)}
-            group[array_name(row["variable"])].update_attributes(numbers)
-        sources = [*group.attrs.get("sources", []), self.fixed_options()["source"]]
-        dates = {"complete_dates": group["time"].shape[0], "sources": list(dict.fromkeys(sources))}
-        group.update_attributes({"complete": True, **dates})
+        for name in map(array_name, self.names):
+            attributes = group[name].attrs
+            # Earlier versions also wrote statistics, which would not be those of all dates any more.
+            attributes.put({key: attributes[key] for key in ATTRIBUTES if key in attributes})
+        group.update_attributes({"complete": True, "complete_dates": group["time"].shape[0]})
         zarr.consolidate_metadata(group.store)
         shutil.rmtree(self.target / DONE)
-
-
-def part_key(times: np.ndarray, names: Sequence[str]) -> str:
-    """Return the text that identifies a part, whatever dates were planned with it."""
-    return f"{times[0]} {times[-1]} {' '.join(names)}"
 
 
 # -- processes

@@ -35,3 +35,10 @@ def find_gaps(times: np.ndarray) -> np.ndarray:
     step = np.timedelta64(round(usual_hours(times) * 3600), "s")
     wide = np.flatnonzero(np.diff(times) > step)
     return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
+
+
+def evenly_spaced(items: np.ndarray, limit: int) -> np.ndarray:
+    """Return at most `limit` of the items (0: all), from the first to the last."""
+    if not limit or len(items) <= limit:
+        return items
+    return items[np.linspace(0, len(items) - 1, limit).round().astype(int)]

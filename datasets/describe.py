@@ -3,14 +3,13 @@
     .venv/bin/python -m datasets.describe SOURCE
     .venv/bin/python -m datasets.describe SOURCE --select member=0 --all
 
-SOURCE is what data.path takes. Values are looked at on 24 dates, evenly spaced; with --all on every date. The
-read rate is measured for two seconds. Exit codes: 0 nothing wrong, 1 something is, 2 bad input.
+SOURCE is what data.path takes. Values are looked at on 24 dates, evenly spaced; with --all on every date.
+Exit codes: 0 nothing wrong, 1 something is, 2 bad input.
 """
 
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ import numpy as np
 import pandas as pd
 
 from command_line import OneLineParser
-from datasets.archive import Archive, list_files, read_all_fields
-from datasets.dates import find_gaps, usual_hours
+from datasets.archive import Archive
+from datasets.dates import evenly_spaced, find_gaps, usual_hours
 from datasets.files import find_files
-from datasets.grid import Grid, latitude_bounds
+from datasets.grid import latitude_bounds
 from datasets.layouts import open_fields
 from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
@@ -30,12 +29,10 @@ from datasets.remote import is_url
 from datasets.variables import OFTEN_ZERO, ON_LEVELS, group_levels, join_name
 from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
 
-READ_FOR = 2.0  # seconds
 SAMPLED_DATES = 24
 HELD_OUT = 0.15  # of the dates, for validation, where there are fewer than three years
 YEAR = np.timedelta64(365, "D")
 LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
-STATISTICS = ("mean", "standard_deviation", "minimum", "maximum", "largest_error")
 
 
 class Finding(NamedTuple):
@@ -63,11 +60,10 @@ def main(argv: list[str]) -> int:
     check_selection(archive.selection, archive.extra_dimensions, options.source)
     findings += [Finding(reason, name) for name, reason in archive.unreadable.items()]
     findings += [*find_missing_dates(archive), *find_differences(archive)]
-    every = np.arange(len(archive.times))
-    sample = np.unique(np.linspace(0, len(every) - 1, SAMPLED_DATES).round().astype(int))
-    findings += find_odd_values(archive, every if options.all else sample)
+    dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
+    findings += find_odd_values(archive, dates)
     table = pd.DataFrame(findings, columns=Finding._fields).to_string(index=False, justify="left")
-    checked = f"values of {len(every if options.all else sample)} of {len(every)} dates"
+    checked = f"values of {len(dates)} of {len(archive.times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables_table(archive)}\n\n{summary(archive)}\n")
     print(f"{table}\n{checked}: {len(findings)} problems\n" if findings else f"{checked}: nothing found\n")
     print(data_section(archive, options.source, options.select))
@@ -77,14 +73,14 @@ def main(argv: list[str]) -> int:
 def open_readable(path: str, selection: Mapping[str, str]) -> tuple[Archive, list[Finding]]:
     """Return the archive of all files that can be opened, and a finding for each other file."""
     files = find_files(path)
-    if len(files) == 1:
-        return Archive(path, *read_all_fields(path, selection), selection), []
     fields, unreadable, findings = [], {}, []
     for name in files:
         try:
             found, reasons = open_fields(name, selection)
         except DataError as error:
-            findings.append(Finding(str(error).partition(": ")[2], name))
+            if len(files) == 1:
+                raise
+            findings.append(Finding(str(error), name))
             continue
         fields += found
         unreadable |= reasons
@@ -95,70 +91,24 @@ def open_readable(path: str, selection: Mapping[str, str]) -> tuple[Archive, lis
 
 
 def variables_table(archive: Archive) -> str:
-    """Return a row for each variable: levels, units, type; for a converted store also statistics."""
-    rows: list[dict[str, Any]] = []
+    """Return a row for each variable: levels, units, type."""
+    rows = []
     for base, own in group_levels(archive.variables).items():
-        names = [join_name(base, level) for level in own]
-        raw = archive.field_of(names[0]).raw
-        attributes = [dict(getattr(archive.field_of(name).raw, "attrs", {})) for name in names]
-        row = {"variable": base, "levels": " ".join(str(level) for level in sorted(filter(None, own))) or "-"}
-        row |= {"units": archive.units(names[0]) or "-", "type": str(raw.dtype)}
-        if all(key in each for each in attributes for key in STATISTICS):
-            row |= {key: " ".join(f"{each[key]:.6g}" for each in attributes) for key in STATISTICS}
-        rows.append(row)
-    return pd.DataFrame(rows).fillna("-").to_string(index=False, justify="left")
+        name = join_name(base, next(iter(own)))
+        levels = " ".join(str(level) for level in sorted(filter(None, own))) or "-"
+        rows.append((base, levels, archive.units(name) or "-", str(archive.field_of(name).raw.dtype)))
+    table = pd.DataFrame(rows, columns=["variable", "levels", "units", "type"])
+    return table.to_string(index=False, justify="left")
 
 
 def summary(archive: Archive) -> str:
-    """Return lines about static fields, grid, period, gaps, chunks, size and read rate."""
-    times, field = archive.times, archive.field_of(archive.variables[0])
-    missing = find_gaps(times)
-    chunks = zip(field.chunks or (), field.dims, strict=False)
-    rows = {
-        "static": ", ".join(archive.static_variables) or "none",
-        "grid": describe_grid(archive.grid),
-        "period": f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart",
-        "gaps": f"{len(missing)} dates missing, the first {missing[0]}" if len(missing) else "none",
-        "chunks": " x ".join(f"{size} {dim}" for size, dim in chunks) or "none: one array a variable",
-        "size": describe_size(archive),
-        "read rate": measure_rate(archive),
-    }
-    return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
-
-
-def describe_grid(grid: Grid) -> str:
-    """Return the grid in words."""
-    (rows, columns), latitude, longitude = grid.shape, grid.latitude, grid.longitude
-    whole = grid.periodic and np.abs(latitude_bounds(latitude)[[0, -1]]).min() > 90 - 1e-6
-    return (
-        f"{rows} x {columns} points, latitude {latitude[0]:g} to {latitude[-1]:g}, longitude "
-        f"{longitude[0]:g} to {longitude[-1]:g}: {'the globe' if whole else 'a region'}"
-    )
-
-
-def describe_size(archive: Archive) -> str:
-    """Return the bytes on disk and in memory."""
-    decoded = 4 * len(archive.times) * len(archive.variables) * np.prod(archive.grid.shape) / 1e9
-    if is_url(archive.path):
-        return f"{decoded:.3g} GB as float32"
-    sizes = [os.path.getsize(file) for name in find_files(archive.path) for file in list_files(name)]
-    return f"{sum(sizes) / 1e9:.3g} GB in {len(sizes)} files; {decoded:.3g} GB as float32"
-
-
-def measure_rate(archive: Archive) -> str:
-    """Return the rate of dates in a random order, all variables, by one process."""
-    order = np.random.default_rng(0).permutation(len(archive.times))
-    try:
-        archive.read(int(order[0]), archive.variables)  # opens the files
-        start, count = time.perf_counter(), 0
-        while (seconds := time.perf_counter() - start) < READ_FOR:
-            archive.read(int(order[count % len(order)]), archive.variables)
-            count += 1
-    except DataError:
-        return "not measured: a field cannot be read"
-    size = 4 * len(archive.variables) * np.prod(archive.grid.shape) / 1e6
-    rates = f"{count / seconds:.3g} dates/s, {count * size / seconds:.3g} MB/s as float32"
-    return f"{rates}, one process, random dates"
+    """Return lines about grid and period."""
+    grid, times = archive.grid, archive.times
+    spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
+    whole = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
+    extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if whole else 'a region'}"
+    period = f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart"
+    return f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}\nperiod      {period}"
 
 
 # -- problems
@@ -169,15 +119,10 @@ def find_missing_dates(archive: Archive) -> Iterator[Finding]:
     gaps = find_gaps(archive.times)
     if len(gaps):
         yield Finding("dates missing", archive.path, str(gaps[0]), len(gaps))
-    lacking: dict[bytes, list[str]] = {}
     for name in archive.variables:
-        lacking.setdefault(archive.has([name]).tobytes(), []).append(name)
-    for key, names in lacking.items():
-        absent = np.flatnonzero(~np.frombuffer(key, bool))
+        absent = archive.times[~archive.has([name])]
         if len(absent):
-            where = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-            first = str(archive.times[absent[0]])
-            yield Finding("dates missing that other variables have", where, first, len(absent))
+            yield Finding("dates missing that other variables have", name, str(absent[0]), len(absent))
 
 
 def find_differences(archive: Archive) -> Iterator[Finding]:
@@ -186,12 +131,11 @@ def find_differences(archive: Archive) -> Iterator[Finding]:
         try:
             archive.check([name])
         except DataError as error:
-            yield Finding(str(error).partition(": ")[2], name)
+            yield Finding(str(error), name)
     for name in archive.static_variables:
-        finite = archive.read_static(name)
-        finite = finite[np.isfinite(finite)]
-        if not len(finite) or finite.min() == finite.max():
-            yield Finding("one value everywhere" if len(finite) else "no value anywhere", name)
+        field = archive.read_static(name)
+        if len(np.unique(field[np.isfinite(field)])) < 2:
+            yield Finding("one value everywhere", name)
 
 
 def find_odd_values(archive: Archive, dates: np.ndarray) -> list[Finding]:
@@ -209,8 +153,7 @@ def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tup
     try:
         fields = archive.read(date, names)
     except DataError as error:
-        text = str(error).partition("; restore the file")[0]
-        yield names[0], f"cannot be read {text.partition('cannot be read ')[2] or text}"
+        yield names[0], str(error)
         return
     for name, values in zip(names, fields, strict=True):
         if not archive.has([name])[date]:

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datasets.archive import Archive
-from datasets.statistics import stream
+from datasets.dates import consecutive
 from datasets.store_reader import Task
 
 logger = logging.getLogger("rossby")
+BLOCK_BYTES = 2**28  # of fields read at once while streaming
 
 
 def window_steps(history: int) -> range:
@@ -73,6 +74,17 @@ class MemoryArchive:
 
     def float16_packing(self, variables: Sequence[str]) -> None:
         """Return None: the fields are physical values."""
+
+
+def stream(
+    archive: Archive | MemoryArchive, variables: Sequence[str], dates: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
+    longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
+    for run in consecutive(dates):
+        for part in np.split(run, range(longest, len(run), longest)):
+            block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
+            yield from zip(part.tolist(), block, strict=True)
 
 
 def cache_if_small(

@@ -10,6 +10,7 @@ import multiprocessing
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -67,16 +68,10 @@ def find_decoding(array: str, variable: xr.Variable, conversion: UnitConversion)
         for key in ("_FillValue", "missing_value")
         for value in np.atleast_1d(attrs.get(key, [])).tolist()
     }
-    scale, offset = (
-        _single_number(attrs, key, default) for key, default in (("scale_factor", 1), ("add_offset", 0))
-    )
+    scale, offset = _single_number(attrs, "scale_factor", 1), _single_number(attrs, "add_offset", 0)
+    own = tuple(fill for fill in fills if not math.isnan(fill))
     factor = conversion.factor
-    return Decoding(
-        tuple(fill for fill in fills if not math.isnan(fill)),
-        scale * factor,
-        offset * factor + conversion.offset,
-        unsigned,
-    )
+    return Decoding(own, scale * factor, offset * factor + conversion.offset, unsigned)
 
 
 def _parse_fill(value: Any) -> float:
@@ -97,43 +92,35 @@ def _fit_fill(value: float, dtype: np.dtype) -> float:
 
 def _single_number(attrs: Mapping[str, Any], key: str, default: float) -> float:
     values = np.atleast_1d(attrs.get(key, default))
-    try:
-        number = float(values[0]) if values.size == 1 else math.nan
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+    if values.size != 1 or values.dtype.kind not in "iuf" or not np.isfinite(values[0]):
         raise DataError(f"its {key} is {values.tolist()}, not one finite number; correct the attribute")
-    return number
+    return float(values[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Orientation:
-    """The grid of a file and the steps that bring its rows and columns into the grid's order."""
+    """The grid of a file, and where in the file its rows and columns are."""
 
     grid: Grid
-    width: int  # columns of the file without a repeated last one
-    rows: slice
-    columns: slice
-    shift: int
-    region: tuple[slice, np.ndarray] | None = None  # rows and columns of the whole grid
+    shape: tuple[int, int]  # of the file
+    rows: np.ndarray  # (H,) from north to south
+    columns: np.ndarray  # (W,), longitudes ascending
+    is_cropped: bool = False
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """True if fields are stored as they are returned."""
-        return (self.rows, self.columns, self.shift, self.region) == (slice(None), slice(None), 0, None)
+        places = zip((self.rows, self.columns), self.shape, strict=True)
+        return all(np.array_equal(place, np.arange(size)) for place, size in places)
 
     def apply(self, block: np.ndarray) -> np.ndarray:
-        """Turn (..., H, W) of the file to (..., H, W) of the grid: north to south, longitudes ascending."""
-        turned = block[..., self.rows, self.columns][..., : self.width]
-        if self.region:
-            turned = turned[..., self.region[0], :]
-        turned = np.roll(turned, -self.shift, axis=-1) if self.shift else turned
-        return turned[..., self.region[1]] if self.region else turned
+        """Return (..., H, W) of the grid from a block of the shape of the file."""
+        return block if self.is_identity else block.take(self.rows, -2).take(self.columns, -1)
 
     def crop(self, region: Sequence[float]) -> "Orientation":
         """Return the orientation of a part of the grid. Raises ConfigError."""
         grid, rows, columns = self.grid.crop(region)
-        return replace(self, grid=grid, region=(rows, columns))
+        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns], is_cropped=True)
 
 
 def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
@@ -142,18 +129,21 @@ def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation
     Global longitudes are turned to 0..360 without a repeated last column. Regional longitudes stay as they
     are (-10..20), made continuous where they cross the end of the circle.
     """
-    rows = slice(None) if latitude[0] > latitude[-1] else slice(None, None, -1)
+    shape = len(latitude), len(longitude)
+    rows, columns = map(np.arange, shape)
+    rows = rows if latitude[0] > latitude[-1] else rows[::-1]
     east = np.unwrap(np.asarray(longitude, np.float64), period=360)
-    columns = slice(None, None, -1) if east[0] > east[-1] else slice(None)
-    east, shift = equal_spacing(east[columns]), 0
-    east = east[: len(east) - int(east[-1] - east[0] > 360 - FLOAT32_DEGREES)]
+    columns = columns[::-1] if east[0] > east[-1] else columns
+    east = equal_spacing(east[columns])
+    if east[-1] - east[0] > 360 - FLOAT32_DEGREES:
+        east, columns = east[:-1], columns[:-1]
     if is_periodic(east):
         east = np.round(east, 9) % 360
         shift = int(np.argmin(east))
-        east = np.roll(east, -shift)
+        east, columns = np.roll(east, -shift), np.roll(columns, -shift)
     elif east[0] >= 180 and east[-1] >= 360:
         east = east - 360
-    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), len(east), rows, columns, shift)
+    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), shape, rows, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +197,7 @@ class Field:
             values[missing] = np.nan
         roles = [role for role in self.roles if role]
         if "cell" in roles:
-            values = values.reshape(*values.shape[:-1], -1, self.orientation.width)
+            values = values.reshape(*values.shape[:-1], -1, self.orientation.shape[1])
             roles = [*roles[:-1], "latitude", "longitude"]
         order = ("expver", *axes, "latitude", "longitude")
         block = values.transpose([roles.index(role) for role in order if role in roles])
@@ -218,31 +208,27 @@ class Field:
             merged = np.where(np.isnan(merged), version, merged)
         return self.orientation.apply(merged)
 
+    def read_one(self, position: int, row: int = 0) -> np.ndarray:
+        """Return (H, W) float32: one level, at one row of the time axis if there is one."""
+        slices = {"time": slice(row, row + 1), "level": slice(position, position + 1)}
+        return self.read(("time", "level"), slices)[0, 0].astype(np.float32)
+
     def _fetch(self, key: tuple[int | slice, ...]) -> np.ndarray:
         try:
             return np.asarray(self.raw[key])
         except MemoryError:
             raise
         except Exception as error:  # every codec raises its own
-            raise self.unreadable(error, self._find_damaged(key)) from None
+            rows = key[self.roles.index("time")] if "time" in self.roles else slice(0)
+            raise self.unreadable(error, rows) from None
 
-    def unreadable(self, error: Exception, row: int | None) -> DataError:
-        """Return the DataError for what a library raised over the values at a row of the time axis."""
-        date = "" if row is None or self.times is None else f" at {self.times[row]}"
+    def unreadable(self, error: Exception, rows: int | slice) -> DataError:
+        """Return the DataError for what a library raised over the values at rows of the time axis."""
+        dates = np.atleast_1d(self.times[rows]) if self.times is not None else []
+        date = " to ".join(str(date) for date in dict.fromkeys([*dates[:1], *dates[-1:]]))
         fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
-        return DataError(f"{self.path}: {self.array}{date} cannot be read ({describe_error(error)}); {fix}")
-
-    def _find_damaged(self, key: tuple[int | slice, ...]) -> int | None:
-        """Return the first row of the time axis that cannot be read."""
-        if "time" not in self.roles or self.times is None:
-            return None
-        axis = self.roles.index("time")
-        for row in range(*key[axis].indices(len(self.times))):  # type: ignore[union-attr]
-            try:
-                np.asarray(self.raw[(*key[:axis], slice(row, row + 1), *key[axis + 1 :])])
-            except Exception:  # the error that is reported
-                return row
-        return None
+        at = f"{self.array} at {date}" if date else self.array
+        return DataError(f"{self.path}: {at} cannot be read ({describe_error(error)}); {fix}")
 
     def _missing_chunks(
         self, key: tuple[int | slice, ...], stored: np.ndarray
@@ -264,11 +250,9 @@ class Field:
         dims = [i for i, each in enumerate(key) if isinstance(each, slice)]  # that `stored` has
         for chosen in product(*parts):
             inside = tuple(chosen[i][1] for i in dims)
-            if stored[tuple(part.start for part in inside)] == fill and not self._has_chunk(
-                [c for c, _ in chosen]
-            ):
-                row = next((chosen[i] for i in dims if self.roles[i] == "time"), None)
-                warn_missing_chunk(self, spans[self.roles.index("time")][0] + row[1].start if row else None)
+            is_fill = stored[tuple(part.start for part in inside)] == fill
+            if is_fill and not self._has_chunk([number for number, _ in chosen]):
+                _warn_missing_chunk(self.path, self.array)
                 yield inside
 
     def _has_chunk(self, chunk: Sequence[int]) -> bool:
@@ -284,13 +268,8 @@ def _split_span(first: int, end: int, chunk: int) -> Iterator[tuple[int, slice]]
         yield number, slice(max(number * chunk, first) - first, min((number + 1) * chunk, end) - first)
 
 
-_WARNED: set[tuple[str, str]] = set()  # (file, array) of this process, so that a warning is logged once
-
-
-def warn_missing_chunk(field: Field, row: int | None) -> None:
-    """Log once for an array that a chunk is not in the store."""
-    if (field.path, field.array) in _WARNED or multiprocessing.parent_process() is not None:
-        return
-    _WARNED.add((field.path, field.array))
-    first = "" if row is None or field.times is None else f", the first at {field.times[row]},"
-    logger.warning(f"{field.path}: {field.array}: chunks{first} are not in the store: read as missing values")
+@cache
+def _warn_missing_chunk(path: str, array: str) -> None:
+    """Log once for an array that a chunk is not in the store, but not in each loader process."""
+    if multiprocessing.parent_process() is None:
+        logger.warning(f"{path}: {array}: chunks are not in the store: read as missing values")

@@ -4,12 +4,11 @@ Nothing is decoded: datasets/layouts.py finds what the arrays mean.
 """
 
 import atexit
-import difflib
 import glob
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,17 +37,15 @@ ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 def find_files(path: str) -> list[str]:
     """Return the files of a path: itself, or what a folder or a glob contains. Raises DataError."""
     path = path.removeprefix("file://")
+    if is_url(path) or os.path.isfile(path) or is_zarr(path):
+        return [path]
     try:
-        if is_url(path) or os.path.isfile(path) or is_zarr(path):
-            return [path]
         if os.path.isdir(path):
             inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
             found = [name for name in inside if name.lower().endswith(DATA_FILES) or is_zarr(name)]
-            folders = [os.path.basename(name) for name in inside if os.path.isdir(name)]
-            hint = f"; it has the folders {', '.join(folders[:5])}" if folders else ""
-            reason = f"the folder contains no Zarr, NetCDF, HDF5 or GRIB{hint}"
+            reason = "the folder contains no Zarr, NetCDF, HDF5 or GRIB"
         else:
-            found, reason = sorted(glob.glob(path)), f"there is no such file or folder{_nearest_path(path)}"
+            found, reason = sorted(glob.glob(path)), "there is no such file or folder"
     except OSError as error:
         raise DataError(f"cannot read {path!r}: {describe_error(error)}") from None
     if not found:
@@ -56,16 +53,23 @@ def find_files(path: str) -> list[str]:
     return found
 
 
-def _nearest_path(path: str) -> str:
-    folder = os.path.dirname(os.path.abspath(path))
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    close = difflib.get_close_matches(os.path.basename(path), names, n=1)
-    return f"; nearest: {os.path.join(os.path.dirname(path), close[0])!r}" if close else ""
-
-
 def is_zarr(path: str) -> bool:
     """Return True for a local folder that is a Zarr store, of format 2 or 3."""
     return any(os.path.exists(os.path.join(path, name)) for name in (".zgroup", ".zmetadata", "zarr.json"))
+
+
+def file_states(path: str, array: str) -> list[bytes]:
+    """Return name, size and time of change of each file that has an array; none for a URL."""
+    if is_url(path):
+        return []
+    names, root = [path], os.path.join(path, array)
+    if os.path.isdir(path):
+        names = [os.path.join(folder, name) for folder, _, inside in os.walk(root) for name in inside]
+    lines = []
+    for name in sorted(names):
+        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
+        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return lines
 
 
 def find_engine(path: str) -> str:
@@ -77,11 +81,14 @@ def find_engine(path: str) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
     engines = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy", b"GRIB": "cfgrib"}
-    if start[:4] in engines:
-        return engines[start[:4]]
-    reasons = {b"": "it is empty", b"PK\x03\x04": "unzip it first"}
-    reason = reasons.get(start[:4], f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})")
-    raise DataError(f"cannot read {path!r}: {reason}")
+    if start[:4] not in engines:
+        reason = (
+            f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})"
+            if start
+            else "it is empty"
+        )
+        raise DataError(f"cannot read {path!r}: {reason}")
+    return engines[start[:4]]
 
 
 @atexit.register
@@ -103,19 +110,24 @@ class OpenFile:
     path: str
     arrays: Mapping[str, xr.Variable]
     attrs: Mapping[str, Any]
-    raw: Mapping[str, Any] = field(default_factory=dict)  # where something else than the arrays is read
+    raw: Mapping[str, Any]  # what is read slice by slice: zarr's arrays, otherwise xarray's variables
 
     @classmethod
     def open(cls, path: str, access: Access = NO_OPTIONS) -> "list[OpenFile]":
         """Open a file by xarray; GRIB gives one for each kind of level. Raises what the libraries raise."""
         engine, options = find_engine(path), {"decode_cf": False, "chunks": None, "cache": False}
         if engine == "zarr":
-            return [OpenFile._open_zarr(path, access, options)]
+            return [cls._open_zarr(path, access, options)]
         if engine == "cfgrib":
             return cls._open_grib(path)
         options |= {"phony_dims": "access"} if engine == "h5netcdf" else {}
         dataset = xr.open_dataset(path, engine=engine, **options)  # type: ignore[arg-type]
-        return [OpenFile(path, _variables(dataset), dataset.attrs)]
+        return [cls._of_dataset(path, dataset)]
+
+    @classmethod
+    def _of_dataset(cls, path: str, dataset: xr.Dataset) -> "OpenFile":
+        arrays = _variables(dataset)
+        return cls(path, arrays, dataset.attrs, arrays)
 
     @classmethod
     def _open_zarr(cls, path: str, access: Access, options: Mapping[str, Any]) -> "OpenFile":
@@ -150,15 +162,10 @@ class OpenFile:
             raise DataError(f"a GRIB message is damaged or cut short ({describe_error(error)})") from None
         most = max((dataset.sizes["valid_time"] for dataset in datasets), default=0)
         # What has a single date where others have more is constant.
-        constant = [
-            {"valid_time": 0} if dataset.sizes["valid_time"] == 1 < most else {} for dataset in datasets
+        found = [
+            each.isel(valid_time=0) if each.sizes["valid_time"] == 1 < most else each for each in datasets
         ]
-        found = [dataset.isel(drop) for dataset, drop in zip(datasets, constant, strict=True)]
-        return [OpenFile(path, _variables(dataset), {}) for dataset in found]
-
-    def raw_array(self, name: str) -> Any:
-        """Return what is read slice by slice: zarr's array, otherwise xarray's variable."""
-        return self.raw.get(name, self.arrays[name])
+        return [cls._of_dataset(path, dataset) for dataset in found]
 
     def fetch(self, name: str) -> np.ndarray:
         """Return all values of a coordinate as they are stored."""
@@ -181,10 +188,8 @@ def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
     for name in found:
         if file.arrays[name].ndim == 1:
             return name
-    shapes = [f"{name} of shape {file.arrays[name].shape}" for name in found]
-    raise DataError(
-        f"it has no one-dimensional {role}, only {', '.join(shapes or sorted(file.arrays)) or 'nothing'}"
-    )
+    others = ", ".join(found or sorted(file.arrays)) or "nothing"
+    raise DataError(f"it has no one-dimensional {role}, only {others}")
 
 
 def dim_labels(file: OpenFile, dim: str) -> list[str] | None:
@@ -196,9 +201,8 @@ def dim_labels(file: OpenFile, dim: str) -> list[str] | None:
         return None
     if " since " in str(file.arrays[dim].attrs.get("units", "")):
         return coordinate_times(file, dim).astype(str).tolist()
-    labels = [
-        value.decode() if isinstance(value, bytes) else str(value) for value in file.fetch(dim).tolist()
-    ]
+    values = file.fetch(dim).tolist()
+    labels = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
     return labels if len(set(labels)) == len(labels) else None
 
 
@@ -210,21 +214,16 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     if variable.dtype.kind == "M":
         return variable.values.astype("datetime64[s]")
     units = str(variable.attrs.get("units", "")) or f"hours since {reference}"
-    calendar = str(variable.attrs.get("calendar", "standard"))
-    attrs = {"units": units, "calendar": calendar}
+    attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
+    coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     try:
-        coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
-        decoded = decode_cf_variable(
-            "time", xr.Variable(variable.dims, variable.values, attrs), decode_times=coder
-        )
-        times = decoded.values
+        encoded = xr.Variable(variable.dims, variable.values, attrs)
+        times = decode_cf_variable("time", encoded, decode_times=coder).values
         if times.dtype.kind != "M":
             raise ValueError("they are no dates")
     except Exception as error:  # pandas and xarray raise their own
-        reason = f"units {variable.attrs.get('units')!r} and calendar {calendar!r}"
-        raise DataError(
-            f"its time has {reason}, which are not dates of analyses ({describe_error(error)})"
-        ) from None
+        reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
+        raise DataError(f"its time has {reason} ({describe_error(error)})") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
     return (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
 
@@ -233,10 +232,8 @@ def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
     """Return a time coordinate; NaT outside the range that ARCO-ERA5 declares valid (its axis continues)."""
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with dates")
-    reference = (
-        b"".join(np.atleast_1d(file.fetch("reftime")).tolist()).decode() if "reftime" in file.arrays else ""
-    )
-    times = decode_times(file.arrays[name], reference)
+    reference = b"".join(np.atleast_1d(file.fetch("reftime")).tolist()) if "reftime" in file.arrays else b""
+    times = decode_times(file.arrays[name], reference.decode())
     if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
         first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
         times = np.where((times >= first) & (times < last + 1), times, np.datetime64("NaT"))

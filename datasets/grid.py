@@ -1,8 +1,7 @@
 """Latitude-longitude grids: their cells and the one definition of the area weight.
 
-A grid point represents its cell; the cells' bounds are half-way between points. The area between two
-latitudes is proportional to the difference of their sines, so areas are differences of sin(latitude) times
-differences of longitude. Shapes: H latitudes, W longitudes. Degrees everywhere.
+A grid point represents its cell; the cells' bounds are half-way between points. Shapes: H latitudes, W
+longitudes. Degrees everywhere.
 """
 
 from collections.abc import Sequence
@@ -41,13 +40,10 @@ class Grid:
         for name, sign in (("latitude", -1), ("longitude", 1)):
             values = np.asarray(getattr(self, name), np.float64)
             if values.ndim != 1 or len(values) < 2 or not np.isfinite(values).all():
-                raise ValueError(
-                    f"{name} has shape {values.shape}: a grid needs two or more finite values on one axis"
-                )
+                raise ValueError(f"{name} has shape {values.shape}: two or more finite values expected")
             if not (sign * np.diff(values) > 0).all():
-                raise ValueError(
-                    f"{name} has to be {'ascending' if sign > 0 else 'north to south'}, without repeats"
-                )
+                order = "ascending" if sign > 0 else "north to south"
+                raise ValueError(f"{name} has to be {order}, without repeats")
             object.__setattr__(self, name, equal_spacing(values))
         if np.abs(self.latitude).max() > 90 + FLOAT32_DEGREES:
             raise ValueError(f"latitude reaches {np.abs(self.latitude).max():g} degrees: the poles are at 90")
@@ -108,17 +104,15 @@ def is_periodic(longitude: np.ndarray) -> bool:
 def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
     """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends.
 
-    A side with its last row within one spacing of the pole ends at the pole: no other row can represent
-    that cap. A row further away belongs to a regional grid, and that ends half a cell beyond the row:
-    extending it to the pole would give the edge row of a map of Europe the weight of the whole Arctic.
+    A side with its last row within one spacing of the pole ends at the pole. A row further away belongs to a
+    regional grid, which ends half a cell beyond the row.
     """
     values = equal_spacing(latitude)
     if len(values) < 2:
         raise ValueError(f"latitude has {len(values)} rows: the bounds of cells need two or more")
     middle = (values[1:] + values[:-1]) / 2
-    return np.concatenate(
-        [[_outer_bound(values[0], values[1])], middle, [_outer_bound(values[-1], values[-2])]]
-    )
+    first, last = _outer_bound(values[0], values[1]), _outer_bound(values[-1], values[-2])
+    return np.concatenate([[first], middle, [last]])
 
 
 def _outer_bound(edge: float, inner: float) -> float:
@@ -132,10 +126,8 @@ def _outer_bound(edge: float, inner: float) -> float:
 def area_weights(latitude: np.ndarray) -> np.ndarray:
     """Return the weights of the rows (H,), float64: w_i = sin(upper_i) - sin(lower_i), over their mean.
 
-    The area of a sphere between two latitudes is 2 pi R^2 (sin(upper) - sin(lower)) (Archimedes), so the
-    weighted mean of a field is its mean over area. A row on the pole keeps its half cell; cos(latitude) would
-    give it 0. Any direction. Loss, scores and regridding all use this function. Source: WeatherBench2,
-    get_lat_weights.
+    The area of a sphere between two latitudes is 2 pi R^2 (sin(upper) - sin(lower)). A row on the pole keeps
+    its half cell; cos(latitude) would give it 0. Any direction. Source: WeatherBench2, get_lat_weights.
     """
     areas = np.abs(np.diff(np.sin(np.deg2rad(latitude_bounds(latitude)))))
     return areas / areas.mean()
@@ -144,8 +136,7 @@ def area_weights(latitude: np.ndarray) -> np.ndarray:
 def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
     """Return the columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
 
-    If the columns go round the globe the last bound is the first + 360; otherwise they end half a cell
-    beyond.
+    If the columns go round the globe the last bound is the first + 360.
     """
     values = equal_spacing(longitude)
     middle = (values[1:] + values[:-1]) / 2

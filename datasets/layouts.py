@@ -55,9 +55,7 @@ def open_fields(
             for file in OpenFile.open(path, access):
                 if file.arrays.keys() == {"fields"} and file.arrays["fields"].ndim == 4:
                     fields += open_tutorial(file)
-                elif (
-                    "data" in file.arrays and "cell" in file.arrays["data"].dims and "variables" in file.attrs
-                ):
+                elif {"data", "latitudes", "longitudes", "dates"} <= file.arrays.keys():
                     fields += open_anemoi(file, selection)
                 else:
                     fields += _named_fields(file, roles, selection, unreadable)
@@ -100,7 +98,7 @@ def _named_fields(
             unreadable[names[0].partition(":")[0]] = str(error)
             continue
         own = (orientation, decoding, units, tuple(dims), file.chunks(name), selected)
-        fields.append(Field(file.path, name, file.raw_array(name), names, roles, times.get(time_dim), *own))
+        fields.append(Field(file.path, name, file.raw[name], names, roles, times.get(time_dim), *own))
     return fields
 
 
@@ -131,8 +129,15 @@ def _find_names(
     full = SHORT_NAMES.get(name, name) if level_dim else full_name(name)
     if level_dim or (scalars and full in ON_LEVELS):
         return tuple(join_name(full, level) for level in _read_levels(file, level_dim or scalars[0]))
-    # z without a level is the surface's: CDS single levels, and most files of static fields.
-    return ("geopotential_at_surface" if name == "z" else full,)
+    return (surface_name(name),)
+
+
+def surface_name(text: str) -> str:
+    """Return the WeatherBench2 name of an array or channel without a level axis.
+
+    A bare z is the surface's: so in CDS single levels, and in most files of static fields.
+    """
+    return "geopotential_at_surface" if text == "z" else full_name(text)
 
 
 def _read_levels(file: OpenFile, name: str) -> list[int]:
@@ -152,11 +157,6 @@ def _read_levels(file: OpenFile, name: str) -> list[int]:
 # -- layouts without named axes: the HDF5 of the NERSC tutorial, and the Zarr of anemoi-datasets
 
 
-def channel_name(text: str) -> str:
-    """Return the WeatherBench2 name of a channel; a bare z is the surface's geopotential."""
-    return "geopotential_at_surface" if text == "z" else full_name(text)
-
-
 def open_tutorial(file: OpenFile) -> list[Field]:
     """Return the field of a yearly file: fields[time, channel, latitude, longitude], without coordinates.
 
@@ -172,9 +172,9 @@ def open_tutorial(file: OpenFile) -> list[Field]:
     labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
     latitude = 90 - np.arange(num_rows) * 180 / (num_rows - num_rows % 2)
     orientation = find_orientation(latitude, np.arange(num_columns) * 360 / num_columns)
-    names, roles = tuple(map(channel_name, labels)), ("time", "level", "latitude", "longitude")
+    names, roles = tuple(map(surface_name, labels)), ("time", "level", "latitude", "longitude")
     own = (orientation, Decoding(), "", roles, file.chunks("fields"))
-    return [Field(file.path, "fields", file.raw_array("fields"), names, roles, times, *own)]
+    return [Field(file.path, "fields", file.raw["fields"], names, roles, times, *own)]
 
 
 def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
@@ -187,6 +187,6 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
     check_dims(file, data, roles, selected)
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
     orientation = find_orientation(latitude[:, 0], longitude[0])
-    names, times = tuple(map(channel_name, file.attrs["variables"])), decode_times(file.arrays["dates"])
+    names, times = tuple(map(surface_name, file.attrs["variables"])), decode_times(file.arrays["dates"])
     own = (orientation, Decoding(), "", tuple(map(str, data.dims)), file.chunks("data"), selected)
-    return [Field(file.path, "data", file.raw_array("data"), names, roles, times, *own)]
+    return [Field(file.path, "data", file.raw["data"], names, roles, times, *own)]

@@ -1,8 +1,8 @@
 """From dates to batches: a sampler that is a pure function of (seed, sample), and the loaders.
 
-Stores that datasets.convert writes, and fields in memory, are read by threads into memory that is used again;
-every other source by torchdata's StatefulDataLoader in spawned processes. Shapes: B batch, K dates of a
-sample, V variables, H latitudes, W longitudes.
+Stores that datasets.convert writes, and fields in memory, are read by threads; every other source by
+torchdata's StatefulDataLoader in spawned processes. Shapes: B batch, K dates of a sample, V variables, H
+latitudes, W longitudes.
 """
 
 import math
@@ -10,21 +10,26 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasets.field_dataset import FieldDataset
 from datasets.options import PREFETCH
-from datasets.threaded_loader import ThreadedLoader
+from datasets.store_reader import Task
 from errors import UserError, module_command
 
 NEVER = 2**62
+BUNDLE = 2**21  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
@@ -68,8 +73,7 @@ class TrainSampler(Sampler[list[int]]):
 class EvaluationSampler(Sampler[list[int]]):
     """Every sample once: rank r gets r, r + R, and so on.
 
-    All ranks yield equally many samples, so that none waits for another; -1 fills the gap (it reads as the
-    last).
+    All ranks yield equally many samples, so that none waits; -1, which reads as the last, fills the gap.
     """
 
     def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
@@ -85,7 +89,80 @@ class EvaluationSampler(Sampler[list[int]]):
         return len(self.batches)
 
 
-Loader = ThreadedLoader | StatefulDataLoader
+class Unfinished(NamedTuple):
+    """A batch that is being read."""
+
+    fields: Tensor
+    times: Tensor
+    reads: list[Future[None]]
+    copies: list[tuple[np.ndarray, np.ndarray]]  # (source, target) of states that the batch has twice
+
+
+class ThreadedLoader:
+    """The sampler's batches in order: fields (B, K, V, H, W) as stored, first dates (B,), seconds since 1970.
+
+    With no threads a batch is read when it is requested. A state that several samples have is decoded once.
+    """
+
+    def __init__(
+        self, dataset: FieldDataset, sampler: Iterable[list[int]], num_threads: int, prefetch: int, pin: bool
+    ) -> None:
+        self.dataset, self.sampler = dataset, sampler
+        self.prefetch, self.pin = prefetch if num_threads else 0, pin
+        self.pool = ThreadPoolExecutor(num_threads, "loader") if num_threads else None
+        self.tasks_at_once = max(1, BUNDLE // (math.prod(dataset.field_shape[1:]) * dataset.dtype.itemsize))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        unfinished: deque[Unfinished] = deque()
+        try:
+            for indices in self.sampler:
+                unfinished.append(self._start(indices))
+                if len(unfinished) > self.prefetch:
+                    yield self._finish(unfinished.popleft())
+            while unfinished:
+                yield self._finish(unfinished.popleft())
+        finally:  # the consumer has left
+            for future in (future for batch in unfinished for future in batch.reads):
+                future.cancel()
+
+    def _start(self, indices: Sequence[int]) -> Unfinished:
+        dates = self.dataset.samples[list(indices)]  # (B, K)
+        shape, dtype = (*dates.shape, *self.dataset.field_shape), getattr(torch, self.dataset.dtype.name)
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=self.pin)
+        array = tensor.numpy()
+        places, first = array.reshape(dates.size, *array.shape[2:]), dict[int, np.ndarray]()
+        batch = Unfinished(tensor, self.dataset.seconds(dates), [], [])
+        for date, place in zip(dates.flat, places, strict=True):
+            if date in first:
+                batch.copies.append((first[date], place))
+                continue
+            first[date] = place
+            tasks = list(self.dataset.tasks(int(date), place))
+            for i in range(0, len(tasks), self.tasks_at_once):
+                batch.reads.append(self._submit(tasks[i : i + self.tasks_at_once]))
+        return batch
+
+    def _submit(self, tasks: Sequence[Task]) -> Future[None]:
+        if self.pool:
+            return self.pool.submit(_run_all, tasks)
+        done: Future[None] = Future()
+        with record_function("SingleProcessRead"):  # as torch's loader calls it when it has no processes
+            _run_all(tasks)
+        done.set_result(None)
+        return done
+
+    def _finish(self, batch: Unfinished) -> tuple[Tensor, Tensor]:
+        """Wait for a batch. Raises DataError."""
+        for future in batch.reads:
+            future.result()
+        for source, target in batch.copies:
+            target[...] = source
+        return batch.fields, batch.times
+
+
+def _run_all(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task()
 
 
 class TrainLoader:
@@ -118,10 +195,9 @@ def build_loader(
     num_workers: int = 0,
     prefetch: int = PREFETCH,
     pin: bool = False,
-) -> Loader:
-    """Return a loader of whole batches: by threads if they read side by side, else by processes.
-
-    With `num_workers` 0 it reads in this thread.
+) -> ThreadedLoader | StatefulDataLoader:
+    """Return a loader of whole batches: by threads if they read side by side, else by processes; by this
+    thread with `num_workers` 0.
     """
     if dataset.by_threads:
         return ThreadedLoader(dataset, sampler, num_workers, prefetch, pin)

@@ -6,13 +6,14 @@ Standard library and TOML only: the check of a command line imports this module 
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import tomli
 
 from config import Data
 from datasets.variables import expand_levels
-from errors import SECRET_NAME, ConfigError, refuse
+from errors import SECRET_NAME, refuse
 
 PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
 SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
@@ -53,16 +54,11 @@ def is_whole_day(text: str) -> bool:
 
 def check_disjoint(periods: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError if two of the periods (key -> dates) have an instant in common."""
-    spans = {key: span for key, text in periods.items() if (span := parse_period(key, text))}
-    keys = list(spans)
-    for i, one in enumerate(keys):
-        for other in keys[i + 1 :]:
-            if spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]:
-                earlier = min(one, other, key=lambda key: spans[key])
-                day = periods[earlier][1]
-                why = f"; the end {day!r} has no hour and includes that day" if is_whole_day(day) else ""
-                reason = f"overlaps {one} = {list(periods[one])}{why}; move one of them"
-                refuse(other, list(periods[other]), reason)
+    spans = [(key, span) for key, text in periods.items() if (span := parse_period(key, text))]
+    for (one, (start, end)), (other, (first, last)) in combinations(spans, 2):
+        if start <= last and first <= end:
+            why = f"overlaps {one} = {list(periods[one])}; move one of them"
+            refuse(other, list(periods[other]), f"{why} (a last date without an hour includes that day)")
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:
@@ -81,16 +77,14 @@ def parse_selection(texts: Sequence[str]) -> dict[str, str]:
 def find_position(dim: str, label: str, labels: Sequence[str] | None, size: int) -> int:
     """Return the position of a label on a dimension; without labels it is a number from 0 on.
 
-    A date may be abbreviated ("2020-01-01") where it means a single label. Raises ConfigError.
+    Raises ConfigError.
     """
     known = [str(number) for number in range(size)] if labels is None else list(labels)
-    matches = [i for i, each in enumerate(known) if _is_same_label(each, label)]
-    prefixed = [i for i, each in enumerate(known) if "T" in each and each.startswith(label)]
-    matches = matches or (prefixed if len(prefixed) == 1 else [])
-    if not matches:
-        choice = ", ".join(known[:5]) + (f" ... {known[-1]}" if len(known) > 5 else "")
-        refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
-    return matches[0]
+    for position, each in enumerate(known):
+        if _is_same_label(each, label):
+            return position
+    choice = ", ".join(known[:5]) + (f" ... {known[-1]}" if len(known) > 5 else "")
+    refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
 
 
 def _is_same_label(text: str, label: str) -> bool:
@@ -104,9 +98,8 @@ def check_selection(selection: Mapping[str, str], dims: Mapping[str, int], path:
     """Raise ConfigError for a selected dimension that is not in `dims` (name -> size)."""
     for name in selection:
         if name not in dims:
-            choice = ", ".join(f"{dim} ({size})" for dim, size in dims.items()) or "none"
-            fix = f"{path!r} has no such dimension to select from, only {choice}; remove it or name one"
-            raise ConfigError(f"{SELECT} = {name!r}: {fix}")
+            choice = ", ".join(dims) or "none"
+            refuse(SELECT, name, f"{path!r} has no such dimension to select from; it has: {choice}")
 
 
 def check_region(key: str, region: Sequence[float]) -> None:
@@ -144,19 +137,13 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
 def _parse_option(name: str, text: str) -> Any:
     if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
         return text.strip("\"'")
+    if text[0] in "{[":  # a secret inside would be saved with it
+        refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
     try:
         value = tomli.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
-    if secrets := [key for key in _nested_names(value) if re.fullmatch(SECRET_NAME, key, re.IGNORECASE)]:
-        refuse(STORAGE_OPTIONS, name, f"{secrets[0]} would be saved with it; give it in {INSTEAD}")
-    return value if isinstance(value, bool | int | float | str | list | dict) else text
-
-
-def _nested_names(value: Any) -> list[str]:
-    if not isinstance(value, dict):
-        return []
-    return [name for key, inner in value.items() for name in [key, *_nested_names(inner)]]
+    return value if isinstance(value, bool | int | float | str) else text
 
 
 def check_data(data: Data) -> None:

@@ -35,21 +35,17 @@ RANGES = {
     "sea_surface_temperature": (260, 320),
     "total_cloud_cover": (-0.01, 1.01),
 }
+NO_RANGE = (-np.inf, np.inf)
 
 
-def refuse_fills(field: np.ndarray, variables: Sequence[str], date: Any) -> None:
-    """Raise DataError naming variable, value and date if a field (V, H, W) has an undeclared fill value."""
-    for values, name in zip(field, variables, strict=True):
-        refuse_fill(values[np.isfinite(values)], name, date)
-
-
-def refuse_fill(finite: np.ndarray, name: str, date: Any) -> None:
-    """Raise DataError if the finite values of one variable have an undeclared fill value among them."""
-    fill = undeclared_fill(finite, name)
-    if fill is not None:
-        count = np.count_nonzero(finite == fill)
-        found = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
-        raise DataError(f"data.path: {found}; give the variable the attribute _FillValue = {fill:g}")
+def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any) -> None:
+    """Raise DataError naming variable, value and date if fields (V, H, W) have an undeclared fill value."""
+    for values, name in zip(fields, variables, strict=True):
+        fill = undeclared_fill(values[np.isfinite(values)], name)
+        if fill is not None:
+            count = np.count_nonzero(values == fill)
+            found = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
+            raise DataError(f"data.path: {found}; give the variable the attribute _FillValue = {fill:g}")
 
 
 def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
@@ -57,27 +53,23 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
     if not finite.size:
         return None
     low, high = finite.min(), finite.max()
-    fill = next((v for v in (low, high) if abs(v) > LARGEST), None)
+    if max(abs(low), abs(high)) > LARGEST:
+        return low if abs(low) > LARGEST else high
     least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
-    for known in FILLS if fill is None else ():
-        if low <= known <= high and not least <= known <= most and np.count_nonzero(finite == known) > 1:
-            fill = known
-    return fill
+    known = [v for v in FILLS if low <= v <= high and not least <= v <= most]
+    return next((value for value in known if np.count_nonzero(finite == value) > 1), None)
 
 
 def implausible_kinds(name: str) -> tuple[str, str]:
     """Return the names of what `count_implausible` counts: "infinite", "outside 170 to 340 K"."""
-    low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
+    low, high = RANGES.get(split_name(name)[0], NO_RANGE)
     return "infinite", f"outside {low:g} to {high:g} {units(name)}"
 
 
 def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> tuple[int, int]:
     """Return how many values are infinite, and how many of the finite ones are outside the usual range."""
-    infinite = int(np.isinf(values).sum()) if finite.size < values.size else 0
-    low, high = RANGES.get(split_name(name)[0], (-np.inf, np.inf))
-    if not finite.size or low <= finite.min() and finite.max() <= high:
-        return infinite, 0
-    return infinite, int(((finite < low) | (finite > high)).sum())
+    low, high = RANGES.get(split_name(name)[0], NO_RANGE)
+    return int(np.isinf(values).sum()), int(((finite < low) | (finite > high)).sum())
 
 
 def log_implausible(variables: Sequence[str], dates: np.ndarray, counts: np.ndarray) -> None:
@@ -85,17 +77,5 @@ def log_implausible(variables: Sequence[str], dates: np.ndarray, counts: np.ndar
     for name, columns in zip(variables, np.moveaxis(counts, 0, 2), strict=True):
         for kind, column in zip(implausible_kinds(name), columns, strict=True):
             if column.any():
-                hint = "; check its units" if kind.startswith("outside") else "; counted as missing"
                 first = f"the first at {dates[np.flatnonzero(column)[0]]}"
-                logger.warning(f"data.path: {name}: {int(column.sum())} values {kind}, {first}{hint}")
-
-
-def log_missing(variables: Sequence[str], dates: np.ndarray, missing: np.ndarray) -> None:
-    """Log a line for each variable with other numbers of missing cells (n, V) on some dates (n,)."""
-    for name, counts in zip(variables, missing.T, strict=True):
-        other = np.flatnonzero(counts != np.bincount(counts).argmax())
-        if len(other):
-            first = f"the first at {dates[other[0]]}, {counts[other[0]]} cells"
-            logger.warning(
-                f"data.path: {name}: {len(other)} dates have another number of missing values, {first}"
-            )
+                logger.warning(f"data.path: {name}: {int(column.sum())} values {kind}, {first}")

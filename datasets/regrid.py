@@ -18,9 +18,8 @@ class Regridder:
     """Fields (..., H_s, W_s) on one grid -> (..., H_t, W_t) on another, computed in float64.
 
     A target value is the area mean of the source cells under it. NaN has no weight: the mean is over the
-    other cells, NaN where there are none. Where the target is inside a source without NaN, the integral is
-    kept. An infinite cell makes the cells above it infinite: it is no missing value but a forecast that blew
-    up.
+    other cells, NaN where there are none. An infinite cell makes the cells above it infinite: a forecast that
+    blew up is not missing.
     """
 
     def __init__(self, source: Grid, target: Grid, device: torch.device | str = "cpu") -> None:

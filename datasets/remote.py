@@ -1,7 +1,6 @@
 """Zarr stores at URLs: obstore for S3, Google, Azure and HTTP, fsspec for every other protocol.
 
-obstore repeats requests that fail (time-outs, connections that break, 429 and 5xx) for a minute, longer each
-time.
+obstore repeats requests that fail (time-outs, connections that break, 429 and 5xx) for a minute.
 """
 
 import asyncio
@@ -20,20 +19,16 @@ from datasets.options import parse_storage_options
 from errors import DataError
 
 OBSTORE = {"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https"}
-# Names that s3fs and gcsfs use, and obstore's.
-ALIASES = {
-    "anon": "skip_signature",
-    "endpoint_url": "endpoint",
-    "key": "access_key_id",
-    "secret": "secret_access_key",
-}
-AWS_VARIABLES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_PROFILE",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
+# s3fs's names -> obstore's.
+ALIASES = {"anon": "skip_signature", "endpoint_url": "endpoint", "key": "access_key_id"}
+ALIASES |= {"secret": "secret_access_key"}
+AWS_VARIABLES = """AWS_ACCESS_KEY_ID AWS_PROFILE AWS_WEB_IDENTITY_TOKEN_FILE AWS_SHARED_CREDENTIALS_FILE
+    AWS_CONTAINER_CREDENTIALS_RELATIVE_URI AWS_CONTAINER_CREDENTIALS_FULL_URI""".split()
+GOOGLE_VARIABLES = ["GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG"]
+GOOGLE_FILE = "~/.config/gcloud/application_default_credentials.json"
+# Protocol -> variables and files with credentials, and the maker of machines that have some of their own.
+AWS = AWS_VARIABLES, ["~/.aws/credentials", "~/.aws/config"], "Amazon"
+CREDENTIALS = {"s3": AWS, "s3a": AWS, "gs": (GOOGLE_VARIABLES, [GOOGLE_FILE], "Google")}
 MACHINE = Path("/sys/class/dmi/id")  # "Amazon EC2", "Google": a machine there has credentials of its own
 RETRIES = {
     "max_retries": 12,
@@ -111,37 +106,23 @@ class _PatientStore(ObjectStore):
 def _obstore_options(protocol: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configuration of the store and of the HTTP client."""
     config = {ALIASES.get(name, name): value for name, value in options.items()}
-    if protocol == "gs" and config.get("token") == "anon":
-        config = {**config, "skip_signature": True}
-        del config["token"]
-    if not options and _is_anonymous(protocol):
-        config["skip_signature"] = True
-    elif protocol in ("s3", "s3a") and set(config) <= {"endpoint", "region"} and _is_anonymous(protocol):
+    if protocol == "gs" and config.get("token") == "anon":  # as gcsfs has it
+        config["skip_signature"] = bool(config.pop("token"))
+    if set(config) <= {"endpoint", "region"} and protocol in CREDENTIALS and not _has_credentials(protocol):
         config["skip_signature"] = True
     plain_http = str(config.get("endpoint", "")).startswith("http://") or protocol == "http"
     return config, {**TIMEOUTS, "allow_http": True} if plain_http else TIMEOUTS
 
 
-def _is_anonymous(protocol: str) -> bool:
-    """Return True if no credentials are found: public stores need none, and obstore would wait for some."""
-    if protocol in ("s3", "s3a"):
-        home = Path.home() / ".aws"
-        files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"), home / "config"]
-        return not (
-            any(map(os.environ.get, AWS_VARIABLES)) or any(map(os.path.exists, files)) or _runs_at("Amazon")
-        )
-    if protocol == "gs":
-        folder = Path(os.environ.get("CLOUDSDK_CONFIG", Path.home() / ".config/gcloud"))
-        file = os.environ.get(
-            "GOOGLE_APPLICATION_CREDENTIALS", folder / "application_default_credentials.json"
-        )
-        return not (os.path.exists(file) or _runs_at("Google"))
-    return False
-
-
-def _runs_at(cloud: str) -> bool:
-    files = [MACHINE / name for name in ("sys_vendor", "product_name")]
-    return any(cloud in path.read_text() for path in files if path.is_file())
+def _has_credentials(protocol: str) -> bool:
+    """Return True if credentials are found; public stores need none, and obstore would wait for some."""
+    variables, files, maker = CREDENTIALS[protocol]
+    about = [MACHINE / name for name in ("sys_vendor", "product_name")]
+    return (
+        any(map(os.environ.get, variables))
+        or any(Path(name).expanduser().exists() for name in files)
+        or any(maker in path.read_text() for path in about if path.is_file())
+    )
 
 
 def describe_error(error: BaseException) -> str:

@@ -69,8 +69,6 @@ ATTRIBUTES = {  # long_name, standard_name and units of WeatherBench2
     "geopotential_at_surface": ("Geopotential", "geopotential", "m**2 s**-2"),
     "land_sea_mask": ("Land-sea mask", "land_binary_mask", "(0 - 1)"),
 }
-VARIABLES = [f"{name}:{level}" for name in list(ATTRIBUTES)[:3] for level in LEVELS] + list(ATTRIBUTES)[3:4]
-STATIC_VARIABLES = list(ATTRIBUTES)[4:]
 
 
 class TwoLayerModel:

@@ -10,25 +10,26 @@ import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from datasets.dates import consecutive
-from datasets.grid import Grid
-from datasets.plausibility import count_implausible, log_implausible, log_missing, refuse_fill
+from datasets.archive import Archive
+from datasets.dates import evenly_spaced
+from datasets.field_dataset import MemoryArchive, stream
+from datasets.plausibility import count_implausible, log_implausible, refuse_fills
 from errors import DataError
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
+Fields = Archive | MemoryArchive
 Numbers = dict[str, list[float]]  # mean, std, change_std -> one number for each variable
-BLOCK_BYTES = 2**28  # of fields read at once while streaming
 ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
 # Columns of a row: cells without a value, infinite ones, ones outside the variable's range; weight, first and
 # second moment of the state (around the shift) and of its change over a model step.
@@ -36,17 +37,6 @@ MISSING, IMPLAUSIBLE, STATE, CHANGE, NUM_COLUMNS = 0, slice(1, 3), slice(3, 6), 
 SAMPLED_DATES = 16  # dates that represent all where files have no size and time of change
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 SAME = 1e-9  # relative: another processor adds up other last digits of the same fields
-
-
-class Fields(Protocol):
-    """An archive, or its dates in memory."""
-
-    times: np.ndarray
-    grid: Grid
-
-    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray: ...
-
-    def files_state(self, variables: Sequence[str]) -> bytes: ...
 
 
 @dataclass
@@ -73,21 +63,19 @@ class Sums:
         before: the fields a model step earlier, None if they are not there or one is empty; area: weights of
         rows (H,). Raises DataError for an undeclared fill value.
         """
-        columns, every = np.zeros((len(now), NUM_COLUMNS)), range(len(now))
-        names = self.variables.tolist()
-        columns[:, : STATE.stop] = list(
-            _pool().map(lambda v: state_columns(date, names[v], now[v], float(self.shift[v]), area), every)
-        )
+        columns, names = np.zeros((len(now), NUM_COLUMNS)), self.variables.tolist()
+        states = _pool().map(partial(state_columns, date, area=area), names, now, self.shift)
+        columns[:, : STATE.stop] = list(states)
         has_values = not (columns[:, MISSING] == now[0].size).any()
         if not has_values:
             columns[:, STATE] = 0
         elif before is not None:
-            columns[:, CHANGE] = list(_pool().map(lambda v: change_moments(now[v], before[v], area), every))
+            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), now, before))
         self.dates.append(date)
         self.rows.append(columns)
         if has_values:
             self.count = self.count + (np.isfinite(now) if columns[:, MISSING].any() else 1)
-            list(_pool().map(_add_valid, self.total, now))
+            np.add(self.total, now, out=self.total, where=np.isfinite(now))
         return has_values
 
     def merge(self, other: Self) -> None:
@@ -119,35 +107,19 @@ def state_columns(
     date: np.datetime64, name: str, values: np.ndarray, shift: float, area: np.ndarray
 ) -> list[float]:
     """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
-    valid = np.isfinite(values)
-    whole = bool(valid.all())
-    finite = values if whole else values[valid]
-    refuse_fill(finite, name, date)
-    anomaly = np.subtract(values, shift, dtype=np.float64)
-    if not whole:
-        anomaly[~valid] = 0
-    moments = _weighted(anomaly, None if whole else valid, area)
-    return [valid.size - finite.size, *count_implausible(values, finite, name), *moments]
+    refuse_fills(values[None], [name], date)
+    finite = values[np.isfinite(values)]
+    missing = values.size - finite.size
+    return [missing, *count_implausible(values, finite, name), *sum_moments(values, shift, area)]
 
 
-def change_moments(now: np.ndarray, before: np.ndarray, area: np.ndarray) -> list[float]:
-    """Return weight, first and second moment of the change between two fields (H, W)."""
-    change = np.subtract(now, before, dtype=np.float64)
-    valid = np.isfinite(change)
-    if valid.all():
-        return _weighted(change, None, area)
-    change[~valid] = 0
-    return _weighted(change, valid, area)
-
-
-def _weighted(values: np.ndarray, valid: np.ndarray | None, area: np.ndarray) -> list[float]:
-    count = np.full(len(area), values.shape[1]) if valid is None else valid.sum(axis=1)
-    by_row = count, values.sum(axis=1), np.einsum("hw,hw->h", values, values)
+def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
+    """Return weight, first and second moment of values - reference (H, W), over the cells that have one."""
+    anomaly = np.subtract(values, reference, dtype=np.float64)
+    valid = np.isfinite(anomaly)
+    anomaly[~valid] = 0
+    by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
     return [float(area @ sums) for sums in by_row]
-
-
-def _add_valid(total: np.ndarray, values: np.ndarray) -> None:
-    np.add(total, values, out=total, where=np.isfinite(values))
 
 
 def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -158,14 +130,10 @@ def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.where(variance > 0, np.sqrt(variance), 1.0)
 
 
-_POOLS: list[ThreadPoolExecutor] = []
-
-
+@cache
 def _pool() -> ThreadPoolExecutor:
     """Return as many threads as this rank has cores; numpy works without Python's lock."""
-    if not _POOLS:
-        _POOLS.append(ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics"))
-    return _POOLS[0]
+    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="statistics")
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +158,6 @@ class Statistics:
         names, (dates, rows) = sums.variables.tolist(), sums.table()
         missing = rows[:, :, MISSING].astype(int)
         log_implausible(names, dates, rows[:, :, IMPLAUSIBLE])
-        log_missing(names, dates, missing)
         for columns, subject in ((STATE, "date has"), (CHANGE, "two dates a model step apart have")):
             if not rows[:, :, columns.start].any():
                 why = f"no {subject} values of all of them among the {len(dates)} that count"
@@ -215,8 +182,8 @@ class Statistics:
     def write(self, path: Path) -> None:
         """Write the statistics atomically, with a checksum. Raises OSError."""
         arrays = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
-        with replacing(path) as partial:
-            np.savez(partial, **arrays, checksum=np.array(_checksum(arrays)))  # type: ignore[reportArgumentType]
+        with replacing(path) as file:
+            np.savez(file, **arrays, checksum=np.array(_checksum(arrays)))  # type: ignore[reportArgumentType]
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
@@ -301,8 +268,7 @@ def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) ->
                 raise DataError(
                     "data.path: the training dates are not those that the weights were trained on: "
                     f"{name} of {variable} is {now:.9g} here and was {then:.9g}; take the data and the dates "
-                    "that the run began with, or start a new one: another job.dump_folder, with "
-                    "checkpoint.initial_load_path for its weights"
+                    "that the run began with, or another job.dump_folder with checkpoint.initial_load_path"
                 )
     logger.info("data.path: other files than before, with the same statistics")
     exact: dict[str, Any] = {name: np.asarray(values) for name, values in numbers.items()}
@@ -312,16 +278,14 @@ def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) ->
 def fingerprint_of(fields: Fields, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
     """Return a digest of names, dates, and the files' names, sizes and times of change.
 
-    Through a URL these are not known: there it is the values of 16 dates, evenly spaced, so that a change of
-    more than a fifteenth of the period is found for certain.
+    Through a URL these are not known: there it is the values of 16 dates, evenly spaced.
     """
     digest = hashlib.sha256(repr((list(variables), int(step / np.timedelta64(1, "s")))).encode())
     digest.update(fields.times[dates].astype("datetime64[s]").tobytes())
     files = fields.files_state(variables)
     digest.update(files)
-    places = np.linspace(0, len(dates) - 1, SAMPLED_DATES).round().astype(int) if not files else []
-    for i in dates[np.unique(places).astype(int)]:
-        digest.update(fields.read_block(int(i), int(i) + 1, variables).tobytes())
+    for i in [] if files else evenly_spaced(dates, SAMPLED_DATES):
+        digest.update(fields.read(int(i), variables).tobytes())
     return digest.hexdigest()
 
 
@@ -382,7 +346,7 @@ class Counting:
             has_values = self.sums.add(now, field, before, self.source.weights)
             self.left, self.num_counted = self.left - 1, self.num_counted + 1
         else:
-            has_values = np.isfinite(field).any(axis=(1, 2)).all()
+            has_values = _has_values(field)
         if has_values:
             self.recent[now] = field
         return not counts
@@ -390,7 +354,7 @@ class Counting:
 
 def first_shift(source: Source) -> np.ndarray:
     """Return (V,): the means of the first date that counts, around which all squares are taken."""
-    first = source.fields.read_block(int(source.dates[0]), int(source.dates[0]) + 1, source.variables)[0]
+    first = source.fields.read(int(source.dates[0]), source.variables)
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)
@@ -403,24 +367,16 @@ def compute(source: Source) -> Statistics:
     return Statistics.from_sums(counting.sums, source.fingerprint)
 
 
-def stream(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
-    first = archive.read_block(int(dates[0]), int(dates[0]) + 1, variables)
-    longest = max(1, BLOCK_BYTES // first.nbytes)
-    for run in consecutive(dates):
-        for part in np.split(run, range(longest, len(run), longest)):
-            block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
-            yield from zip(part.tolist(), block, strict=True)
-
-
 def known_empty_dates(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> np.ndarray:
     """Return the dates (indices) on which a variable has no value, if the fields are in memory.
 
     From files it would be expensive; masks exclude such a date from the scores.
     """
-    if not hasattr(archive, "rows") or not len(dates):
+    if not isinstance(archive, MemoryArchive) or not len(dates):
         return np.zeros(0, int)
-    empty = [
-        i for i, field in stream(archive, variables, dates) if not np.isfinite(field).any(axis=(1, 2)).all()
-    ]
-    return np.asarray(empty, int)
+    return np.array([i for i, field in stream(archive, variables, dates) if not _has_values(field)], int)
+
+
+def _has_values(field: np.ndarray) -> bool:
+    """Return True if all variables of a field (V, H, W) have some value."""
+    return bool(np.isfinite(field).any(axis=(1, 2)).all())

@@ -1,15 +1,14 @@
 """Fast reading of the stores of datasets.convert: a chunk for each date, in shards, blosc and CRC-32C.
 
-zarr-python serves every array, at some milliseconds and copies for each chunk; training reads millions of
-them. Here a field is one read of its file and one call of its codec, which releases Python's lock, into the
-memory of the batch.
+A field is one read of its file and one call of its codec, which releases Python's lock, into the memory of
+the batch; zarr-python needs some milliseconds and copies for each chunk.
 """
 
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,27 +39,13 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-class _OpenFiles:
-    """The files that were read last: opening one for each chunk costs a quarter of the rate."""
-
-    def __init__(self) -> None:
-        self.files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self.lock = threading.Lock()
-
-    def get(self, path: str) -> _OpenFile:
-        with self.lock:
-            if path in self.files:
-                self.files.move_to_end(path)
-                return self.files[path]
-        file = _OpenFile(path)
-        with self.lock:
-            self.files[path] = file
-            if len(self.files) > MAX_OPEN_FILES:
-                self.files.popitem(last=False)
-        return file
+@lru_cache(MAX_OPEN_FILES)
+def _open(path: str) -> _OpenFile:
+    """Return a file, open since it was read last: opening one for each chunk costs a quarter of the rate."""
+    return _OpenFile(path)
 
 
-_FILES, _THREAD = _OpenFiles(), threading.local()
+_THREAD = threading.local()
 
 
 class StoreReader:
@@ -99,7 +84,7 @@ class StoreReader:
         """Decode a chunk into `target`; False if there is none."""
         path = os.path.join(self.folder, self.encode_key((shard, 0, 0)))
         try:
-            file = _FILES.get(path)
+            file = _open(path)
         except FileNotFoundError:
             return False
         if shard not in self.indexes:
@@ -155,15 +140,11 @@ def find_reader(field: Field) -> StoreReader | None:
 
 def _is_ours(field: Field) -> bool:
     array: Any = field.raw
-    if (
-        is_url(field.path)
-        or field.times is None
-        or not getattr(array, "shards", None)
-        or field.decoding.fills
-    ):
+    is_local = not is_url(field.path) and field.times is not None and not field.decoding.fills
+    if not (is_local and getattr(array, "shards", None)):
         return False
     sharding = array.metadata.codecs[0]
     inner = [type(codec) for codec in sharding.codecs] if isinstance(sharding, ShardingCodec) else []
     blosc_types = [each for each in inner[1:2] if issubclass(each, BloscCodec)]
-    layout = (array.chunks[0], *array.chunks[1:]) == (1, *array.shape[1:]) == (1, *array.shards[1:])
+    layout = array.chunks == (1, *array.shape[1:]) == (1, *array.shards[1:])
     return bool(blosc_types) and inner[::2] == [BytesCodec, Crc32cCodec] and layout and array.ndim == 3

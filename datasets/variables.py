@@ -1,8 +1,7 @@
 """Names and units of variables: WeatherBench2's, with a level in hPa after a colon ("geopotential:500").
 
-The short names of GRIB and of the Climate Data Store are translated on reading, and back to labels ("z500")
-for tables and plots. Sources: WeatherBench2's data guide; ECMWF's parameter database; the CDS NetCDF files of
-2018-2024 and since 2024; NCEP's reanalyses at NOAA's PSL (hgt is a height in m there and keeps its name).
+Sources: WeatherBench2's data guide; ECMWF's parameter database; the CDS NetCDF files of 2018-2024 and since
+2024; NCEP's reanalyses at NOAA's PSL (hgt is a height in m there and keeps its name).
 """
 
 import difflib
@@ -12,101 +11,72 @@ from typing import NamedTuple
 
 from errors import ConfigError, DataError
 
-# WeatherBench2 name -> units and short names, of which the first is the label: t2m, not GRIB's 2t.
+# WeatherBench2 name -> units, short names (the first is the label), CF's standard name (table 92).
 ON_LEVELS = {  # in WeatherBench2 and the CDS
-    "geopotential": ("m2 s-2", "z"),
-    "temperature": ("K", "t air"),
-    "u_component_of_wind": ("m s-1", "u uwnd"),
-    "v_component_of_wind": ("m s-1", "v vwnd"),
-    "specific_humidity": ("kg kg-1", "q shum"),
-    "vertical_velocity": ("Pa s-1", "w omega"),
-    "relative_humidity": ("%", "r rhum"),
-    "vorticity": ("s-1", "vo"),
-    "divergence": ("s-1", "d"),
-    "potential_vorticity": ("K m2 kg-1 s-1", "pv"),
-    "ozone_mass_mixing_ratio": ("kg kg-1", "o3"),
-    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc"),
-    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc"),
-    "fraction_of_cloud_cover": ("1", "cc"),
-    "wind_speed": ("m s-1", "ws"),
+    "geopotential": ("m2 s-2", "z", "geopotential"),
+    "temperature": ("K", "t air", "air_temperature"),
+    "u_component_of_wind": ("m s-1", "u uwnd", "eastward_wind"),
+    "v_component_of_wind": ("m s-1", "v vwnd", "northward_wind"),
+    "specific_humidity": ("kg kg-1", "q shum", "specific_humidity"),
+    "vertical_velocity": ("Pa s-1", "w omega", "lagrangian_tendency_of_air_pressure"),
+    "relative_humidity": ("%", "r rhum", "relative_humidity"),
+    "vorticity": ("s-1", "vo", "atmosphere_relative_vorticity"),
+    "divergence": ("s-1", "d", "divergence_of_wind"),
+    "potential_vorticity": ("K m2 kg-1 s-1", "pv", "ertel_potential_vorticity"),
+    "ozone_mass_mixing_ratio": ("kg kg-1", "o3", ""),
+    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc", ""),
+    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc", ""),
+    "fraction_of_cloud_cover": ("1", "cc", ""),
+    "wind_speed": ("m s-1", "ws", "wind_speed"),
 }
 ON_ONE_SURFACE = {
-    "2m_temperature": ("K", "t2m 2t"),
-    "2m_dewpoint_temperature": ("K", "d2m 2d"),
-    "10m_u_component_of_wind": ("m s-1", "u10 10u"),
-    "10m_v_component_of_wind": ("m s-1", "v10 10v"),
-    "10m_wind_speed": ("m s-1", "ws10"),
-    "100m_u_component_of_wind": ("m s-1", "u100 100u"),
-    "100m_v_component_of_wind": ("m s-1", "v100 100v"),
-    "mean_sea_level_pressure": ("Pa", "msl"),
-    "surface_pressure": ("Pa", "sp"),
-    "total_column_water_vapour": ("kg m-2", "tcwv"),
-    "total_column_water": ("kg m-2", "tcw"),
-    "total_cloud_cover": ("1", "tcc"),
-    "total_precipitation": ("m", "tp"),
-    "total_precipitation_6hr": ("m", "tp6"),
-    "total_precipitation_24hr": ("m", "tp24"),
-    "sea_surface_temperature": ("K", "sst"),
-    "skin_temperature": ("K", "skt"),
-    "sea_ice_cover": ("1", "siconc ci"),
-    "snow_depth": ("m", "sd"),
-    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1"),
-    "soil_temperature_level_1": ("K", "stl1"),
-    "toa_incident_solar_radiation": ("J m-2", "tisr"),
-    "surface_net_solar_radiation": ("J m-2", "ssr"),
-    "surface_net_thermal_radiation": ("J m-2", "str"),
-    "surface_solar_radiation_downwards": ("J m-2", "ssrd"),
-    "surface_sensible_heat_flux": ("J m-2", "sshf"),
-    "surface_latent_heat_flux": ("J m-2", "slhf"),
-    "land_sea_mask": ("1", "lsm"),
-    "geopotential_at_surface": ("m2 s-2", "zs"),
-    "soil_type": ("1", "slt"),
-    "standard_deviation_of_orography": ("m", "sdor"),
-    "slope_of_sub_gridscale_orography": ("1", "slor"),
+    "2m_temperature": ("K", "t2m 2t", "air_temperature"),
+    "2m_dewpoint_temperature": ("K", "d2m 2d", "dew_point_temperature"),
+    "10m_u_component_of_wind": ("m s-1", "u10 10u", "eastward_wind"),
+    "10m_v_component_of_wind": ("m s-1", "v10 10v", "northward_wind"),
+    "10m_wind_speed": ("m s-1", "ws10", ""),
+    "100m_u_component_of_wind": ("m s-1", "u100 100u", "eastward_wind"),
+    "100m_v_component_of_wind": ("m s-1", "v100 100v", "northward_wind"),
+    "mean_sea_level_pressure": ("Pa", "msl", "air_pressure_at_mean_sea_level"),
+    "surface_pressure": ("Pa", "sp", "surface_air_pressure"),
+    "total_column_water_vapour": ("kg m-2", "tcwv", "atmosphere_mass_content_of_water_vapor"),
+    "total_column_water": ("kg m-2", "tcw", ""),
+    "total_cloud_cover": ("1", "tcc", "cloud_area_fraction"),
+    "total_precipitation": ("m", "tp", "lwe_thickness_of_precipitation_amount"),
+    "total_precipitation_6hr": ("m", "tp6", "lwe_thickness_of_precipitation_amount"),
+    "total_precipitation_24hr": ("m", "tp24", "lwe_thickness_of_precipitation_amount"),
+    "sea_surface_temperature": ("K", "sst", "sea_surface_temperature"),
+    "skin_temperature": ("K", "skt", "surface_temperature"),
+    "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction"),
+    "snow_depth": ("m", "sd", ""),
+    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1", ""),
+    "soil_temperature_level_1": ("K", "stl1", ""),
+    "toa_incident_solar_radiation": ("J m-2", "tisr", ""),
+    "surface_net_solar_radiation": ("J m-2", "ssr", ""),
+    "surface_net_thermal_radiation": ("J m-2", "str", ""),
+    "surface_solar_radiation_downwards": ("J m-2", "ssrd", ""),
+    "surface_sensible_heat_flux": ("J m-2", "sshf", ""),
+    "surface_latent_heat_flux": ("J m-2", "slhf", ""),
+    "land_sea_mask": ("1", "lsm", ""),
+    "geopotential_at_surface": ("m2 s-2", "zs", ""),
+    "soil_type": ("1", "slt", ""),
+    "standard_deviation_of_orography": ("m", "sdor", ""),
+    "slope_of_sub_gridscale_orography": ("1", "slor", ""),
 }
 VARIABLES = ON_LEVELS | ON_ONE_SURFACE
-STANDARD_NAMES = {  # CF conventions, standard name table 92
-    "geopotential": "geopotential",
-    "temperature": "air_temperature",
-    "u_component_of_wind": "eastward_wind",
-    "v_component_of_wind": "northward_wind",
-    "specific_humidity": "specific_humidity",
-    "vertical_velocity": "lagrangian_tendency_of_air_pressure",
-    "relative_humidity": "relative_humidity",
-    "vorticity": "atmosphere_relative_vorticity",
-    "divergence": "divergence_of_wind",
-    "potential_vorticity": "ertel_potential_vorticity",
-    "wind_speed": "wind_speed",
-    "2m_temperature": "air_temperature",
-    "2m_dewpoint_temperature": "dew_point_temperature",
-    "10m_u_component_of_wind": "eastward_wind",
-    "10m_v_component_of_wind": "northward_wind",
-    "100m_u_component_of_wind": "eastward_wind",
-    "100m_v_component_of_wind": "northward_wind",
-    "mean_sea_level_pressure": "air_pressure_at_mean_sea_level",
-    "surface_pressure": "surface_air_pressure",
-    "total_column_water_vapour": "atmosphere_mass_content_of_water_vapor",
-    "total_cloud_cover": "cloud_area_fraction",
-    "total_precipitation": "lwe_thickness_of_precipitation_amount",
-    "total_precipitation_6hr": "lwe_thickness_of_precipitation_amount",
-    "total_precipitation_24hr": "lwe_thickness_of_precipitation_amount",
-    "sea_surface_temperature": "sea_surface_temperature",
-    "skin_temperature": "surface_temperature",
-    "sea_ice_cover": "sea_ice_area_fraction",
-}
+STANDARD_NAMES = {name: standard for name, (_, _, standard) in VARIABLES.items() if standard}
 # Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
 OFTEN_ZERO = set(
     """
     fraction_of_cloud_cover specific_cloud_liquid_water_content specific_cloud_ice_water_content
     total_precipitation total_precipitation_6hr total_precipitation_24hr total_cloud_cover
     sea_ice_cover snow_depth volumetric_soil_water_layer_1 toa_incident_solar_radiation
-    surface_net_solar_radiation surface_solar_radiation_downwards land_sea_mask
-    geopotential_at_surface soil_type standard_deviation_of_orography
-    slope_of_sub_gridscale_orography
+    surface_net_solar_radiation surface_solar_radiation_downwards land_sea_mask geopotential_at_surface
+    soil_type standard_deviation_of_orography slope_of_sub_gridscale_orography
     """.split()
 )
 LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
-SHORT_NAMES = {short: name for name, (_, shorts) in VARIABLES.items() for short in shorts.split()}
+SHORT_NAMES = {short: name for name, (_, shorts, _) in VARIABLES.items() for short in shorts.split()}
 
 
 def full_name(text: str) -> str:
@@ -153,7 +123,7 @@ def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
 
 def units(variable: str) -> str:
     """Return the units of a variable with or without level ("m2 s-2"), "" for an unknown name."""
-    return VARIABLES.get(split_name(variable)[0], ("", ""))[0]
+    return VARIABLES.get(split_name(variable)[0], ("",))[0]
 
 
 SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
@@ -240,17 +210,11 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     Without levels nothing is expanded. Raises ConfigError for a variable that occurs twice.
     """
     expanded = []
-    for text in names:
-        name, level = split_name(text)
-        if level is None and name in ON_LEVELS and levels:
-            expanded += [join_name(name, int(each)) for each in levels]
-        else:
-            expanded.append(join_name(name, level))
-    twice = next((name for i, name in enumerate(expanded) if name in expanded[:i]), None)
-    if twice is not None:
-        raise ConfigError(
-            f"variable {twice!r} is listed twice; name it once, with its level or through the levels"
-        )
+    for name, level in map(split_name, names):
+        own = levels if level is None and name in ON_LEVELS and levels else [level]
+        expanded += [join_name(name, each) for each in own]
+    if twice := [name for name in expanded if expanded.count(name) > 1]:
+        raise ConfigError(f"variable {twice[0]!r} is listed twice; name it once")
     return expanded
 
 
@@ -260,21 +224,6 @@ def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def nearest_name(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidate to suggest for a missing name as the end of an error: "; nearest: 'x'" or "".
-
-    Short names count too ("z500" suggests "geopotential:500"); for a missing level the nearest level is
-    taken.
-    """
-    known, name = list(candidates), full_name(name)
-    if name in known:
-        return f"; nearest: {name!r}"
-    base, colon, level = name.partition(":")
-    same = [text for text in known if text.partition(":")[0] == base and ":" in text]
-    if colon and level.isdecimal() and same:
-        best = min(same, key=lambda text: abs(int(text.partition(":")[2]) - int(level)))
-        return f"; nearest: {best!r}"
-    if same:
-        return f"; nearest: {same[0]!r}"
-    by_label = {short_label(text): text for text in known}
-    close = difflib.get_close_matches(name, known + list(by_label), n=1, cutoff=0.5)
-    return f"; nearest: {by_label.get(close[0], close[0])!r}" if close else ""
+    """Return the candidate most like a missing name as the end of an error: "; nearest: 'x'" or ""."""
+    close = difflib.get_close_matches(full_name(name), list(candidates), n=1, cutoff=0.5)
+    return f"; nearest: {close[0]!r}" if close else ""

@@ -10,7 +10,6 @@ import xarray as xr
 
 from config import Data
 from datasets import convert as conversion
-from datasets import describe
 from datasets.convert import main as convert
 from datasets.describe import main, split_periods
 from datasets.selection import open_selection
@@ -24,7 +23,6 @@ T2M = "2m_temperature"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "READ_FOR", 0.05)
     monkeypatch.setattr(conversion, "SHARD_DATES", 4)
 
 
@@ -60,15 +58,11 @@ def test_a_section_of_every_layout_is_accepted(
 
 
 def test_a_converted_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Types, chunks, and the statistics in its attributes."""
+    """Types, levels and static fields."""
     assert convert([EXACT[0](tmp_path, analyses()), str(tmp_path / "out")]) == 0
     text, data = describe_section(str(tmp_path / "out"), capsys)
-    assert "float16" in text and "1 time x 6 latitude x 8 longitude" in text
+    assert "float16" in text
     assert data.levels == (500, 850, 1000) and data.static_variables == ("land_sea_mask",)
-    (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [T2M]]
-    values = analyses()[T2M].values
-    assert float(row[6]) == pytest.approx(np.nanmin(values), rel=1e-5)
-    assert float(row[7]) == pytest.approx(np.nanmax(values), rel=1e-5)
 
 
 def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -76,7 +70,7 @@ def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixtu
     members = xr.concat([ds, ds + 1], xr.DataArray([10, 11], dims="member", name="member"))
     members.to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
     text, data = describe_section(str(tmp_path / "m.nc"), capsys, "--select", "member=11")
-    assert "1 dates missing, the first 2020-01-01T00:00:00" in text and data.select == ("member=11",)
+    assert "dates missing" in text and "2020-01-01T00:00:00" in text and data.select == ("member=11",)
     with pytest.raises(ConfigError, match="--al"):
         main([str(tmp_path / "m.nc"), "--alle"])
 

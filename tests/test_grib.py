@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from datasets import convert as conversion
 from datasets.archive import open_archive
-from datasets.convert import main
 from tests.sample_archives import NAMES, analyses, grib, values
 
 
@@ -44,15 +42,6 @@ def test_rows_and_columns_that_run_the_other_way(tmp_path: Path, truth: xr.Datas
     archive = open_archive(grib(tmp_path, turned))
     np.testing.assert_allclose(archive.read_block(0, 5, NAMES), values(truth), atol=1e-4)
     assert archive.grid.latitude[0] == 75 and archive.grid.longitude[0] == 0
-
-
-def test_grib_is_converted(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "SHARD_DATES", 4)
-    source = grib(tmp_path, truth)
-    assert main([source, str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    ours, theirs = open_archive(str(tmp_path / "out")), open_archive(source)
-    np.testing.assert_array_equal(ours.read_block(0, 5, NAMES), theirs.read_block(0, 5, NAMES))
-    np.testing.assert_array_equal(ours.read_static("land_sea_mask"), theirs.read_static("land_sea_mask"))
 
 
 def test_a_message_that_is_cut_short(tmp_path: Path, truth: xr.Dataset) -> None:

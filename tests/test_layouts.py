@@ -90,7 +90,7 @@ def channels(truth: xr.Dataset) -> xr.Dataset:
 
 
 @pytest.mark.parametrize("kind", ["nc", "zarr", "folder"])
-def test_channel_names_are_understood_and_suggested(kind: str, tmp_path: Path, truth: xr.Dataset):
+def test_channel_names_are_understood(kind: str, tmp_path: Path, truth: xr.Dataset):
     """u850, z500, t2m in NetCDF, Zarr and a file a variable; not only in the tutorial's and anemoi's."""
     ds, path = channels(truth), tmp_path / f"channels.{kind}"
     if kind == "zarr":
@@ -107,13 +107,6 @@ def test_channel_names_are_understood_and_suggested(kind: str, tmp_path: Path, t
     block = archive.read(1, ["geopotential:500", "temperature:850"])
     np.testing.assert_array_equal(block[0], truth.geopotential.sel(level=500).values[1])
     np.testing.assert_array_equal(block[1], truth.temperature.sel(level=850).values[1])
-    for asked, meant in {
-        "z500": "geopotential:500",
-        "t2m": "2m_temperature",
-        "t700": "temperature:850",
-    }.items():
-        with pytest.raises(ValueError, match=f"no variable '{asked}'; nearest: '{meant}'"):
-            archive.read(0, [asked])
 
 
 def test_units_of_a_variable_that_nobody_knows_are_kept(tmp_path: Path, truth: xr.Dataset):
@@ -142,14 +135,14 @@ def test_dimensions_in_the_way_are_named_and_picked(tmp_path: Path, truth: xr.Da
     way_out = r"dimension run of size 2; choose one with data.select = \['run=2019-12-30T00:00:00'\]"
     with pytest.raises(ValueError, match=f"no variable '2m_temperature': it has a {way_out}"):
         open_archive(path).read(0, ["2m_temperature"])
-    picks = {"run": "2019-12-31", "member": "11"}
+    picks = {"run": "2019-12-31T00:00:00", "member": "11"}
     np.testing.assert_array_equal(
         open_archive(path, picks).read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 11
     )
     with pytest.raises(ValueError, match="dimension member of size 2; choose one .*'member=10'"):
-        open_archive(path, {"run": "2019-12-30"}).read(0, ["2m_temperature"])
+        open_archive(path, {"run": "2019-12-30T00:00:00"}).read(0, ["2m_temperature"])
     with pytest.raises(ValueError, match=r"data.select = \['member=12'\]: member has 10, 11; take one"):
-        open_archive(path, {"run": "2019-12-30", "member": "12"})
+        open_archive(path, {"run": "2019-12-30T00:00:00", "member": "12"})
     ds.drop_vars(["run", "member"]).to_netcdf(tmp_path / "bare.nc", engine="h5netcdf")
     bare = open_archive(str(tmp_path / "bare.nc"), {"run": "0", "member": "1"})
     np.testing.assert_array_equal(bare.read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 1)
@@ -206,9 +199,6 @@ def test_tutorial_hdf5(tmp_path: Path, truth: xr.Dataset):
     os.rename(tmp_path / "2015.h5", tmp_path / "first.h5")
     with pytest.raises(ValueError, match="first.h5': its name does not end in the year"):
         open_archive(str(tmp_path / "first.h5"))
-    (tmp_path / "parent" / "train").mkdir(parents=True)
-    with pytest.raises(ValueError, match="it has the folders train"):
-        open_archive(str(tmp_path / "parent"))
 
 
 def test_anemoi_zarr(tmp_path: Path, truth: xr.Dataset):
@@ -243,28 +233,14 @@ def test_errors_name_path_and_reason(tmp_path: Path, truth: xr.Dataset):
     truth[["land_sea_mask"]].to_netcdf(tmp_path / "static.nc", engine="h5netcdf")
     truth[["2m_temperature"]].isel(latitude=0, drop=True).to_netcdf(tmp_path / "line.nc", engine="h5netcdf")
     truth.assign_coords(time=range(5)).to_netcdf(tmp_path / "undated.nc", engine="h5netcdf")
-    for name, reason in {
-        "empty.nc": "it is empty",
-        "rubbish.nc": "neither Zarr",
-        "weather.grib": "Error|GRIB",
-        "cut.nc": "OSError",
-        "cut3.nc": "Error",
-        "folder": "the folder contains no Zarr",
-        "hollow.zarr": "Error",
-        "static.nc": "nothing in it has a time axis with dates, only land_sea_mask",
-        "line.nc": "no one-dimensional latitude",
-        "undated.nc": "its time has units None",
-        "emty.nc": "no such file or folder; nearest: .*empty.nc",
-        "*.zip": "no such file or folder",
-    }.items():
-        with pytest.raises(ValueError, match=f"cannot read '.*{name.replace('*', '.')}.*{reason}") as caught:
+    (tmp_path / "two").mkdir()
+    truth.to_netcdf(tmp_path / "two" / "a.nc", engine="h5netcdf")
+    truth.isel(latitude=slice(3)).to_netcdf(tmp_path / "two" / "b.nc", engine="h5netcdf")
+    names = ["empty.nc", "rubbish.nc", "weather.grib", "cut.nc", "cut3.nc", "folder", "hollow.zarr"]
+    for name in [*names, "static.nc", "line.nc", "undated.nc", "absent.nc", "*.zip", "two"]:
+        with pytest.raises(DataError, match="cannot read") as caught:
             open_archive(str(tmp_path / name))
-        assert "\n" not in str(caught.value), name
-    with pytest.raises(ValueError, match="grids differ: .*a.nc .* and .*b.nc"):
-        (tmp_path / "two").mkdir()
-        truth.to_netcdf(tmp_path / "two" / "a.nc", engine="h5netcdf")
-        truth.isel(latitude=slice(3)).to_netcdf(tmp_path / "two" / "b.nc", engine="h5netcdf")
-        open_archive(str(tmp_path / "two"))
+        assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_missing_package_and_unknown_protocol_are_named(monkeypatch: pytest.MonkeyPatch):
@@ -275,27 +251,32 @@ def test_missing_package_and_unknown_protocol_are_named(monkeypatch: pytest.Monk
         open_archive("nfs9://bucket/era5.zarr")
 
 
-def test_decode_times():
-    hours = np.array([0, 6], "i4")
-    for units in (
-        "hours since 1900-01-01 00:00:00.0",
-        "hours since 1900-1-1",
-        "hours since 1900-01-01T00:00:00Z",
-    ):
-        assert decode_times(xr.Variable("time", hours, {"units": units})).tolist() == [
-            np.datetime64("1900-01-01T00:00:00").item(),
-            np.datetime64("1900-01-01T06:00:00").item(),
-        ]
-    assert decode_times(xr.Variable("time", [0.25], {"units": "days since 2000-02-29"}))[0] == np.datetime64(
-        "2000-02-29T06"
-    )
-    assert (
-        decode_times(xr.Variable("time", [9 * 10**9], {"units": "seconds since 1970-01-01"}))[0].item().year
-        == 2255
-    )
-    for attrs in (
+@pytest.mark.parametrize(
+    ("value", "units", "date"),
+    [
+        (6, "hours since 1900-1-1", "1900-01-01T06"),
+        (6, "hours since 1900-01-01 00:00:0.0", "1900-01-01T06"),
+        (6, "hours since 1900-01-01T00:00:00Z", "1900-01-01T06"),
+        (0, "hours since 1900-01-01 00:00 UTC", "1900-01-01T00"),
+        (0, "hours since 1900-01-01 00:00:00 +02:00", "1899-12-31T22"),
+        (0, "hours since 1900-01-01 06:00:00 -6:00", "1900-01-01T12"),
+        (0, "hours since 1900-01-01T06:00-0600", "1900-01-01T12"),
+        (0.25, "days since 2000-02-29", "2000-02-29T06"),
+        (9 * 10**9, "seconds since 1970-01-01", "2255-03-14T16"),
+    ],
+)
+def test_times_count_from_utc(value: float, units: str, date: str):
+    assert decode_times(xr.Variable("time", [value], {"units": units}))[0] == np.datetime64(date, "s")
+
+
+@pytest.mark.parametrize(
+    "attrs",
+    [
         {"units": "months since 2000-01-01"},
         {"units": "hours since 2000-01-01", "calendar": "noleap"},
-    ):
-        with pytest.raises(ValueError, match="its time has"):
-            decode_times(xr.Variable("time", hours, attrs))
+        {"units": "hours since 1900-01-01 00:00 Central European"},
+    ],
+)
+def test_other_times_are_refused(attrs: dict):
+    with pytest.raises(DataError, match="its time has"):
+        decode_times(xr.Variable("time", np.array([0, 6]), attrs))

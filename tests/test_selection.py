@@ -7,8 +7,9 @@ import pytest
 import xarray as xr
 
 from config import Data
+from datasets.dates import evenly_spaced
 from datasets.options import parse_period
-from datasets.selection import evenly_spaced, open_selection
+from datasets.selection import open_selection
 from tests.sample_archives import analyses, weatherbench
 
 NAMES = ("2m_temperature", "geopotential:500")
@@ -67,13 +68,6 @@ def test_the_last_day_counts_to_its_end(data):
     precise = replace(data, train_period=("2020-01-01", "2020-01-03T06"))
     selection = open_selection(precise, (2, 2), ())
     assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T06")
-
-
-def test_log_line_counts_what_was_left_out(data):
-    selection, empty = open_selection(data, (2, 2), ()), np.array([2])
-    line = selection.describe("train", selection.samples("train", [1], empty), empty)
-    assert "7 samples from 11 dates" in line and "1 dates missing in between" in line
-    assert "1 left out for fields without a value" in line
 
 
 def test_evenly_spaced():

@@ -170,9 +170,6 @@ def test_schema(record: xr.Dataset) -> None:
         assert variable.dtype == np.float32 and np.isfinite(variable).all() and variable.attrs["units"]
     np.testing.assert_array_equal(record.latitude, np.arange(-87.1875, 90, 5.625))
     np.testing.assert_array_equal(record.longitude, np.arange(0, 360, 5.625))
-
-
-def test_calendar(record: xr.Dataset) -> None:
     assert str(record.time.values[0])[:13] == "2001-01-01T00"
     assert str(record.time.values[24])[:13] == "2002-01-01T00"  # the next year, after a gap
     assert set(np.diff(record.time[:24])) == {np.timedelta64(6, "h")}

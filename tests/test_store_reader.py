@@ -1,10 +1,11 @@
-"""Batches that threads read from converted stores: equal to zarr-python's, in memory that is used again."""
+"""Batches that threads read from converted stores: equal to zarr-python's."""
 
 import os
 import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from datasets import store_reader
 from datasets.archive import Archive, open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler
+from datasets.loader import ThreadedLoader, TrainLoader, TrainSampler
 from datasets.store_reader import find_reader
-from datasets.threaded_loader import Buffers, ThreadedLoader
 from errors import DataError
 from tests.sample_archives import EXACT, NAMES, analyses, cds_old, packed_zarr, weatherbench
 
@@ -97,26 +97,6 @@ def test_batches_that_are_in_use_are_not_overwritten(dataset):
     assert all(equal(dataset.unpack(a), b) for a, b in zip(views, expected, strict=True))
 
 
-def test_memory_is_used_again_when_no_view_is_left():
-    buffers, dtype = Buffers(pin=False), np.dtype("float32")
-    array, tensor = buffers.take((2, 3), dtype)
-    address = array.ctypes.data
-    views = [tensor[1:], tensor.numpy()[0]]
-    del array, tensor
-    for _ in range(2):
-        assert buffers.take((2, 3), dtype)[0].ctypes.data != address
-        views.pop()
-    assert address in [buffers.take((2, 3), dtype)[1].data_ptr() for _ in range(1)]
-
-
-def test_few_buffers_serve_many_batches(dataset):
-    addresses = set()
-    for fields, _ in ThreadedLoader(dataset, [[0, 1]] * 50, 2, 2, pin=False):
-        addresses.add(fields.data_ptr())
-        del fields
-    assert len(addresses) <= 5
-
-
 def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):
     read: list[int] = []
     tasks = Archive.tasks
@@ -186,13 +166,12 @@ def test_a_foreign_store_is_read_by_processes(tmp_path):
 
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_reader, "MAX_OPEN_FILES", 5)
-    monkeypatch.setattr(store_reader, "_FILES", store_reader._OpenFiles())
+    monkeypatch.setattr(store_reader, "_open", lru_cache(5)(store_reader._OpenFile))
     for number in range(12):
         (tmp_path / str(number)).write_bytes(b"%03d" % number)
 
     def read(number: int) -> bytes:
-        return bytes(store_reader._read(store_reader._FILES.get(str(tmp_path / str(number))), 0, 3))
+        return bytes(store_reader._read(store_reader._open(str(tmp_path / str(number))), 0, 3))
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(read, [*range(12), *range(12)])) == [b"%03d" % (i % 12) for i in range(24)]

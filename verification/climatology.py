@@ -19,12 +19,12 @@ import pandas as pd
 import zarr
 
 from datasets.archive import Archive
+from datasets.field_dataset import stream
 from datasets.fields import Field
 from datasets.files import OpenFile, find_files
 from datasets.grid import Grid
 from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
-from datasets.statistics import stream
 from datasets.variables import split_name
 from errors import DataError
 from verification.stores import FieldsByName, all_levels, create_store
