@@ -282,18 +282,12 @@ def open_archive(
     on the same grid. Raises DataError, one line naming path and reason, for anything that cannot be read as
     analyses on one grid, and ConfigError.
     """
-<<<<<<< HEAD
     fields, unreadable = [], {}
     for source in (path, *more_paths):
-        found, reasons = read_all_fields(source, selection, access, region)
-        fields += found
+        found, reasons = read_all_fields(source, selection, access)
+        fields += [field.crop(region) for field in found] if region else found
         unreadable |= reasons
     return Archive(" and ".join((path, *more_paths)), fields, unreadable, selection)
-=======
-    fields, unreadable = read_all_fields(path, selection, access)
-    fields = [field.crop(region) for field in fields] if region else fields
-    return Archive(path, fields, unreadable, selection)
->>>>>>> cut-datasets
 
 
 def read_all_fields(
