@@ -118,7 +118,7 @@ def local_path(key: str, text: str) -> Path:
         return Path(text)
     name, _, revision = text.removeprefix(HUB).partition("@")
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download  # type: ignore[reportMissingImports]
 
         return Path(snapshot_download(name, revision=revision or None))
     except ImportError:
