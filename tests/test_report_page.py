@@ -52,8 +52,8 @@ def test_scores_of_a_validation_and_of_evaluate(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", "--validation.lead_hours=[24,6]"))
     table = tabulate(gather_scores({"run": run})).reset_index()
     assert list(table.columns) == ["variable", "hours", "dates", "run", "damped persistence", "units"]
-    assert table.values.tolist()[0] == ["geopotential:300", 6, "7", 71, 72, ""]
-    assert table.values.tolist()[1] == ["geopotential:300", 24, "5", 293, 293, ""]
+    assert table.values.tolist()[0] == ["geopotential:300", 6, "7", 71, 72, "m2 s-2"]
+    assert table.values.tolist()[1] == ["geopotential:300", 24, "5", 293, 293, "m2 s-2"]
     (run.folder / "evaluation").mkdir()
     line = {"metric": "rmse", "region": "global", "level": 300.0, "units": "m2 s-2", "num_dates": 23}
     line |= {"variable": "geopotential", "lead_hours": 24}

@@ -25,6 +25,7 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.pyplot import close
 
 from command_line import own_options, split_options
+from datasets.variables import units
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
@@ -126,7 +127,16 @@ def read_scores(run: Run) -> Table:
         if (found := KEY.fullmatch(key)) and value is not None:
             dates = record.get("val/dates" + (f"@{found['hours']}h" if found["hours"] else ""))
             name = (found["baseline"] or "model").replace("_", " ")
-            rows.append((name, found["variable"], int(found["hours"] or first), value, "", dates))
+            rows.append(
+                (
+                    name,
+                    found["variable"],
+                    int(found["hours"] or first),
+                    value,
+                    units(found["variable"]),
+                    dates,
+                )
+            )
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -144,7 +154,7 @@ def tabulate(scores: Table) -> Table:
     table = scores.pivot_table("value", ["variable", "hours"], "forecast", "first", sort=False)
     dates = rows.dates.agg(lambda each: ", ".join(f"{n:.0f}" for n in sorted(set(each.dropna()))))
     table.insert(0, "dates", dates)
-    return table.assign(units=rows.units.first())
+    return table.assign(units=rows.units.first()).rename_axis(columns=None)
 
 
 def embed(png: bytes) -> str:
