@@ -126,17 +126,8 @@ def read_scores(run: Run) -> Table:
     for key, value in record.items():
         if (found := KEY.fullmatch(key)) and value is not None:
             dates = record.get("val/dates" + (f"@{found['hours']}h" if found["hours"] else ""))
-            name = (found["baseline"] or "model").replace("_", " ")
-            rows.append(
-                (
-                    name,
-                    found["variable"],
-                    int(found["hours"] or first),
-                    value,
-                    units(found["variable"]),
-                    dates,
-                )
-            )
+            name, variable = (found["baseline"] or "model").replace("_", " "), found["variable"]
+            rows.append((name, variable, int(found["hours"] or first), value, units(variable), dates))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
