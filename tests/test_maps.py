@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from datasets.grid import Grid, global_grid
-from verification.maps import Land, coastlines, draw_map, error_colors, field_colors
+from verification.maps import (
+    Land,
+    coastlines,
+    degrees_east,
+    degrees_north,
+    draw_map,
+    error_colors,
+    field_colors,
+)
 
 EUROPE = Grid(np.arange(60.0, 29, -1), np.arange(-10.0, 21))
 
@@ -19,6 +27,12 @@ def test_coastlines_pass_known_capes_and_no_middle_of_an_ocean() -> None:
     places = [(18.4, -34.3), (-5.7, 50.1), (-67.3, -55.9), (77.6, 8.1), (142.5, -10.7), (-30, 30), (100, 60)]
     distances = [np.nanmin(np.hypot(*(coastlines() - place).T)) for place in places]
     assert max(distances[:5]) < 1 and min(distances[5:]) > 4
+
+
+def test_degrees_have_their_side() -> None:
+    assert [degrees_north(x) for x in (-20, 0, 45)] == ["20°S", "0°", "45°N"]
+    found = [degrees_east(x) for x in (-60, 0, 90, 180, 300, 360)]
+    assert found == ["60°W", "0°", "90°E", "180°", "60°W", "0°"]
 
 
 def lines_inside(axes) -> int:
