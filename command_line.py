@@ -395,7 +395,7 @@ def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
     for section, key in PATHS:
         if key in found.get(section, {}):
             named = found[section][key]
-            found[section][key] = placed(named) if isinstance(named, str) else [*map(placed, named)]
+            found[section][key] = placed(named) if isinstance(named, str) else tuple(map(placed, named))
     return found
 
 

@@ -113,5 +113,6 @@ def test_what_the_project_has_is_found_from_anywhere(elsewhere: Path) -> None:
 def test_every_key_that_is_a_path_is_known() -> None:
     """By its name: one that is added later has to be listed, or to be no path."""
     keys = [(section, key) for section, cls in vars(load_checked([])).items() for key in vars(cls)]
-    named = {pair for pair in keys if pair[1].split("_")[-1] in ("path", "folder", "checkpoint", "file")}
+    endings = ("path", "paths", "folder", "checkpoint", "file")
+    named = {pair for pair in keys if pair[1].split("_")[-1] in endings}
     assert named == {*PATHS, ("job", "config_file")}

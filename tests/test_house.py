@@ -293,7 +293,7 @@ def test_the_locks_are_those_of_the_declared_requirements() -> None:
     assert len(direct) <= 20
     assert set(list(lock)[: len(direct)]) == direct, "they stand first in requirements.txt"
     for requirement in chain.from_iterable(declared().values()):
-        if requirement.name != "rossby":
+        if requirement.name not in ("rossby", "earth2studio"):  # the latter brings a hundred packages
             version = extras[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), (str(requirement), version)
 
