@@ -316,7 +316,10 @@ def export(config: Config, target: Path) -> None:
     forecaster = load_forecaster(plain, selection)
     merge_lora(forecaster.meta_model)
     step = OneStep(forecaster.meta_model, forecaster.normalizer, forecaster.conditions).cpu()
-    export_model(target, step, forecaster.trained, selection, config)
+    try:
+        export_model(target, step, forecaster.trained, selection, config)
+    except OSError as error:
+        raise DataError(f"--export {target}: {error}; remove what is there, and start again") from None
     dist.destroy_process_group()
     print(target)
 

@@ -109,7 +109,7 @@ class OneStep(nn.Module):
         drawn, inputs = self.conditions.draw(keys, times, steps), normalizer.with_boundary(window, later)
         output = self.model.predict(self.conditions.append(inputs, times, *drawn))
         states = normalizer.advance(window, output, later).unflatten(1, (normalizer.history, -1))
-        return self.normalizer.denormalize(states).flatten(1, 2)
+        return normalizer.denormalize(states).flatten(1, 2)
 
     @property
     def inputs(self) -> list[str]:

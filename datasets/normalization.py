@@ -20,8 +20,8 @@ def boundary_cells(shape: tuple[int, int], width: int) -> Tensor:
 class Normalizer(nn.Module):
     """Conversion between physical and normalised fields, and one step of the model from its output.
 
-    What is known of the next state is given, not predicted: forcing variables, and all variables in the
-    boundary of a limited area (data.boundary_width), of which a step has that of the next state, too.
+    Forcing variables of the next state are given, not predicted, and so is the boundary of a limited area
+    (data.boundary_width), which is also an input of the step that leads there.
     """
 
     boundary: Tensor | None
@@ -124,8 +124,7 @@ class Normalizer(nn.Module):
         if self.boundary is not None and known is not None:
             state = self._on_boundary(state, known)
         if self.num_forcing:
-            forcing = known if known is None or self.boundary is None else known[:, self.forcing]
-            state = torch.cat([state[:, self.predicted], self._forcing_after(window, forcing)], dim=1)
+            state = torch.cat([state[:, self.predicted], self._forcing_after(window, known)], dim=1)
         return state if self.history == 1 else torch.cat([state, window[:, : -len(self.mean)]], dim=1)
 
     def _without_diagnostic(self, state: Tensor) -> Tensor:
@@ -135,12 +134,12 @@ class Normalizer(nn.Module):
         zeros = torch.zeros_like(state[:, self.diagnostic])
         return torch.cat([state[:, : self.diagnostic.start], zeros, state[:, self.forcing]], dim=1)
 
-    def _forcing_after(self, window: Tensor, forcing: Tensor | None) -> Tensor:
-        """Return the normalised forcing variables (B, F, H, W) of the state that follows a window."""
+    def _forcing_after(self, window: Tensor, known: Tensor | None) -> Tensor:
+        """Return the normalised forcing variables (B, F, H, W), the last of those that are known."""
         before = self.newest(window)[:, self.forcing].float()
-        if forcing is None:
+        if known is None:
             return before
-        after = (forcing - self.mean[self.forcing]) / self.std[self.forcing]
+        after = (known[:, -self.num_forcing :] - self.mean[self.forcing]) / self.std[self.forcing]
         return torch.where(torch.isfinite(after), after, before)
 
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:

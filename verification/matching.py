@@ -89,7 +89,7 @@ class Matcher:
         # All fields are compared in the units of the truth.
         self.units = {name: truth.units(name) for name in names}
         self.regrid_forecast = self._regridding(forecast)
-        max_fields = max(1, KEPT_BYTES // _field_bytes(grid, names))
+        max_fields = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // _field_bytes(grid, names)))
         self.times, limit = truth.times, BLOCK_BYTES // _field_bytes(truth.grid, names)
         self.in_chunk = max(1, min(truth.time_chunk(names), limit))
         read = partial(read_chunk, truth, names, self.in_chunk, self._regridding(truth))
@@ -112,6 +112,13 @@ class Matcher:
     def blocks(self, dates: Sequence[int]) -> list[list[int]]:
         """Return the dates in groups that are stored together and not too large to be read at once."""
         return _together(dates, min(self.forecast.block[0], self._limit(), MOST_DATES))
+
+    def _valid_dates(self, times: np.ndarray) -> int:
+        """Return how many of these dates the initial dates that are read together have as valid times."""
+        starts, longest = self.forecast.times, self.forecast.leads[self.leads].max()
+        together = min(self.forecast.block[0], MOST_DATES, len(starts)) - 1
+        first, last = starts[: len(starts) - together], starts[together:] + longest
+        return int((np.searchsorted(times, last, "right") - np.searchsorted(times, first)).max()) or 1
 
     def _limit(self) -> int:
         num_bytes = _field_bytes(self.forecast.grid, self.variables) * max(1, self.forecast.num_members)
