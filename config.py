@@ -111,6 +111,14 @@ class Data:
     forcing_variables: tuple[str, ...] = option(
         (), 'Variables that are input of each step but not predicted: ["sea_surface_temperature"].'
     )
+    forcings_of_target: bool = option(
+        False, "Give the model data.forcing_variables of the date that a step leads to, too."
+    )
+    log1p: tuple[str, ...] = option(
+        (),
+        "Diagnostic or forcing variables x that the model sees as log(1 + x / s), so that none is negative; "
+        'with s in the units of the data: ["total_precipitation_6hr=1e-5"].',
+    )
     boundary_width: Annotated[int, Range(0, 1000)] = option(
         0,
         "Cells from each side of a regional grid that are not predicted, but input of the date that a step "
@@ -512,6 +520,9 @@ class Forecast:
     path: str = option(
         "",
         "Zarr store to write; a NetCDF file if it ends in .nc. Default: forecast.zarr in the run's folder.",
+    )
+    zarr_format: Annotated[int, Range(2, 3)] = option(
+        3, "Version of Zarr's format to write: 3, or 2 for tools that do not read it."
     )
     checkpoint: str = option(
         "",

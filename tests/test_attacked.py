@@ -88,7 +88,9 @@ def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):
 
 def test_damaged_consolidated_metadata_of_a_forecast_are_written_again(tmp_path):
     grid = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0))
-    index = StoreIndex(["2m_temperature"], grid, np.array(["2020-01-01"], "datetime64[s]"), [6])
+    index = StoreIndex(
+        ["2m_temperature"], grid, np.array(["2020-01-01"], "datetime64[s]"), [6], zarr_format=2
+    )
     store = ForecastStore(tmp_path / "forecast.zarr", index)
     store.create({"weights": 1})
     (store.path / ".zmetadata").write_bytes(b"{")

@@ -242,11 +242,11 @@ def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
     done = [p.name for p in path.glob(".finished/*-000")]
     assert 1 <= len(done) < 6
     assert 0 < int(xr.open_zarr(path)["2m_temperature"].isnull().sum()) < 6 * 60 * 48  # opens as it is
-    written = (path / "geopotential/0.0.0.0.0").stat().st_mtime_ns
-    (path / "geopotential/5.0.0.0.0.partial").write_bytes(b"half")  # what a kill inside a write leaves
+    written = (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns
+    (path / "geopotential/c/5/0/0/0/0.partial").write_bytes(b"half")  # what a kill inside a write leaves
     store(run, path, *options)
     assert files(path) == files(tmp_path / "whole.zarr")
-    assert (path / "geopotential/0.0.0.0.0").stat().st_mtime_ns == written
+    assert (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns == written
 
 
 def test_two_ranks_forecast_what_one_does(run, tmp_path):

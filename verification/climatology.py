@@ -7,7 +7,6 @@ Shapes: V variables, H latitudes, W longitudes.
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -27,7 +26,7 @@ from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import FieldsByName, all_levels, create_store
+from verification.stores import FieldsByName, all_levels, attributes_of, create_store
 
 DAYS, WINDOW = 366, 61
 MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
@@ -87,7 +86,7 @@ def compute_climatology(
     attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
     own_units = {name: archive.units(name) for name in variables}
     create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
-    store, levels = zarr.open_group(path, mode="r+", zarr_format=2), all_levels(variables)
+    store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
         total, count = day_sums(archive, some, dates, some_hours)
         for (h, hour), (v, variable) in product(enumerate(some_hours), enumerate(some)):
@@ -133,8 +132,8 @@ def day_sums(
 def stored_fingerprint(path: Path) -> str | None:
     """Return the fingerprint of the data of a stored climatology, None if there is none."""
     try:
-        return json.loads((path / ".zattrs").read_text()).get(FINGERPRINT)
-    except (OSError, ValueError):
+        return attributes_of(path).get(FINGERPRINT)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -1,17 +1,16 @@
 """The Zarr of a forecast in WeatherBench2's schema, written while the model computes, and what is in it.
 
     forecast.zarr/                   (time, prediction_timedelta[, number][, level], latitude, longitude)
-        geopotential/0.3.0.0.0       a chunk: one variable of one date (and member) at one lead, all levels
+        geopotential/c/0/3/0/0/0     a chunk: one variable of one date (and member) at one lead, all levels
         .finished/20200201T060000-000     a date and member with all leads written; in it what is wrong
 
 A chunk gets its name when it is whole, so that xarray can open the store at any time: what is not written yet
-is NaN. Zarr 2 with consolidated metadata. Shapes: B states, V variables, H latitudes, W longitudes.
+is NaN. Metadata are consolidated. Shapes: B states, V variables, H latitudes, W longitudes.
 """
 
 import json
 import os
 import shutil
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from torch import Tensor
 from datasets.grid import Grid
 from datasets.variables import group_levels
 from errors import ConfigError, DataError
-from verification.stores import all_levels, create_store
+from verification.stores import all_levels, attributes_of, consolidate, create_store
 
 FINISHED = ".finished"
 BLOWN_UP = "blew up"  # how the problem of a forecast that diverged begins
@@ -46,6 +45,7 @@ class StoreIndex:
     leads: Sequence[int]
     num_members: int = 1
     units: Mapping[str, str] = field(default_factory=dict)  # of each variable
+    zarr_format: int = 3
 
 
 def finished_marks(path: Path) -> dict[str, str] | None:
@@ -68,10 +68,9 @@ class ForecastStore:
         """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
         if self.path.exists():
             self._check_same(about)
-            with warnings.catch_warnings(action="ignore"):  # of FINISHED, which is no array
-                zarr.consolidate_metadata(str(self.path), zarr_format=2)  # it may be damaged
+            consolidate(self.path, self.index.zarr_format)  # it may be damaged
             self.finished_folder.mkdir(exist_ok=True)
-            for leftover in self.path.glob("*/*.partial"):  # zarr's, of a run that was killed
+            for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
             return
         unfinished = self.path.with_name(self.path.name + ".incomplete")
@@ -82,7 +81,8 @@ class ForecastStore:
         axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
         axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
-        create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
+        settings = (chunks, content, index.units, index.zarr_format)
+        create_store(unfinished, index.variables, index.grid, axes, *settings)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 
@@ -90,14 +90,14 @@ class ForecastStore:
         """Raise ConfigError unless every byte of the store would be the same."""
         reason = "is there and no forecast of ours"
         try:
-            stored = json.loads(json.loads((self.path / ".zattrs").read_text())[ATTRIBUTE])
+            stored = json.loads(attributes_of(self.path)[ATTRIBUTE])
             ours = json.loads(json.dumps(about))
             other = next((key for key in ours if stored.get(key) != ours[key]), None)
             if other is None:
                 return
             there, here = f"{stored.get(other)!s:.60}", f"{ours[other]!s:.60}"
             reason = f"contains another forecast: {other} is {there} there and {here} here"
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass
         fix = "remove it, or name another forecast.path"
         raise ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
@@ -135,7 +135,7 @@ class ForecastStore:
             values = np.full(shape, np.nan, np.float32)
             values[:, [self.levels.index(cast(int, level)) for level in channel_of]] = own
         if name not in self.opened:
-            opened = zarr.open_array(str(self.path), path=name, mode="r+", zarr_format=2)
+            opened = zarr.open_array(str(self.path), path=name, mode="r+")
             self.opened[name] = cast(zarr.Array, opened)
         for (date, member), value in zip(pairs, values, strict=True):
             at = (date, lead, member) if self.index.num_members > 1 else (date, lead)

@@ -1,12 +1,15 @@
 """Stores of forecasts and climatologies in WeatherBench2's schema: read by names, and created empty."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
 import zarr
 from numcodecs import Blosc
+from zarr.codecs import BloscCodec
 
 from datasets.fields import Field
 from datasets.grid import Grid
@@ -23,7 +26,10 @@ COORDINATES = {
     "latitude": {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"},
     "longitude": {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
 }
-COMPRESSOR = Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE)  # WeatherBench2's
+COMPRESSORS = {  # WeatherBench2's, by the version of Zarr's format
+    2: Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE),
+    3: BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4),
+}
 
 
 class FieldsByName:
@@ -78,8 +84,9 @@ def create_store(
     chunks: Mapping[str, int],
     attributes: Mapping[str, str],
     own_units: Mapping[str, str],
+    zarr_format: Any = 3,
 ) -> None:
-    """Create Zarr 2 with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
+    """Create Zarr with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
 
     axes: name -> coordinate; chunks: name of an axis -> how many of it are in a chunk, else all of them;
     own_units: of variables that the project does not know.
@@ -90,19 +97,32 @@ def create_store(
     coords = {name: (name, own, COORDINATES.get(name, {})) for name, own in values.items()}
     given = {split_name(name)[0]: text for name, text in own_units.items()}
     empty = xr.Dataset(coords=coords, attrs={**CONVENTIONS, **attributes})
-    empty.to_zarr(path, mode="w", zarr_format=2, consolidated=False)
+    empty.to_zarr(path, mode="w", zarr_format=zarr_format, consolidated=False)
     for name, own in group_levels(variables).items():
         known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
         dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
+        named = {"_ARRAY_DIMENSIONS": dims} if zarr_format == 2 else {}
         zarr.create_array(
             str(path),
             name=name,
             shape=tuple(empty.sizes[dim] for dim in dims),
             chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
             dtype="float32",
-            compressors=COMPRESSOR,
+            compressors=COMPRESSORS[zarr_format],
             fill_value=np.nan,
-            zarr_format=2,
-            attributes={"_ARRAY_DIMENSIONS": dims, "units": units(name) or given.get(name, ""), **known},
+            zarr_format=zarr_format,
+            dimension_names=None if named else dims,
+            attributes={**named, "units": units(name) or given.get(name, ""), **known},
         )
-    zarr.consolidate_metadata(str(path), zarr_format=2)
+    consolidate(path, zarr_format)
+
+
+def consolidate(path: str | Path, zarr_format: Any) -> None:
+    """Copy the metadata of all arrays to the group's: programs then open a store without listing it."""
+    with warnings.catch_warnings(action="ignore"):  # of folders that are no arrays, and of Zarr 3 as a whole
+        zarr.consolidate_metadata(str(path), zarr_format=zarr_format)
+
+
+def attributes_of(path: str | Path) -> dict[str, Any]:
+    """Return the attributes of a store. Raises OSError, ValueError, KeyError or TypeError."""
+    return dict(zarr.open_group(str(path), mode="r", use_consolidated=False).attrs)
