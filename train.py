@@ -73,7 +73,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- resume from the newest complete checkpoint, or start from the weights of another run
     checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
-    load_or_start(checkpointer, state, config)
+    load_or_start(checkpointer, state, config, selection.archive.grid)
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
     run = Run.of(config, assembly, state, samples.area, global_batch, checkpointer)
     batches = Batches(train_set, config, state, model, global_batch)

@@ -2,14 +2,16 @@
 
 Only weights are taken: averaged ones where the checkpoint has them. The parts of the first and last layer
 that belong to a variable are found by the variable's name, so that variables may be added, removed or
-reordered; a new variable starts as in a new run.
+reordered; a new variable starts as in a new run. Learned positions are interpolated to another grid.
 """
 
 import logging
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,10 @@ from checkpoints.files import MANIFEST, candidates, local_path, read_tensors, st
 from checkpoints.identity import ROLES, Identity
 from config import Config, Data
 from datasets.field_dataset import channel_names
+from datasets.grid import Grid
 from datasets.variables import expand_levels
 from errors import ConfigError, refuse
+from models.embeddings import padded_shape
 from models.lora import ADAPTERS
 from models.noise import noise_names
 from parallelisms.float8 import plain_weight
@@ -36,6 +40,7 @@ CHANNELS = {
     "head.weight": (0, "outputs"),
     "head.bias": (0, "outputs"),
 }
+POSITION = "position.embedding"
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,47 @@ class Channels:
         if data["boundary_width"]:
             predicted = [name for key in ROLES[:2] for name in data[key]]
             window += [f"{name} of the boundary" for name in expand_levels(predicted, data["levels"])]
+        if data["forcings_of_target"]:
+            window += [f"{name} of the target" for name in expand_levels(data[ROLES[2]], data["levels"])]
         given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
         return cls([*window, *given], outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGrid:
+    """Centres of the tokens of a grid, in degrees."""
+
+    latitude: np.ndarray  # (h,)
+    longitude: np.ndarray  # (w,)
+
+    @classmethod
+    def of(cls, grid: Grid, patch_size: tuple[int, int]) -> "TokenGrid":
+        """Return those of patches of a grid, which is padded to whole ones on both sides of its rows."""
+        top = (padded_shape(grid.shape, patch_size)[0] - grid.shape[0]) // 2
+        centres = []
+        for axis, size, first in ((grid.latitude, patch_size[0], top), (grid.longitude, patch_size[1], 0)):
+            at = size * (np.arange(math.ceil((len(axis) + first) / size)) + 0.5) - 0.5 - first
+            beyond = at - at.clip(0, len(axis) - 1)
+            spacing = (axis[-1] - axis[0]) / (len(axis) - 1)
+            centres.append(np.interp(at, np.arange(len(axis)), axis) + beyond * spacing)
+        return cls(*centres)
+
+    def interpolate(self, vectors: Tensor, tokens: "TokenGrid") -> Tensor:
+        """Return vectors (T, D) of these tokens, bilinearly interpolated to others (T', D).
+
+        North and south of these tokens the nearest row counts, east and west the nearest column.
+        """
+        shape = len(self.latitude), len(self.longitude)
+        rows = _weights(-self.latitude, -tokens.latitude)
+        columns = _weights(self.longitude, tokens.longitude, period=360.0)
+        field = vectors.reshape(*shape, -1)
+        return torch.einsum("hi,wj,ijd->hwd", rows, columns, field).flatten(0, 1)
+
+
+def _weights(known: np.ndarray, wanted: np.ndarray, period: float | None = None) -> Tensor:
+    """Return the matrix (m, n) of linear interpolation from n ascending points to m others."""
+    points = [np.interp(wanted, known, column, period=period) for column in np.eye(len(known))]
+    return torch.from_numpy(np.stack(points, axis=1)).float()
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -68,18 +112,30 @@ def find_checkpoint(path: Path) -> Path:
     refuse("checkpoint.initial_load_path", str(path), reason)
 
 
-def start_from(config: Config, parameters: Parameters) -> None:
-    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit."""
+def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
+    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit.
+
+    grid: that of this run's data.
+    """
     key, text = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
     path = on_all_ranks(lambda: local_path(key, text))
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
-    Identity(find_checkpoint(path)).check_model(config, way_out)
-    load_initial_weights(path, parameters, Channels.of(asdict(config)))
+    identity = Identity(find_checkpoint(path))
+    identity.check_model(config, way_out)
+    tokens: tuple[TokenGrid, ...] | None = None
+    if POSITION in parameters and "grid" in identity.more:
+        there = Grid(*(np.array(identity.more["grid"][axis]) for axis in ("latitude", "longitude")))
+        if not there.same_as(grid):
+            tokens = tuple(TokenGrid.of(each, config.model.patch_size) for each in (there, grid))
+    load_initial_weights(path, parameters, Channels.of(asdict(config)), tokens)
 
 
-def load_initial_weights(path: Path, parameters: Parameters, channels: Channels) -> None:
+def load_initial_weights(
+    path: Path, parameters: Parameters, channels: Channels, tokens: tuple[TokenGrid, ...] | None = None
+) -> None:
     """Fill the parameters, which have their initial weights, from a checkpoint; log which keep those.
 
+    tokens: those of the checkpoint and those of this model, if learned positions are to be interpolated.
     Raises Damaged, or ConfigError if it has none of this model's weights, or has them in another shape.
     """
     folder = find_checkpoint(path)
@@ -90,13 +146,20 @@ def load_initial_weights(path: Path, parameters: Parameters, channels: Channels)
     shapes = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
     old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
     missing = parameters.keys() - shapes.keys()
-    on_all_ranks(lambda: check_weights(folder, shapes, missing, parameters, old, channels))
+    by_place: set[str] = {POSITION} & shapes.keys() if tokens else set()
+    on_all_ranks(lambda: check_weights(folder, shapes, missing, parameters, old, channels, by_place))
     by_channel = {name: torch.empty(shapes[name]) for name in shapes if name in CHANNELS}
-    direct = shapes.keys() - by_channel.keys()
-    tensors = by_channel | {name: plain_weight(parameters[name].detach()) for name in direct}
+    positions = {name: torch.empty(shapes[name]) for name in by_place}
+    direct = shapes.keys() - by_channel.keys() - by_place
+    tensors = by_channel | positions
+    tensors |= {name: plain_weight(parameters[name].detach()) for name in direct}
     read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
     for name, tensor in by_channel.items():
         _copy_channels(name, parameters[name], tensor, old, channels)
+    for name, tensor in positions.items() if tokens else ():
+        with torch.no_grad():
+            copy_part(parameters[name], tokens[0].interpolate(tensor, tokens[1]))
+        logger.info(f"{name}: interpolated from {len(tensor)} tokens to {len(parameters[name])}")
     _log(folder, part, {name for name in missing if not name.endswith(ADAPTERS)}, old, channels)
 
 
@@ -107,15 +170,16 @@ def check_weights(
     parameters: Parameters,
     old: Channels,
     new: Channels,
+    by_place: set[str],
 ) -> None:
     """Raise ConfigError if weights have another shape, or frozen ones would keep their random values.
 
     shapes: of the parameters that the checkpoint has, the others are `missing`; old, new: the channels of the
-    checkpoint and of this model.
+    checkpoint and of this model; by_place: those that are interpolated.
     """
     problem = "" if shapes else "has none of this model's weights; take the model of that run"
     for name, shape in shapes.items():
-        if name not in CHANNELS and shape != parameters[name].shape:
+        if name not in CHANNELS and name not in by_place and shape != parameters[name].shape:
             there, here = list(shape), list(parameters[name].shape)
             problem = f"{name} is {there} there and {here} in this model; take the model of that run"
     for name in sorted(name for name in missing if not parameters[name].requires_grad):

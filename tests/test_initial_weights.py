@@ -1,27 +1,30 @@
 """Starting from another run's weights: everything by name, what is new as in a new run."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from scipy.interpolate import RegularGridInterpolator
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.initial_weights import Channels, load_initial_weights
+from checkpoints.initial_weights import Channels, TokenGrid, load_initial_weights
 from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism
 from models.registry import build_model
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import Recipe, parallelize
 from tests.distributed import shared_mesh
-from tests.parity import full
+from tests.parity import full, global_grid
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
 
-GRID = (8, 16)
+GRID, LARGER = (8, 16), (13, 20)
 OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])
 NEW = Channels(
     ["2m_temperature", "total_precipitation", "temperature:850", "sin_local_time"],
@@ -36,13 +39,13 @@ forcings = []
 """
 
 
-def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, **parallelism):
+def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, grid=GRID, **parallelism):
     """Parameters of a small model on all ranks of the group."""
     settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
     asked = Parallelism(**parallelism)
     mesh = shared_mesh(resolve_degrees(dist.get_world_size(), asked))
     outputs = len(channels.outputs)
-    plan = build_model(settings, outputs, len(channels.inputs) - outputs, GRID, True)
+    plan = build_model(settings, outputs, len(channels.inputs) - outputs, grid, True)
     recipe = Recipe(asked, ActivationCheckpoint(), Compile(), Float8(), torch.float32, torch.float32)
     return parallelize(plan, mesh, torch.device("cpu"), seed, recipe).parameters
 
@@ -108,6 +111,33 @@ def test_sharded_weights_are_those_of_one_process(ranks, one_rank, tmp_path):
     load_initial_weights(tmp_path, parameters, NEW)
     sharded = ranks(4).run(load_on_shards, tmp_path)[0]
     assert all((sharded[name] == full(parameter)).all() for name, parameter in parameters.items())
+
+
+def load_on_another_grid(folder: Path, tokens: tuple[TokenGrid, TokenGrid], **parallelism) -> dict:
+    parameters = build(OLD, 7, grid=LARGER, **parallelism)
+    load_initial_weights(folder, parameters, OLD, tokens)
+    return {name: full(parameter) for name, parameter in parameters.items()}
+
+
+def test_positions_are_interpolated_to_another_grid(ranks, one_rank, tmp_path):
+    """Against scipy: a token at the edge has the value of the nearest row, and longitude goes round."""
+    old = save(tmp_path)
+    there, here = (TokenGrid.of(global_grid(shape), (4, 4)) for shape in (GRID, LARGER))
+    np.testing.assert_allclose(here.latitude, 90 - 180 / 13 * (4 * np.arange(4) + 0.5 + 0.5), atol=1e-9)
+    found = load_on_another_grid(tmp_path, (there, here))
+    longitude = np.concatenate([there.longitude - 360, there.longitude, there.longitude + 360])
+    values = np.tile(old["position.embedding"].numpy().reshape(2, 4, 16), (1, 3, 1))
+    reference = RegularGridInterpolator((-there.latitude, longitude), values)
+    rows = (-here.latitude).clip(*-there.latitude[[0, -1]])
+    places = np.stack(np.meshgrid(rows, here.longitude, indexing="ij"), axis=-1)
+    expected = reference(places).reshape(-1, 16)
+    np.testing.assert_allclose(found["position.embedding"], expected, rtol=1e-5, atol=1e-6)
+    others = [name for name in old if name != "position.embedding"]
+    assert all((found[name] == old[name].numpy()).all() for name in others)
+    sharded = ranks(4).run(partial(load_on_another_grid, tensor_parallel_degree=2), tmp_path, (there, here))[
+        0
+    ]
+    assert all((sharded[name] == found[name]).all() for name in found)
 
 
 def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):

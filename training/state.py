@@ -16,6 +16,7 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
 from checkpoints.initial_weights import start_from
 from config import Config, Training
+from datasets.grid import Grid
 from errors import ConfigError
 from models.lora import trained
 from parallelisms.float8 import plain_weight
@@ -152,16 +153,15 @@ def shared_sums(model: ParallelModel) -> SharedSums:
 def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
     """Restore the newest checkpoint that can be trusted. Raises DataError if it does not fit this model."""
     step = checkpointer.newest() if checkpointer else None
-    if checkpointer is None or step is None:
-        return False
-    restore(checkpointer, step, state)
-    return True
+    if checkpointer and step is not None:
+        restore(checkpointer, step, state)
+    return step is not None
 
 
-def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config) -> None:
+def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config, grid: Grid) -> None:
     """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
     if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
-        start_from(config, state.parameters)
+        start_from(config, state.parameters, grid)
         state.restart_average()
 
 
