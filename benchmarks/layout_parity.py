@@ -144,7 +144,7 @@ def architecture(layout: Layout) -> Architecture:
     options = dict(layout.model)
     learned = options.get("position", "learned") == "learned"
     bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
-    given = 3 * layout.history + 3 * layout.boundary + 2 + layout.noise_dim
+    given = 3 * layout.history + 3 * layout.boundary + layout.roles + 2 + layout.noise_dim
     shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
     found = vit_architecture(
         layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned

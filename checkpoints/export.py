@@ -30,7 +30,7 @@ from command_line import to_toml
 from config import Config, Lora
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
-from datasets.options import roles_of
+from datasets.options import log_scales, roles_of
 from datasets.selection import Selection
 from errors import ConfigError
 from jobs.journal import read_records
@@ -102,11 +102,12 @@ class OneStep(nn.Module):
         newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
         int64 too, the same in all steps of a forecast: any numbers, each another member. One that is given
         the lead takes steps=(B,) int64: how many lie between the analysis and `times`, 0 in the first step.
-        One of a limited area takes later=(B, V, H, W), of which the boundary of the next state is read.
+        One that is given something of the next state takes later=(B, V, H, W), of which the boundary of a
+        limited area and forcing variables are read.
         """
         normalizer = self.normalizer
         window = normalizer.normalize_window(fields)
-        drawn, inputs = self.conditions.draw(keys, times, steps), normalizer.with_boundary(window, later)
+        drawn, inputs = self.conditions.draw(keys, times, steps), normalizer.with_known(window, later)
         output = self.model.predict(self.conditions.append(inputs, times, *drawn))
         states = normalizer.advance(window, output, later).unflatten(1, (normalizer.history, -1))
         return normalizer.denormalize(states).flatten(1, 2)
@@ -114,8 +115,9 @@ class OneStep(nn.Module):
     @property
     def inputs(self) -> list[str]:
         """Names of the arguments of `forward` that this model takes."""
-        conditions, area = self.conditions, self.normalizer.boundary is not None
-        further = {"keys": bool(conditions.noise), "steps": conditions.has_lead, "later": area}
+        conditions, normalizer = self.conditions, self.normalizer
+        later = normalizer.boundary is not None or normalizer.forcings_of_target
+        further = {"keys": bool(conditions.noise), "steps": conditions.has_lead, "later": later}
         return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
 
 
@@ -151,13 +153,16 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
     """Return what another program needs to know about a model, the content of model.json."""
     archive, roles = selection.archive, roles_of(config.data)
     role = [name for name, number in roles._asdict().items() for _ in range(number)]
-    columns = (trained.statistics.mean, trained.statistics.std, trained.statistics.change_std)
+    columns, scales = trained.statistics.numbers, log_scales(config.data)
     variables = [
         {
             "name": name,
             "units": archive.units(name),
             "role": role[index],
-            **dict(zip(("mean", "std", "change_std"), (float(each[index]) for each in columns), strict=True)),
+            **{column: values[index] for column, values in columns.items()},
+            **(
+                {"log1p": scales[index]} if scales[index] else {}
+            ),  # mean and deviations are of log(1 + x / s)
         }
         for index, name in enumerate(selection.variables)
     ]

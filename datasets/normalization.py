@@ -3,11 +3,16 @@
 Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from datasets.statistics import Statistics
 from models.conservation import ConservationProjection
+
+ALL = slice(None)
 
 
 def boundary_cells(shape: tuple[int, int], width: int) -> Tensor:
@@ -21,13 +26,15 @@ class Normalizer(nn.Module):
     """Conversion between physical and normalised fields, and one step of the model from its output.
 
     Forcing variables of the next state are given, not predicted, and so is the boundary of a limited area
-    (data.boundary_width), which is also an input of the step that leads there.
+    (data.boundary_width), which is also an input of the step that leads there; so are the former with
+    data.forcings_of_target. Variables of data.log1p are normalised as log(1 + x / s).
     """
 
     boundary: Tensor | None
     mean: Tensor
     std: Tensor
     change_scale: Tensor
+    log_scale: Tensor
 
     def __init__(
         self,
@@ -38,9 +45,12 @@ class Normalizer(nn.Module):
         num_diagnostic: int = 0,
         num_forcing: int = 0,
         boundary_width: int = 0,
+        forcings_of_target: bool = False,
+        log_scales: Sequence[float] = (),
     ) -> None:
         """conservation: of outputs, if the model has some (model.conserve). num_diagnostic, num_forcing:
-        variables of these roles (datasets.options.Roles), which are the last ones.
+        variables of these roles (datasets.options.Roles), which are the last ones. log_scales (V,): s of
+        `datasets.options.log_scales`.
         """
         super().__init__()
         num_predicted = len(statistics.mean) - num_forcing
@@ -51,11 +61,13 @@ class Normalizer(nn.Module):
         shape = statistics.mean_field.shape[-2:]
         boundary = boundary_cells(shape, boundary_width) if boundary_width else None
         self.register_buffer("boundary", boundary, persistent=False)
-        self.conservation = conservation
+        self.conservation, self.forcings_of_target = conservation, forcings_of_target and num_forcing > 0
+        self.has_logs = any(log_scales)
         self.predict, self.history = predict, history
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
         column["change_scale"][self.diagnostic] = 1  # their change is that from the mean, 0
+        column["log_scale"] = np.array(log_scales or np.zeros(len(statistics.mean)))
         for name, values in column.items():
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
@@ -65,7 +77,14 @@ class Normalizer(nn.Module):
         """Return normalised fields (..., V, H, W), 0 where missing, and a mask of values (bool)."""
         mask = torch.isfinite(fields)
         # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
-        return (fields - self.mean).div_(self.std).masked_fill_(~mask, 0.0), mask
+        return self._standardize(fields).masked_fill_(~mask, 0.0), mask
+
+    def _standardize(self, fields: Tensor, variables: slice = ALL) -> Tensor:
+        """Return the fields (..., v, H, W) of some variables normalised, NaN where a value is missing."""
+        if self.has_logs:
+            scale = self.log_scale[variables]
+            fields = torch.where(scale > 0, torch.log1p(fields.clamp(min=0) / scale), fields)
+        return (fields - self.mean[variables]).div_(self.std[variables])
 
     def normalize_target(self, truth: Tensor) -> tuple[Tensor, Tensor]:
         """Return a normalised truth (B, V, H, W), and a mask of the values (bool) that are predicted."""
@@ -86,30 +105,36 @@ class Normalizer(nn.Module):
 
     def denormalize(self, fields: Tensor) -> Tensor:
         """Return normalised fields (..., V, H, W) in physical units."""
-        return fields * self.std + self.mean
+        fields = fields * self.std + self.mean
+        if not self.has_logs:
+            return fields
+        return torch.where(self.log_scale > 0, torch.expm1(fields.clamp(min=0)) * self.log_scale, fields)
 
     @property
     def needs_known(self) -> bool:
         """True if something of the next state is known: forcing variables, or a boundary."""
         return self.num_forcing > 0 or self.boundary is not None
 
-    def with_boundary(self, window: Tensor, known: Tensor | None) -> Tensor:
-        """Return a normalised window (B, h V, H, W) followed by the boundary of the next state.
+    def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
+        """Return a normalised window (B, h V, H, W) followed by what is an input of the next state.
 
-        That is predicted variables, 0 inside and where a value is missing. known: physical variables
-        (B, V, H, W) of the next state; None: all are 0.
+        That is predicted variables on the boundary, 0 inside and where a value is missing, and forcing
+        variables. known: as for `advance`; None: a boundary is 0, forcing variables do not change.
         """
-        if self.boundary is None:
-            return window
-        ahead = torch.zeros_like(self.newest(window)) if known is None else self._on_boundary(None, known)
-        return torch.cat([window, ahead[:, self.predicted]], dim=1)
+        parts = [window]
+        if self.boundary is not None:
+            zeros = torch.zeros_like(self.newest(window))
+            ahead = zeros if known is None else self._on_boundary(zeros, known)
+            parts.append(ahead[:, self.predicted])
+        if self.forcings_of_target:
+            parts.append(self._forcing_after(window, known))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else window
 
-    def _on_boundary(self, state: Tensor | None, known: Tensor) -> Tensor:
-        """Return a normalised state (B, V, H, W), 0 for None, with what is known of its boundary."""
+    def _on_boundary(self, state: Tensor, known: Tensor) -> Tensor:
+        """Return a normalised state (B, V, H, W) with what is known of its boundary."""
         assert self.boundary is not None
-        values = (known - self.mean) / self.std
-        inside = torch.zeros_like(values) if state is None else state
-        return torch.where(self.boundary & torch.isfinite(values), values, inside)
+        values = self._standardize(known)
+        return torch.where(self.boundary & torch.isfinite(values), values, state)
 
     def advance(self, window: Tensor, output: Tensor, known: Tensor | None = None) -> Tensor:
         """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
@@ -139,7 +164,7 @@ class Normalizer(nn.Module):
         before = self.newest(window)[:, self.forcing].float()
         if known is None:
             return before
-        after = (known[:, -self.num_forcing :] - self.mean[self.forcing]) / self.std[self.forcing]
+        after = self._standardize(known[:, -self.num_forcing :], self.forcing)
         return torch.where(torch.isfinite(after), after, before)
 
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:

@@ -154,6 +154,9 @@ def check_data(data: Data) -> None:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
     names = state_variables(data)
+    log_scales(data)
+    if data.forcings_of_target and not data.forcing_variables:
+        refuse("data.forcings_of_target", True, "name data.forcing_variables, or set it to false")
     parse_selection(data.select)
     parse_storage_options(data.storage_options)
     for key in ("static_variables", "forcings"):
@@ -204,6 +207,34 @@ def state_variables(data: Data) -> list[str]:
         return expand_levels(names, data.levels)
     except ValueError as error:
         refuse("data.variables", names, str(error))
+
+
+def num_known_inputs(data: Data) -> int:
+    """Return how many variables a model is given of the state that a step leads to. Raises ConfigError."""
+    roles = roles_of(data)
+    return roles.predicted * (data.boundary_width > 0) + roles.forcing * data.forcings_of_target
+
+
+def log_scales(data: Data) -> list[float]:
+    """Return the scale s of log(1 + x / s) of each of `state_variables`, 0 for a variable as it is.
+
+    Raises ConfigError.
+    """
+    names, roles, key = state_variables(data), roles_of(data), "data.log1p"
+    scales = dict.fromkeys(names, 0.0)
+    for text in data.log1p:
+        name, _, number = (part.strip() for part in text.partition("="))
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = 0.0
+        if not 0 < scale < float("inf"):
+            refuse(key, text, "write a variable and a positive scale: total_precipitation_6hr=1e-5")
+        expanded = expand_levels([name], data.levels)
+        if not set(expanded) <= set(names[roles.prognostic :]):
+            refuse(key, text, "name one of data.diagnostic_variables or data.forcing_variables")
+        scales.update(dict.fromkeys(expanded, scale))
+    return [scales[name] for name in names]
 
 
 def predicted_variables(data: Data) -> list[str]:

@@ -46,16 +46,18 @@ class Sums:
     variables: np.ndarray  # (V,) names
     # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
     shift: np.ndarray
+    log_scales: np.ndarray  # (V,) of `compress`
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
     dates: list[np.datetime64] = field(default_factory=list)  # in the order in which they were read
     rows: list[np.ndarray] = field(default_factory=list)  # (V, NUM_COLUMNS) of each date
 
     @classmethod
-    def zeros(cls, variables: Sequence[str], shift: np.ndarray, shape: tuple[int, int]) -> Self:
-        """Return the sums over no date; shift (V,) is near the means, shape (H, W)."""
-        num = len(variables)
-        return cls(np.array(variables), shift, np.zeros((num, *shape)), np.zeros((num, 1, 1), np.int64))
+    def zeros(cls, source: "Source", shift: np.ndarray) -> Self:
+        """Return the sums over no date; shift (V,) is near the means."""
+        names, shape = np.array(source.variables), source.fields.grid.shape
+        total, count = np.zeros((len(names), *shape)), np.zeros((len(names), 1, 1), np.int64)
+        return cls(names, shift, source.log_scales, total, count)
 
     def add(self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray) -> bool:
         """Add fields (V, H, W) of a date; False if one of them is empty, so that nothing counts.
@@ -64,13 +66,14 @@ class Sums:
         rows (H,). Raises DataError for an undeclared fill value.
         """
         columns, names = np.zeros((len(now), NUM_COLUMNS)), self.variables.tolist()
-        states = _pool().map(partial(state_columns, date, area=area), names, now, self.shift)
+        states = _pool().map(partial(state_columns, date, area=area), names, now, self.shift, self.log_scales)
         columns[:, : STATE.stop] = list(states)
         has_values = not (columns[:, MISSING] == now[0].size).any()
         if not has_values:
             columns[:, STATE] = 0
         elif before is not None:
-            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), now, before))
+            pairs = (map(compress, each, self.log_scales) for each in (now, before))
+            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), *pairs))
         self.dates.append(date)
         self.rows.append(columns)
         if has_values:
@@ -98,19 +101,30 @@ class Sums:
 
     def mean_field(self) -> np.ndarray:
         """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
-        mean = self.moments()[0][:, None, None]
+        mean = expand(self.moments()[0], self.log_scales)[:, None, None]
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
 
 
+def compress(values: np.ndarray, scale: float) -> np.ndarray:
+    """Return log(1 + x / scale) of the values x of a variable; scale 0: the values (data.log1p)."""
+    return np.log1p(np.maximum(values, 0) / values.dtype.type(scale)) if scale else values
+
+
+def expand(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the values (V,) whose `compress` these are."""
+    return np.where(scales > 0, np.expm1(values * (scales > 0)) * scales, values)
+
+
 def state_columns(
-    date: np.datetime64, name: str, values: np.ndarray, shift: float, area: np.ndarray
+    date: np.datetime64, name: str, values: np.ndarray, shift: float, log_scale: float, area: np.ndarray
 ) -> list[float]:
     """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
     refuse_fills(values[None], [name], date)
     finite = values[np.isfinite(values)]
     missing = values.size - finite.size
-    return [missing, *count_implausible(values, finite, name), *sum_moments(values, shift, area)]
+    moments = sum_moments(compress(values, log_scale), shift, area)
+    return [missing, *count_implausible(values, finite, name), *moments]
 
 
 def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
@@ -138,7 +152,10 @@ def _pool() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Area-weighted moments of each variable over the training period, in its units."""
+    """Area-weighted moments of each variable over the training period, in its units.
+
+    With data.log1p the first three are those of log(1 + x / s).
+    """
 
     mean: np.ndarray  # (V,)
     std: np.ndarray  # (V,)
@@ -228,11 +245,18 @@ class Source:
     dates: np.ndarray  # indices into fields.times
     step: np.timedelta64  # of the model
     weights: np.ndarray  # (H,) of area; missing cells count in no moment
+    scales: Sequence[float] = ()  # (V,) of data.log1p; (): none
+
+    @property
+    def log_scales(self) -> np.ndarray:
+        """The scale of each variable, (V,), 0 for one that is as it is."""
+        return np.array(self.scales or [0.0] * len(self.variables))
 
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of the data."""
-        return fingerprint_of(self.fields, self.variables, self.dates, self.step)
+        found = fingerprint_of(self.fields, self.variables, self.dates, self.step)
+        return f"{found} log1p {self.scales}" if any(self.scales) else found
 
 
 def stored_statistics(cache: Path, source: Source) -> Statistics | None:
@@ -324,7 +348,7 @@ class Counting:
         self.source, self.own, self.left, self.num_counted = source, own, len(own), 0
         read = np.union1d(own, np.intersect1d(before, source.dates))
         self.fields = stream(source.fields, source.variables, read) if len(own) else iter(())
-        self.sums = Sums.zeros(source.variables, shift, source.fields.grid.shape)
+        self.sums = Sums.zeros(source, shift)
         # Fields of the last model step, none of which is empty.
         self.recent: dict[np.datetime64, np.ndarray] = {}
 
@@ -355,6 +379,7 @@ class Counting:
 def first_shift(source: Source) -> np.ndarray:
     """Return (V,): the means of the first date that counts, around which all squares are taken."""
     first = source.fields.read(int(source.dates[0]), source.variables)
+    first = np.stack([compress(*each) for each in zip(first, source.log_scales, strict=True)])
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from config import Config, Model, Optimizer
-from datasets.options import PREFETCH, roles_of, state_variables
+from datasets.options import PREFETCH, num_known_inputs, state_variables
 from errors import ConfigError
 from models.registry import MODELS, num_channels, num_features, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
@@ -178,8 +178,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     degrees = resolve_degrees(world, parallelism)
     conditions = len(config.data.static_variables) + len(config.data.forcings) + config.model.noise_dim
     history = config.data.history
-    boundary = roles_of(config.data).predicted * (config.data.boundary_width > 0)
-    channels = history * num_variables + boundary + conditions
+    channels = history * num_variables + num_known_inputs(config.data) + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
     conditioning = num_channels(config.model.conditions)  # which the patch embedding does not see

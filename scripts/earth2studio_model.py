@@ -36,7 +36,7 @@ class RossbyModel:
     def __init__(self, program: torch.export.ExportedProgram, about: dict, seed: int = 0) -> None:
         """about: the content of model.json; seed: of the noise of members, if the model has some."""
         if "later" in about["inputs"]:
-            raise ValueError("a model of a limited area needs its boundary at later times")
+            raise ValueError("this model has to be given fields of later times")
         self.program, self.about, self.seed = program, about, seed
         self.names = [NAMES.get(each["name"], each["name"]) for each in about["variables"]]
         roles = [each["role"] for each in about["variables"]]

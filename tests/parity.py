@@ -151,6 +151,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
             static_variables=("one", "another"),
             history=layout.history,
             boundary_width=int(layout.boundary),
+            forcings_of_target=layout.roles,
             **names,
         ),
         model=replace(
@@ -249,7 +250,7 @@ def three_steps(layout: Layout) -> Outcome:
     window, _ = split_sample(run.data[:2].nan_to_num(), layout.history)
     window, keys = window.to(run.device), torch.arange(2, device=run.device)
     conditions, times = run.objective.conditions, 100_000 * keys
-    window = run.objective.normalizer.with_boundary(window, None)
+    window = run.objective.normalizer.with_known(window, None)
     inputs = conditions.append(window, times, *conditions.draw(keys, times, 1))
     predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group

@@ -347,11 +347,12 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         given = [state * seen for state in states]
         ahead = torch.where(known, truth, 0)[:, : 2 if run.layout.roles else 3]
         given += [ahead] * run.layout.boundary
+        forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
+        given += [forcing] * run.layout.roles  # of the target, too
         output = model.predict(torch.cat([*given, static.expand(len(fields), -1, -1, -1)], dim=1))
         new = output if objective.normalizer.predict == "state" else given[0] + change / std * output
         new = torch.where(known, truth, new)
         if run.layout.roles:
-            forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
             new = torch.cat([new[:, :2], forcing], dim=1)
         states = [new, *states[:-1]]
         weights = (truth.isfinite() & ~edge) * area[:, None]

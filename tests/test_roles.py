@@ -52,6 +52,9 @@ def folder(tmp_path_factory) -> Path:
     (folder / "roles.toml").write_text(text)
     shuffled = data[SEA].copy(data=data[SEA].values[draw.permutation(LAST + 1)])
     data.assign({SEA: shuffled}).to_zarr(folder / "shuffled.zarr", zarr_format=2)
+    # Weather that the forcing of the same date drives, and rain that is never negative.
+    of_target = {SEA: data[SEA].roll(time=1), RAIN: np.exp(data[RAIN] / 4)}
+    data.assign(of_target).to_zarr(folder / "target.zarr", zarr_format=2)
     return folder
 
 
@@ -88,14 +91,47 @@ def test_a_forcing_is_used_and_not_scored(folder: Path, scores: dict[str, float]
 def test_a_diagnostic_variable_is_no_input(one_rank) -> None:
     run = SmallRun(Layout(roles=True, history=2))
     window, times = torch.randn(2, 6, 16, 32), torch.zeros(2, dtype=torch.int64)
-    other, conditions = window.clone(), run.objective.conditions
+    other, conditions, normalizer = window.clone(), run.objective.conditions, run.objective.normalizer
+
+    @torch.no_grad()
+    def predict(window: torch.Tensor) -> torch.Tensor:
+        return run.model.predict(conditions.append(normalizer.with_known(window, None), times))
+
     other[:, [1, 4]] += 1
-    with torch.no_grad():
-        outputs = [run.model.predict(conditions.append(each, times)) for each in (window, other)]
-        states = [run.objective.normalizer.advance(window, output)[:, :3] for output in outputs]
-    assert torch.equal(*outputs) and torch.equal(*states)
+    outputs = [predict(each) for each in (window, other)]
+    assert torch.equal(*outputs)
+    assert torch.equal(*(normalizer.advance(window, output)[:, :3] for output in outputs))
     other[:, 2] += 1  # the forcing
-    assert not torch.equal(run.model.predict(conditions.append(other, times)), outputs[0])
+    assert not torch.equal(predict(other), outputs[0])
+
+
+def test_forcings_of_the_target_and_logarithms(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Wind is predicted from the forcing of its own date alone; rain is predicted as a logarithm of what the
+    data have, and scored and forecast in their units.
+    """
+    base, found = options(folder)[:3], {}
+    path = ["--data.path", str(folder / "target.zarr")]
+    given = ["--data.forcings_of_target", "--data.log1p", f'["{RAIN}=1e-4"]']
+    for name, more in {"with": given, "without": []}.items():
+        found[name] = run([*base, str(tmp_path / name), *path, *more])
+    for name in (WIND, RAIN):
+        assert found["with"][f"val/rmse/{name}"] < 0.4 * found["without"][f"val/rmse/{name}"]
+    words = [*base, str(tmp_path / "with"), *path, *given]
+    monkeypatch.setattr("sys.argv", ["forecast.py", *words, "--export", str(tmp_path / "model")])
+    forecast.main()
+    day = ["--forecast.num_steps", "1", "--forecast.period", '["2020-02-01T00:00", "2020-02-01T00:00"]']
+    assert forecast.forecast(load_checked([*words, *day])) == 0
+    stored = xr.open_zarr(tmp_path / "with/forecast.zarr")
+    assert float(stored[RAIN].min()) >= 0 > float(stored[WIND].min())
+    archive = open_archive(str(folder / "target.zarr"))
+    row = int(np.flatnonzero(archive.times == stored.time.values[0])[0])
+    state, later = torch.from_numpy(archive.read_block(row, row + 2, [WIND, RAIN, SEA]))[:, None]
+    step = torch.export.load(tmp_path / "model/model.pt2").module()
+    after = step(state, torch.from_numpy(archive.times[[row]].astype("M8[s]").astype(np.int64)), later=later)
+    for position, name in enumerate((WIND, RAIN)):
+        np.testing.assert_allclose(after[0, position], stored[name].values[0, 0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="log1p"):
+        load_checked([*words, "--data.log1p", f'["{WIND}=1"]'])
 
 
 def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monkeypatch) -> None:
@@ -151,6 +187,19 @@ def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
             own = [*options(folder)[:2], "--job.dump_folder", str(tmp_path / name), "--training.steps", stop]
             found.append(run([*own, *more, "constant", "--metrics.log_freq", "1"]))
     assert found[0]["val/loss"] == found[2]["val/loss"] != found[1]["val/loss"]
+
+
+def test_weights_start_a_run_on_another_grid(folder: Path, scores, tmp_path: Path, caplog) -> None:
+    """A few steps on a part of the globe, with another variable, are enough with the weights of the globe."""
+    start = ["--checkpoint.initial_load_path", str(folder / "run")]
+    part = ["--data.region", "[75, 0, -45, 180]", "--training.steps", "2"]
+    part += ["--data.diagnostic_variables", "[]", "--lr_scheduler.warmup_steps", "0"]
+    tuned, fresh = (
+        run([*options(folder)[:3], str(tmp_path / name), *part, *more])
+        for name, more in (("tuned", start), ("fresh", []))
+    )
+    assert tuned[f"val/rmse/{WIND}"] < 0.5 * fresh[f"val/rmse/{WIND}"]
+    assert "interpolated from" in caplog.text and f"not used any more: {RAIN}" in caplog.text
 
 
 def test_later_forcings_are_read_by_date(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

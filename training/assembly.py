@@ -13,7 +13,7 @@ from config import ActivationCheckpoint, Config
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
-from datasets.options import roles_of, state_variables
+from datasets.options import log_scales, num_known_inputs, roles_of, state_variables
 from datasets.selection import Selection
 from datasets.statistics import Statistics
 from models.attention import preferred_backend, use_backend
@@ -98,9 +98,11 @@ def assemble(
         roles.diagnostic,
         roles.forcing,
         config.data.boundary_width,
+        config.data.forcings_of_target,
+        log_scales(config.data),
     ).to(device)
     further = (config.data.history - 1) * num_variables + conditions.num_channels
-    further += roles.predicted * (config.data.boundary_width > 0)
+    further += num_known_inputs(config.data)
     meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
     if config.lora.enable:
         apply_lora(meta_model, config.lora)

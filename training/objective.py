@@ -104,8 +104,8 @@ class Objective:
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         target, weights, times = map(self.repeat_members, (target, weights, times))
         from_fields, cut_output = self.meta_model.from_fields, self.shards.cut_output
-        if normalizer.boundary is not None:
-            window = normalizer.with_boundary(window, self.repeat_members(truth))
+        if normalizer.needs_known:
+            window = normalizer.with_known(window, self.repeat_members(truth))
         inputs = self.shards.cut_input(from_fields(self.conditions.append(window, times, *conditions)))
         targets = {"target": cut_output(from_fields(normalizer.expected_output(state, target)))}
         for name, each in {"weights": weights, **spectral}.items():

@@ -44,7 +44,7 @@ def rollout(
     for step in range(num_steps):
         date = times + step * step_seconds
         later = None if known is None else known(step + 1, date + step_seconds)
-        inputs = normalizer.with_boundary(window, later)
+        inputs = normalizer.with_known(window, later)
         output = predict(conditions.append(inputs, date, *conditions.draw(keys, date, step)))
         window = normalizer.advance(window, output, later)
         yield window
