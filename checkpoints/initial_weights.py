@@ -156,10 +156,11 @@ def load_initial_weights(
     read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
     for name, tensor in by_channel.items():
         _copy_channels(name, parameters[name], tensor, old, channels)
-    for name, tensor in positions.items() if tokens else ():
+    if tokens and POSITION in positions:
+        value = tokens[0].interpolate(positions[POSITION], tokens[1])
         with torch.no_grad():
-            copy_part(parameters[name], tokens[0].interpolate(tensor, tokens[1]))
-        logger.info(f"{name}: interpolated from {len(tensor)} tokens to {len(parameters[name])}")
+            copy_part(parameters[POSITION], value)
+        logger.info(f"{POSITION}: interpolated from {len(positions[POSITION])} tokens to {len(value)}")
     _log(folder, part, {name for name in missing if not name.endswith(ADAPTERS)}, old, channels)
 
 
