@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.mission_figures import main as mission_figures
-from benchmarks.planner_published import RUNS, published_model
+from benchmarks.planner_published import RUNS, mission_figures, published_model
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.clusters import load_cluster
