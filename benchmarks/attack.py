@@ -5,8 +5,8 @@
 Bad input has to end in one line and exit code 2, a fault in one line or nothing worse, and what can be
 understood in the right values; no byte of a run's folder may change where nothing was to be written.
 "other" is an answer of several lines, or with another exit code. Cases are made from the types and ranges
-of config.py, variants of an archive, damaged files, and the lists of attack.toml. Commands are forks of a
-process that has imported torch, `--jobs` at a time. Ends with 1 when anything is not as it should be.
+of config.py, variants of an archive, damaged files, and the lists of attack.toml; --cases: so many, drawn.
+Commands are forks of a process that has imported torch. Ends with 1 when anything is not as it should be.
 """
 
 import atexit
@@ -41,13 +41,14 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+import pandas as pd
 import tomli_w
 import xarray as xr
 from numcodecs import LZ4, Blosc, Zlib, Zstd
 
-from benchmarks.results_file import parser_of, record
+from benchmarks.results_file import ROOT, parse, record
 from checkpoints.files import crc32_of, read_manifest, write_manifest
-from command_line import answer_early, text_table
+from command_line import answer_early
 from config import SECTIONS
 from tests.sample_archives import weatherbench
 from tests.started_jobs import last_step, losses
@@ -55,7 +56,6 @@ from tests.test_identity import NAMES, waves
 from training.config_checks import check
 from training.run_folder import lock_folder
 
-ROOT = Path(__file__).parent.parent
 VERDICTS = ("one line", "right", "traceback", "hang", "silently wrong", "other")
 LINE, RIGHT, TRACEBACK, HUNG, SILENT, OTHER = VERDICTS
 BAD = (SILENT, TRACEBACK, HUNG, OTHER)
@@ -147,15 +147,10 @@ def either(*rights: Right) -> Right:
 
 
 def one_of(*codes: int) -> Right:
-    """Expect any of these exit codes, and no more than one line that is an answer."""
     return either(*(refused(code=code, alone=False) if code else runs() for code in codes))
 
 
-# -- running cases
-
-
 def environment(more: dict[str, str]) -> dict[str, str]:
-    """Return what every case starts from: what names ranks or layouts comes from the case alone."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "WORLD_SIZE")}
     clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return clean | {"ROSSBY_PYTHON": sys.executable} | more
@@ -185,8 +180,6 @@ def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str]
 
 
 class Running:
-    """A case that has been started."""
-
     def __init__(self, case: Case, scratch: Path) -> None:
         case.prepare()
         self.case, self.before = case, contents(case.keeps)
@@ -211,10 +204,15 @@ class Running:
 
     def finish(self) -> tuple[Answer, Ended]:
         """Return the verdict; what is left of the case some seconds after its end is counted, then killed."""
-        code, deadline = self.code(), time.monotonic() + LEAVE_SECONDS
-        while code is not None and alive(self.pid) and time.monotonic() < deadline:
+        code, deadline, left = self.code(), time.monotonic() + LEAVE_SECONDS, True
+        while left:
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                left = False
+            if code is None or time.monotonic() > deadline:
+                break
             time.sleep(0.02)
-        left = alive(self.pid)
         for pid in [*descendants(self.pid), self.pid] if left else []:  # ranks have sessions of their own
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -240,30 +238,22 @@ class Running:
         return answer
 
 
-def alive(session: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.killpg(session, 0)
-        return True
-    return False
-
-
 def descendants(pid: int) -> list[int]:
-    """Return the processes below this one, whichever session they are of."""
+    """Return the processes below this one, whichever thread started them and session they are of."""
+    found: list[int] = []
     with suppress(OSError):
-        own = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return [*own, *(each for child in own for each in descendants(child))]
-    return []
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, task.read_text().split())
+    return found + [each for child in found for each in descendants(child)]
 
 
 def contents(folder: Path | None, but: tuple[str, ...] = ("\0",)) -> dict[str, bytes]:
-    """Return every file of a folder, but for those whose names begin so."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder else []
     found = {str(path.relative_to(folder)): path for path in files}  # type: ignore[arg-type]
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(but)}
 
 
 def attack(cases: list[Case], scratch: Path, jobs: int) -> list[tuple[Case, Answer, Ended]]:
-    """Run each case once, several at a time."""
     waiting, running, results = cases[::-1], [], []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -273,9 +263,6 @@ def attack(cases: list[Case], scratch: Path, jobs: int) -> list[tuple[Case, Answ
             results.append((each.case, *each.finish()))
         time.sleep(0.005)
     return results
-
-
-# -- what is attacked: a small archive of waves, and a run that was trained on it, forecast and scored
 
 
 STEPS, MORE = 8, 12  # of the run that is there, and of the one that goes on
@@ -298,12 +285,9 @@ class Stage:
         return self.options(folder, "--training.steps", str(MORE), *more)
 
     def fresh(self, name: str) -> Path:
-        """Return a folder that is not there yet."""
         return self.scratch / "cases" / re.sub(r"[/ ]", "-", name)[:100]
 
     def copying(self, target: Path, change: Callable[[Path], object] = id) -> Callable[[], None]:
-        """Return what prepares a case: a copy of the trained run, and a change of it."""
-
         def prepare() -> None:
             shutil.copytree(self.run, target)
             change(target)
@@ -311,7 +295,6 @@ class Stage:
         return prepare
 
     def goes_on(self, folder: Path) -> str:
-        """Return what is wrong with a resumed run: its losses after the step that it resumed from."""
         found = losses(folder)
         wrong = [step for step in range(STEPS + 1, MORE + 1) if found.get(step) != self.losses[step]]
         return f"loss of step {wrong[0]} is {found.get(wrong[0])}" if wrong else ""
@@ -324,7 +307,6 @@ class Stage:
 
 
 def build(scratch: Path) -> Stage:
-    """Train, forecast and score; AssertionError where that does not work."""
     data, config, on = Path(weatherbench(scratch, waves())), scratch / "tiny.toml", scratch / "on"
     LISTS["run"]["data"]["path"] = str(data)
     config.write_text(tomli_w.dumps(LISTS["run"]))
@@ -440,9 +422,6 @@ def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
         yield Case("combinations", f"{ranks} ranks {text}", [verb, *options], refused(word), **about)
 
 
-# -- data
-
-
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None, "own": ""}
 FORMATS = ("zarr2", "zarr3", "netcdf4", "netcdf3")
 DIMS, DATES = ("time", "latitude", "longitude"), [str(each)[:19] for each in waves().time.values]
@@ -464,7 +443,6 @@ def write(format: str, change: Change, path: Path, **own: Any) -> None:
 
 
 def data(stage: Stage, rng: random.Random) -> Iterator[Case]:
-    """Train a few steps on each archive."""
     short = ["--training.steps", "3", "--checkpoint.enable=false", "--checkpoint.keep_best="]
     first: dict[int, float] = {}  # losses that all ways to write the same fields have to give
 
@@ -578,7 +556,6 @@ def times_and_places(_: random.Random) -> Iterator[Odd]:
 
 
 def damage(path: Path, how: str, seed: float) -> None:
-    """Cut, change or remove a file."""
     content, rng = path.read_bytes(), random.Random(seed)
     at = rng.randrange(len(content))
     flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
@@ -642,7 +619,6 @@ def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
     folder = stage.fresh("evaluated")
 
     def differs() -> str:
-        """Return what is not as in the trained run, but for what forecasts and scores write."""
         theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (stage.run, folder))
         return ", ".join(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
 
@@ -651,10 +627,10 @@ def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
     words = ["forecast", *stage.options(stage.run, "--forecast.num_steps", "3")]
     yield case("another forecast in the store", words, refused("forecast.path"))
     locks: list[Any] = []
+    lock: Any = lambda path: locks.append(lock_folder(path))  # noqa: E731
     for more in ([], ["--checkpoint.enable", "false", "--checkpoint.keep_best="]):
         folder = stage.fresh(f"locked {len(more)}")
         words, right = ["train", *stage.longer(folder, *more)], refused("another run writes there")
-        lock: Any = lambda path: locks.append(lock_folder(path))  # noqa: E731
         yield case(f"a second start {more}", words, right, folder, lock)
     swapped, shifted = dict(zip(NAMES, NAMES[::-1], strict=True)), waves().longitude + 1
     others: dict[str, tuple[xr.Dataset, str]] = {
@@ -737,7 +713,6 @@ def forged(stage: Stage) -> Iterator[Case]:
         (folder / NEWEST / ".metadata").write_bytes(pickle.dumps(Exploit(proof)))
 
     def vouched(folder: Path) -> None:
-        """Give the manifest the checksums of the files that are there."""
         forge(folder)
         about = read_manifest(folder / NEWEST)
         paths = {name: folder / NEWEST / name for name in about.pop("files")}
@@ -748,12 +723,9 @@ def forged(stage: Stage) -> Iterator[Case]:
 
     entries = ("step-00000099/manifest.json", "step-00000009.incomplete/.zgroup", "notes.txt", "step-backup")
     left = "".join(f"(?=.*{each.split('/')[0]}.*left alone)" for each in entries)
-    for name, change, log in (
-        ("strangers", strangers, f"(?s){left}"),
-        ("a malicious pickle", forge, "damaged|refused|not those"),
-        ("a malicious pickle, vouched for", vouched, "posix.mkdir"),
-        ("a pickle in statistics.npz", statistics, "damaged"),
-    ):
+    ways = [("strangers", strangers, f"(?s){left}"), ("a pickle in statistics.npz", statistics, "damaged")]
+    ways.append(("a malicious pickle", forge, "damaged|refused|not those"))
+    for name, change, log in [*ways, ("a malicious pickle, vouched for", vouched, "posix.mkdir")]:
         kept = [stage.fresh(f"resumed {name}") / "checkpoints" / each for each in entries]
 
         def wrong(kept: list[Path] = kept if name == "strangers" else []) -> str:
@@ -763,16 +735,11 @@ def forged(stage: Stage) -> Iterator[Case]:
         yield stage.resumed("files", name, change, log, wrong)
 
 
-# -- faults of the machine while real processes run
-
-
 CALM = ["--validation.enable=false", "--checkpoint.keep_best="]
 SLOW = [*CALM, "--training.steps", "300", "--checkpoint.interval", "50"]
 
 
 def faults(stage: Stage, rng: random.Random) -> Iterator[Case]:
-    """At random moments, from the check of the command line to the last save."""
-
     def fault(name: str, words: list[str], act: Any, right: Right, folder: Path, ranks: str = "1") -> Case:
         command = [RUN_TRAIN, *stage.options(folder, *words)]
         return Case("faults", name, command, right, {"NGPU": ranks}, 90.0, act=act)
@@ -812,7 +779,6 @@ def send(number: int, word: bytes, folder: Path, step: int, seconds: float, job:
 
 
 def rights(stage: Stage) -> Iterator[Case]:
-    """Yield commands that may not read or write what they need."""
     for verb, closed in LISTS["saved"]["closed"]:
         name = f"{verb}: {closed or 'the folder'} closed"
         folder, own = stage.fresh(name), verb == "checks"
@@ -857,19 +823,14 @@ KINDS = {each.__name__: each for each in (keys, combinations, data, identity, fi
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--kind", choices=("", *KINDS), default="")
-    parser.add_argument("--named", default="", help="only those with this text in their names")
-    parser.add_argument("--cases", type=int, default=0, help="so many, drawn; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    options, began = parser.parse_args(), time.monotonic()
+    options, began = parse(__doc__, kind="", named="", cases=0, seed=0, jobs=2), time.monotonic()
     os.environ |= environment({})  # before the server of forks starts, which takes them over
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may have it ignored
     multiprocessing.set_forkserver_preload([*VERBS.values(), "benchmarks.attack"])
     with tempfile.TemporaryDirectory(prefix="rossby-attack-", ignore_cleanup_errors=True) as text:
         stage, rng = build(Path(text)), random.Random(options.seed)
-        made = itertools.chain(*(KINDS[kind](stage, rng) for kind in KINDS if options.kind in ("", kind)))
+        kinds = [options.kind] if options.kind else KINDS
+        made = itertools.chain(*(KINDS[kind](stage, rng) for kind in kinds))
         cases = [case for case in made if options.named in case.name]
         cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
         try:
@@ -886,11 +847,9 @@ def main() -> int:
             print("\n  | ".join([f"WRONG, {wrong[-1]}\n  {shown}", *tail]))
     row = {"cases": len(results), "seed": options.seed, "counts": counts, "wrong": wrong}
     record("attack", [row | {"seconds": time.monotonic() - began, "kind": options.kind or "all"}])
-    lines: list[tuple] = [("kind of case", "cases", *VERDICTS)]
-    for kind in (*dict.fromkeys(case.kind for case, *_ in results), "all"):
-        found = [answer[0] for case, answer, _ in results if kind in (case.kind, "all")]
-        lines.append((kind, len(found), *(found.count(verdict) for verdict in VERDICTS)))
-    print(f"\n{text_table('<16 >8 >11 >8 >12 >8 >17 >8', lines)}\n{time.monotonic() - began:.0f} s")
+    frame = pd.DataFrame([(case.kind, answer[0]) for case, answer, _ in results], columns=["kind", "verdict"])
+    counted = pd.crosstab(frame.kind, frame.verdict, margins=True)
+    print(f"\n{counted.to_string()}\n{time.monotonic() - began:.0f} s")
     return int(bool(wrong))
 
 

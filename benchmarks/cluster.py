@@ -1,9 +1,10 @@
 """The ranks of benchmarks/cluster.sh: parity, bandwidths, scaling, on all ranks and on parts of them.
 
-    NGPU=8 benchmarks/cluster.sh --cluster h100 [--minutes 20] [--rehearse]
+    NGPU=8 benchmarks/cluster.sh [--cluster h100] [--minutes 20] [--rehearse]
 
-Ranks 0 to n - 1 form a process group of their own for n = 1, 2, 4, ... all; the others wait. Rows are written
-by rank 0 as they are measured; one table and one picture last.
+--cluster: of planning/clusters.toml; this GPU's where there is none. --rehearse: gloo on the CPU, tiny sizes,
+some layouts. Ranks 0 to n - 1 form a process group of their own for n = 1, 2, 4, ... all; the others wait.
+Rows are written by rank 0 as they are measured; one table last.
 """
 
 import argparse
@@ -19,13 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from benchmarks.gpu import TINY, Case, Session, Sizes, training_of
-from benchmarks.results_file import RESULTS, append, parser_of, read_lines
+from benchmarks.results_file import RESULTS, ROOT, parse, read_lines, record
+from benchmarks.results_file import table as results_table
 from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, one_line_errors
@@ -39,26 +40,16 @@ from planning.search import Plan, best_layouts, plan
 from planning.workload import Workload
 from tests.parity import TABLE, Layout, Outcome, reference_of, three_steps
 
-ROOT = Path(__file__).parent.parent
 WAIT = timedelta(hours=1)  # of ranks that have no part in a size
 LAYOUTS_A_SIZE = 2  # that plan.py ranks first
 PARITY_SHARE = 0.4  # of the time
 PAYLOADS = {"cpu": (2**12, 2**20), "cuda": (2**12, 2**20, 2**26)}  # bytes
-REHEARSED = (
-    "fsdp 2",
-    "tp 2",
-    "ulysses 2",
-    "ring 2",
-    "pp 2, 1f1b",
-    "fsdp 2 x tp 2",
-)  # rows of the parity table
+REHEARSED = ("fsdp 2", "tp 2", "ulysses 2", "ring 2", "pp 2, 1f1b", "fsdp 2 x tp 2")  # rows of its table
 Row = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """What all ranks know: where rows go, and until when."""
-
     options: argparse.Namespace
     device: torch.device
     world: int
@@ -74,11 +65,9 @@ class Run:
         return Session("cluster", None, "", 60.0, self.options.rehearse).seconds(work, warm_up, number)
 
     def is_time(self, share: float) -> bool:
-        """Return whether more than this share of the time is left: rank 0's answer, on all ranks."""
         return from_first_rank(lambda: self.end - time.monotonic() > share * 60 * self.options.minutes)
 
     def attempt(self, part: str, what: str, measure: Callable[..., Row], *arguments: Any) -> None:
-        """Add the row of a measurement; what fails, on any rank, is a row with the reason."""
         row, reason = {}, ""
         try:
             row = measure(*arguments)
@@ -91,17 +80,13 @@ class Run:
         if dist.get_rank() == 0:
             shown = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
             print(f"{part:<8} {what:<56}{shown}", flush=True)
-            append(self.path, [{"run": self.run, "part": part, "what": what, **row}])
+            record(self.path, [{"run": self.run, "part": part, "what": what, **row}])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--cluster", default="", help="of planning/clusters.toml; default: this GPU's")
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--rehearse", action="store_true", help="gloo on the CPU, tiny sizes, some layouts")
-    options = parser.parse_args()
+    options = parse(__doc__, cluster="", minutes=20.0, rehearse=False)
     with one_line_errors():
         start_logging(is_first=os.environ["RANK"] == "0")
         warnings.filterwarnings("ignore", message="DTensor random operators")  # on a CPU
@@ -109,8 +94,7 @@ def main() -> None:
         if not (options.cluster or known):
             raise ConfigError("--cluster: planning/clusters.toml knows no such GPU; name a machine of it")
         cluster, world = load_cluster(options.cluster or known or ""), int(os.environ["WORLD_SIZE"])
-        pictures = Path(os.environ.get("OUT") or ROOT / "outputs/cluster")
-        folder = pictures if options.rehearse or "OUT" in os.environ else RESULTS
+        folder = Path(os.environ.get("OUT") or (ROOT / "outputs/cluster" if options.rehearse else RESULTS))
         use_cuda = torch.cuda.is_available() and not options.rehearse
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
         end, began = time.monotonic() + 60 * options.minutes, time.strftime("%Y-%m-%dT%H:%M:%S")
@@ -120,7 +104,6 @@ def main() -> None:
             on_ranks(run, ranks, cluster, references)
         if os.environ["RANK"] == "0":
             print(f"\nrows: {run.path}\n{table(run.path, run.run)}")
-            print(f"picture: {plot(run.path, run.run, pictures / 'cluster.png')}")
 
 
 def on_ranks(run: Run, ranks: int, cluster: Cluster, references: dict[Layout, Outcome]) -> None:
@@ -149,17 +132,14 @@ def on_ranks(run: Run, ranks: int, cluster: Cluster, references: dict[Layout, Ou
 def parity(run: Run, ranks: int, references: dict[Layout, Outcome]) -> None:
     """Compare rows of tests/parity.py of as many ranks with what one process gives, which comes first."""
 
-    def is_chosen(name: str, layout: Layout) -> bool:
-        if run.options.rehearse:
-            return name in REHEARSED
-        return layout.ranks <= run.world and not layout.float8  # which is emulated there
-
     def compare(layout: Layout) -> Row:
         outcome = three_steps(layout)
         errors = outcome.errors(references[reference_of(layout)]) if dist.get_rank() == 0 else {}
         return {"good": all(error <= layout.tolerance(what) for what, error in errors.items()), **errors}
 
-    rows = {name: layout for name, layout in TABLE.items() if is_chosen(name, layout)}
+    # float8 is emulated there.
+    rows = {n: each for n, each in TABLE.items() if each.ranks <= run.world and not each.float8}
+    rows = {name: TABLE[name] for name in REHEARSED} if run.options.rehearse else rows
     if ranks == 1:
         references |= {each: three_steps(each) for each in {reference_of(row) for row in rows.values()}}
     for name, layout in rows.items():
@@ -191,22 +171,18 @@ def links(run: Run, cluster: Cluster) -> None:
 
 def scaling(run: Run, ranks: int, cluster: Cluster) -> None:
     """Measure the layouts that the planner ranks first: the batch grows with the ranks, or does not."""
+    there, own = cluster.with_devices(ranks), {"local_batch": 1, "compiled": run.sizes.compiled}
     for accumulation in dict.fromkeys((1, run.world // ranks)):
-        for made in choose(run, ranks, accumulation, cluster):
+        work = workload(run.sizes, Degrees(dp_shard=ranks), accumulation)
+        found = [each.work for each in best_layouts(work, there, 50)]
+        # Pipelines have no step with accumulated micro-batches.
+        plain = [each for each in found if each.accumulation * each.local_batch > 0 and each.degrees.pp == 1]
+        for each in plain[:LAYOUTS_A_SIZE]:
             if not run.is_time(0.0):
                 return
+            made = plan(each.replace(**own, reshard="default"), there)
             kinds = ["weak"] * (accumulation == 1) + ["strong"] * (ranks * accumulation == run.world)
             run.attempt("scaling", f"{ranks} ranks, {describe(made.work)}", time_layout, run, made, kinds)
-
-
-def choose(run: Run, ranks: int, accumulation: int, cluster: Cluster) -> list[Plan]:
-    """Return plans of vit1b with one sample a rank and micro-batch, `accumulation` of these a step."""
-    work, there = workload(run.sizes, Degrees(dp_shard=ranks), accumulation), cluster.with_devices(ranks)
-    found = [made.work for made in best_layouts(work, there, 50)]
-    # Pipelines have no step with accumulated micro-batches.
-    plain = [each for each in found if each.accumulation * each.local_batch > 0 and each.degrees.pp == 1]
-    own: Row = {"local_batch": 1, "compiled": run.sizes.compiled, "reshard": "default"}
-    return [plan(each.replace(**own), there) for each in plain[:LAYOUTS_A_SIZE]]
 
 
 def workload(sizes: Sizes, degrees: Degrees, accumulation: int) -> Workload:
@@ -235,28 +211,17 @@ def time_layout(run: Run, made: Plan, kinds: list[str]) -> Row:
     return row | {"samples_per_second": work.global_batch / taken, "planned": made.time.samples_per_second}
 
 
-# -- the table and the picture, from the rows of one run
-
-
 def table(path: Path, run: str) -> str:
-    rows, text = read_lines(path, run=run), ""
-    parts = {
-        part: [r for r in rows if r["part"] == part and "failed" not in r] for part in ("parity", "links")
-    }
-    bad = [f"out of tolerance: {row['what']}" for row in parts["parity"] if not row["good"]]
-    text = "\n".join(
-        [f"{len(parts['parity'])} layouts against one process, {len(bad)} out of tolerance", *bad]
-    )
-    lines: list[tuple] = [
-        (row["what"], row["gigabytes_per_second"], 1e6 * row["seconds"], 1e6 * row["planned"])
-        for row in parts["links"]
-    ]
-    if lines:
-        head = ("link", "GB/s", "us", "planned us")
-        text += "\n\n" + text_table("<48 >10.3g >12.1f >12.1f", [head, *lines])
-    lines = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
+    rows = read_lines(path, run=run)
+    good = [row for row in rows if "failed" not in row]
+    compared, links = ([row for row in good if row["part"] == part] for part in ("parity", "links"))
+    bad = [f"\nout of tolerance: {row['what']}" for row in compared if not row["good"]]
+    text = f"{len(compared)} layouts against one process, {len(bad)} out of tolerance{''.join(bad)}"
+    columns = {"what": "<48", "gigabytes_per_second": ">22.3g", "seconds": ">12.3g", "planned": ">12.3g"}
+    text += "\n\n" + results_table(links, **columns) if links else ""
+    lines: list[tuple] = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
     for kind in ("weak", "strong"):
-        found = of_kind(rows, kind)
+        found = [row for row in good if kind in row.get("kinds", ())]
         for row in found:
             rate, fewest = row["samples_per_second"], min(each["ranks"] for each in found)
             # Samples/s a rank over those of the best layout of the fewest ranks.
@@ -265,35 +230,8 @@ def table(path: Path, run: str) -> str:
             lines.append((kind, row["ranks"], "  " + row["layout"], *figures))
     if lines[1:]:
         text += "\n\n" + text_table("<8 >6 <34 >11.4g >11.4g >+8.0% >11.1%", lines)
-    failed = [f"failed: {row['part']}, {row['what']}: {row['failed']}" for row in rows if "failed" in row]
-    return "\n\n".join([text, *(["\n".join(failed)] if failed else [])])
-
-
-def of_kind(rows: list[Row], kind: str) -> list[Row]:
-    return [row for row in rows if kind in row.get("kinds", ())]
-
-
-def plot(path: Path, run: str, picture: Path) -> Path:
-    """Draw samples/s of the best layout of each number of ranks, measured and planned."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    for axes, kind in zip(panels, ("weak", "strong"), strict=True):
-        rows = of_kind(read_lines(path, run=run), kind)
-        ranks = sorted({row["ranks"] for row in rows})
-        for name, key, line in (("measured", "samples_per_second", "-"), ("planned", "planned", ":")):
-            best = [max(row[key] for row in rows if row["ranks"] == n) for n in ranks]
-            axes.loglog(ranks, best, line, marker="o", label=name)
-        axes.set(xlabel="ranks", title=f"{kind} scaling", ylabel="samples/s")
-        axes.set_xticks(ranks, [str(n) for n in ranks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    panels[0].legend()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-    return picture
+    failed = [f"\nfailed: {row['part']}, {row['what']}: {row['failed']}" for row in rows if "failed" in row]
+    return text + "".join(failed)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # What 2 to 512 GPUs can answer, in 20 minutes: every layout against one process on NCCL, bandwidths by axis, weak and
-# strong scaling over the layouts that plan.py ranks, the planner beside each; one table and one picture last.
+# strong scaling over the layouts that plan.py ranks, the planner beside each; one table last.
 #   NGPU=8 benchmarks/cluster.sh --cluster h100       on every node the same command, with NNODES, NODE_RANK, RDZV_ENDPOINT as for
 #                                                     run_train.sh where there are several
 #   NGPU=4 benchmarks/cluster.sh --rehearse           on a CPU with gloo and tiny sizes; its figures mean nothing
-# OUT: a folder for rows and picture; without it they go to benchmarks/results/cluster.jsonl and outputs/cluster.
+# OUT: a folder for rows; without it they go to benchmarks/results/cluster.jsonl, of a rehearsal to outputs/cluster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ./setup.sh

@@ -2,14 +2,11 @@
 
     benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8]
 
-Parts of a group share a process, so that torch and CUDA start once; one that fails or takes too long leaves
-a line and the rows it has, and a new process goes on with the next. Fields are random; a step is train.py's.
-Every row is written when it is measured: to $OUT/gpu.jsonl where OUT is set, else to results/gpu.jsonl, of a
-rehearsal to outputs/gpu/gpu.jsonl; calibrated rates to calibration.json. Ends with 1 when a part failed, and
-with 2 without a GPU.
+Parts of a group share a process, so that torch and CUDA start once; after one that fails or takes too long a
+new process goes on with the next. Fields are random; a step is train.py's. Every row is written when it is
+measured (benchmarks/README.md says where). Ends with 1 when a part failed, and with 2 without a GPU.
 """
 
-import argparse
 import faulthandler
 import gc
 import itertools
@@ -25,6 +22,7 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,9 +39,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import checkpoint_stall
+from benchmarks import trainer_overhead
 from benchmarks.random_run import RandomRun
-from benchmarks.results_file import RESULTS, append, parser_of, read_lines
+from benchmarks.results_file import RESULTS, ROOT, clock, parse, read_lines, record
 from benchmarks.saved_activations import Case as KeptCase
 from benchmarks.saved_activations import units
 from benchmarks.step_time import Peer, TimmViT
@@ -51,29 +49,24 @@ from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from models.attention import HOPPER, activate, attention, check_backend
+from models.attention import HOPPER, activate, check_backend
 from models.embeddings import unpatchify
-from models.vit import VisionTransformer
 from parallelisms.attention_choice import BACKENDS, is_hopper_kernel, measure_attention
 from parallelisms.degrees import Degrees, resolve_degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
-from planning.calibrate import BlockShape, calibrate
-from planning.calibration import attention_flops, matmul_flops, save_calibration
+from planning.calibrate import BlockShape, adamw_operation, attention_operations, calibrate
+from planning.calibration import matmul_flops, save_calibration, work_of
 from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
 from planning.step_time import step_time
 from planning.workload import Workload
-from tests.started_jobs import Job, losses, records
+from tests.started_jobs import Job, losses
 from training.metrics import peak_tflops
-from training.optimizers.build import build_adamw, parameter_groups, set_lr
 from verification.rollout import rollout as roll_out
 
-ROOT, TARGETS = Path(__file__).parent.parent, Path(__file__).with_suffix(".toml")
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 Row = dict[str, Any]
-
-
-# -- sizes, the clock, and rows that outlive a part that is stopped
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,6 @@ class Sizes:
     compiled: bool = True
     products: tuple[tuple[int, int], ...] = ((1536, 4608), (1536, 1536), (1536, 6144), (6144, 1536))  # (K, N)
     rows: int = 32768  # of these products
-    optimizer_blocks: int = 12  # with the parameters that an optimiser updates
     stall_dim: int = 1024
     dates: int = 12  # that the loader reads from
     workers: int = 8
@@ -103,7 +95,7 @@ class Sizes:
 
 TINY = Sizes(
     *((32, 64), ((4, 8), (4, 4)), 3, 64, 2, (4, 2), 2, (1, 2), False, ((64, 192), (256, 64)), 256),
-    *(1, 64, 6, 0, 2.0),
+    *(64, 6, 0, 2.0),
 )
 
 
@@ -116,19 +108,12 @@ class Session:
         self.on_gpu, self.end = self.device.type == "cuda", time.monotonic() + seconds
 
     def start_ranks(self) -> None:
-        """Make a process group of one, where an earlier part has not made it."""
         if not dist.is_initialized():
             start_ranks(600, "auto" if self.on_gpu else "gloo")
 
     @property
     def left(self) -> float:
-        """Seconds until this part is stopped."""
         return self.end - time.monotonic()
-
-    def has_time_for(self, seconds: float) -> bool:
-        found = self.left >= (seconds if self.on_gpu else 1.0)
-        print("" if found else "  no time for more\n", end="", flush=True)
-        return found
 
     def add(self, what: str, value: float, unit: str, **about: Any) -> None:
         print(f"  {what:<58}{value:>12.5g} {unit}", flush=True)
@@ -148,14 +133,14 @@ class Session:
 
     def write(self, row: Row) -> None:
         if self.rows:
-            append(self.rows, [{"run": self.run, "part": self.part, **row}])
+            record(self.rows, [{"run": self.run, "part": self.part, **row}])
 
     def earlier(self) -> list[Row]:
-        """Return the rows of this run up to now, of all parts."""
         return read_lines(self.rows, run=self.run) if self.rows else []
 
     def free(self) -> None:
         gc.collect()
+        torch._dynamo.reset()
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -179,40 +164,31 @@ class Session:
         return flops / peak if peak else None
 
 
-def clock(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-# -- steps of vit1b
-
-
 RESERVED = 2 * 2**30  # bytes of a device that libraries take in addition to torch's allocator
 PRECISIONS = {"": "bf16", "tensorwise": "float8", "rowwise": "float8 by rows"}  # recipe -> its name here
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
+EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
 CASE_SECONDS, RANK_SECONDS = 35.0, 12.0  # that a case, and a layout of ranks, may take, compilation included
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train vit1b."""
-
     patch: tuple[int, int]
     heads: int
-    float8: str = ""  # the recipe
-    mode: str = "selective"
+    float8: Any = ""  # the recipe
+    mode: Any = "selective"
     batch: int = 1
-    backend: str = "sdpa"
+    backend: Any = "sdpa"
+    dtype: Any = "bfloat16"
 
     def workload(self, sizes: Sizes) -> Workload:
         channels, values = sizes.variables, sizes.variables * math.prod(sizes.grid)
-        model = vit_architecture(
-            *(sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
-        )
+        shape = (sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
+        model = vit_architecture(*shape)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
+        about |= {"dtype": self.dtype, "every_n": EVERY_N}
         return Workload(model, Degrees(), self.batch, self.batch, **about)
 
     def about(self, sizes: Sizes) -> Row:
@@ -240,18 +216,14 @@ def cases(sizes: Sizes) -> list[Case]:
 def training_of(
     case: Case, sizes: Sizes, device: torch.device, layout: Parallelism | None = None, accumulation: int = 1
 ) -> RandomRun:
-    """Return train.py's model, objective, optimiser and step for one case."""
-    backend: Any = case.backend
-    model = Model("vit", case.patch, sizes.dim, sizes.layers, sizes.heads[0])
-    mode: Any = case.mode
-    recipe: Any = case.float8 or "tensorwise"
+    shape = ("vit", case.patch, sizes.dim, sizes.layers, case.heads)
     config = Config(
-        model=replace(model, num_heads=case.heads, attention_backend=backend),
+        model=Model(*shape, attention_backend=case.backend),
         optimizer=Optimizer(lr=1e-5),
-        training=Training(local_batch_size=case.batch, mixed_precision_param="bfloat16"),
-        activation_checkpoint=ActivationCheckpoint(mode=mode),
+        training=Training(local_batch_size=case.batch, mixed_precision_param=case.dtype),
+        activation_checkpoint=ActivationCheckpoint(case.mode, EVERY_N),
         compile=Compile(sizes.compiled),
-        float8=Float8(bool(case.float8), recipe),
+        float8=Float8(bool(case.float8), case.float8 or "tensorwise"),
         parallelism=layout or Parallelism(),
     )
     return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True, accumulation=accumulation)
@@ -264,18 +236,15 @@ def steps(session: Session) -> None:
     done = [tuple(map(row.get, NAMES)) for row in session.earlier()]
     todo = [case for case in cases(sizes) if tuple(map(case.about(sizes).get, NAMES)) not in done]
     for number, case in enumerate(todo):
-        if not session.has_time_for(CASE_SECONDS):
+        if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
             return
         shape = (case.patch, case.heads)
         backends[shape] = backends.get(shape) or fastest_backend(case, session)
-        case = with_batch(replace(case, backend=backends[shape]), session)
-        fitted: list[bool] = []
-        while case.batch and True not in fitted:
-            torch._dynamo.reset()
-            session.attempt(case.label(sizes), time_steps, case, not done and number == 0, fitted)
+        case = replace(case, backend=backends[shape], batch=sizes.largest_batch)
+        free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
+        while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
             case = replace(case, batch=case.batch // 2)
-            if fitted[-1:] != [False]:
-                break  # it was measured, or failed for another reason than memory
+        session.attempt(case.label(sizes), time_steps, case, not done and number == 0)
 
 
 def fastest_backend(case: Case, session: Session) -> str:
@@ -286,35 +255,28 @@ def fastest_backend(case: Case, session: Session) -> str:
     return min(seconds, key=lambda name: seconds[name])
 
 
-def with_batch(case: Case, session: Session) -> Case:
-    """Take the largest power of two that fits by the planner's account; 1 where even that does not."""
-    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
-    case = replace(case, batch=session.sizes.largest_batch)
-    while case.batch > 1 and SAFETY * memory(case.workload(session.sizes)).peak > free:
-        case = replace(case, batch=case.batch // 2)
-    return case
-
-
-def time_steps(session: Session, what: str, case: Case, kernels: bool, fitted: list[bool]) -> None:
-    """Measure a case; `fitted` gets False where memory did not suffice and a smaller batch is left."""
-    sizes, started = session.sizes, time.perf_counter()
+def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
+    """Measure a case, with half the batch where memory does not suffice."""
+    sizes, started, seconds, spent, loss = session.sizes, time.perf_counter(), 0.0, 0.0, math.nan
+    training = None
     try:
         training = training_of(case, sizes, session.device)
         seconds = session.seconds(training.step, *sizes.steps)
         spent, loss = time.perf_counter() - started, training.loss()
     except torch.cuda.OutOfMemoryError:
-        if case.batch > 1:
-            fitted.append(False)
-            return
-        raise
+        if case.batch == 1:
+            raise
+        training = None
+    if not training:
+        session.free()
+        return time_steps(session, what, replace(case, batch=case.batch // 2), kernels)
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
-    fitted.append(True)
     flops = 3 * case.workload(sizes).model.flops() * case.batch / seconds
     peak = torch.cuda.max_memory_allocated() if session.on_gpu else 0
     about = {"step_seconds": seconds, "mfu": session.mfu(flops), "tflops": flops / 1e12, "peak_bytes": peak}
     about |= {"loss": loss, "with_compilation": spent} | case.about(sizes)
-    session.add(what, case.batch / seconds, "samples/s", **about)
+    session.add(case.label(sizes), case.batch / seconds, "samples/s", **about)
     print(f"    {flops / 1e12:.1f} TFLOP/s, MFU {about['mfu'] or 0:.1%}, {peak / 2**30:.1f} GiB")
     if kernels and session.on_gpu:
         print_kernels(session, training)
@@ -333,11 +295,7 @@ def print_kernels(session: Session, training: RandomRun) -> None:
     session.add("a step's attention is a kernel of this GPU's own", own, "", **about)
 
 
-# -- the planner next to them, a rollout step, and the first step of a process
-
-
 def planner(session: Session) -> None:
-    """Calibrate, then predict time and memory of the steps that were measured before."""
     sizes, device = session.sizes, session.device
     measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
     backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
@@ -347,10 +305,8 @@ def planner(session: Session) -> None:
     rates = calibrate(blocks, backends, device, threads, seconds=sizes.calibration_seconds)
     print("\n".join(rates.table().splitlines()[:2]))
     # With the rows where the caller says where these go, or they are a rehearsal's.
-    near = session.rows and (session.rehearse or "OUT" in os.environ)
-    save_calibration(
-        rates, session.rows.parent / "calibration.json" if near and session.rows else CALIBRATION
-    )
+    near = session.rows if session.rehearse or "OUT" in os.environ else None
+    save_calibration(rates, near.with_name("calibration.json") if near else CALIBRATION)
     cluster = replace(load_cluster("h200x1" if session.on_gpu else "cpu1"), measured=rates)
     for row in measured:
         session.attempt(row["what"], compare_planned, row, cluster)
@@ -369,10 +325,10 @@ def compare_planned(session: Session, what: str, row: Row, cluster: Any) -> None
 
 
 def rollout(session: Session) -> None:
-    """Measure one step of a forecast from one date: forward in bf16, compiled."""
     session.start_ranks()
-    for patch in session.sizes.patches:
-        session.attempt(f"rollout step, {session.sizes.tokens(patch)} tokens", time_rollout, patch)
+    for number, patch in enumerate(session.sizes.patches):
+        what = f"rollout step {number}, {session.sizes.tokens(patch)} tokens"
+        session.attempt(what, time_rollout, patch)
 
 
 def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
@@ -385,7 +341,7 @@ def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
     times = torch.zeros(1, dtype=torch.int64, device=device)
     parts = (assembly.model.predict, assembly.normalizer, assembly.conditions, 21600)
     taken = session.seconds(lambda: [*roll_out(*parts, fields, times, number)] and None, 1, 3)
-    session.add(what, taken / number, "s", tokens=sizes.tokens(patch))
+    session.add(what, 1e3 * taken / number, "ms")
 
 
 def first(session: Session) -> None:
@@ -394,78 +350,53 @@ def first(session: Session) -> None:
     sizes = replace(session.sizes, compiled=True)
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     cache = "warm" if folder.name and folder.exists() and any(folder.iterdir()) else "cold"
-    started = time.perf_counter()
     training = training_of(Case(sizes.patches[0], sizes.heads[0], mode="none"), sizes, session.device)
     if session.on_gpu:
         torch.cuda.synchronize()
-    built = time.perf_counter()
-    training.loss()
-    ended, about = time.perf_counter(), {"cache": cache, "depth": sizes.layers}
-    session.add(f"the model before it, {cache}", built - started, "s", **about)
-    session.add(f"first step, {cache}", ended - built, "s", **about)
-
-
-# -- kernels alone
+    session.add(f"first step, {cache}", clock(training.loss), "s", cache=cache, depth=sizes.layers)
 
 
 def attention_kernels(session: Session) -> None:
-    """Measure TFLOP/s forward and backward at both head sizes, and find the kernel that ran."""
-    sizes = session.sizes
-    for patch in sizes.patches:
-        for heads in sizes.heads:
-            shape = (2, heads, sizes.tokens(patch), sizes.dim // heads)
-            for name in BACKENDS[session.device.type]:
-                session.attempt(
-                    f"{name}, {shape[2]} tokens, {heads} x {shape[3]}", time_attention, name, shape
-                )
+    sizes, names = session.sizes, BACKENDS[session.device.type]
+    for patch, heads, name in [(p, h, n) for p in sizes.patches for h in sizes.heads for n in names]:
+        shape = (2, heads, sizes.tokens(patch), sizes.dim // heads)
+        what = f"{name}, {shape[2]} tokens, {heads} x {shape[3]}"
+        session.attempt(what, time_attention, name, shape)
 
 
 def time_attention(session: Session, what: str, backend: str, shape: tuple[int, int, int, int]) -> None:
-    """q, k and v are parts of one tensor, as in the model."""
-    batch, heads, tokens, size = shape
-    qkv = torch.randn(batch, tokens, heads, 3, size, dtype=torch.bfloat16, device=session.device)
-    q, k, v = inputs = [x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0)]
-    check_backend(backend, session.device.type, qkv.dtype)
+    check_backend(backend, session.device.type, torch.bfloat16)
     activate(backend)
-    forward = lambda: attention(q, k, v, backend)  # noqa: E731
-    out = forward()
-    gradient = torch.randn_like(out)
-    backward = lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)  # noqa: E731
-    for direction, run in (("forward", forward), ("backward", backward)):
-        seconds = session.seconds(run, *session.sizes.steps)
-        rate = attention_flops(batch, heads, tokens, size, direction == "backward") / seconds / 1e12
-        kernels = [name for name, _ in kernel_seconds(run)[:3]] if session.on_gpu else []
-        about = {"backend": backend, "tokens": tokens, "head_dim": size, "direction": direction}
-        session.add(f"{what}, {direction}", rate, "TFLOP/s", kernels=kernels, **about)
+    for operation in attention_operations(*shape, "bfloat16", backend, session.device):
+        seconds = session.seconds(operation.run, *session.sizes.steps)
+        rate = work_of(operation.kind, operation.sizes) / seconds / 1e12
+        kernels = [name for name, _ in kernel_seconds(operation.run)[:3]] if session.on_gpu else []
+        about = {"kind": operation.kind, "sizes": operation.sizes, "kernels": kernels}
+        session.add(f"{what}, {operation.kind.split('/')[-1]}", rate, "TFLOP/s", **about)
         if kernels:
             print(f"    {kernels[0][:100]}{'' if of_hopper(kernels[0]) else '  NOT ONE OF HOPPER'}")
 
 
 def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Return (kernel, seconds) of one call on the GPU, the longest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    found = [(event.key, event.device_time_total / 1e6) for event in record.key_averages()]
+    found = [(event.key, event.device_time_total / 1e6) for event in recorded.key_averages()]
     return sorted(found, key=lambda pair: -pair[1])
 
 
 def of_hopper(kernel: str) -> bool:
-    """Return whether it is a kernel of Hopper's own; true on other GPUs, which have none."""
+    """True on other GPUs, which have no kernels of their own."""
     return torch.cuda.get_device_capability() != HOPPER or is_hopper_kernel(kernel)
 
 
 def products(session: Session) -> None:
-    """Measure TFLOP/s of x w^T at the shapes of a block, in bf16 and in float8."""
-    for inputs, outputs in session.sizes.products:
-        for precision in ("bf16", "float8"):
-            shape = (session.sizes.rows, inputs, outputs)
-            what = f"{precision}, M {shape[0]}, K {inputs}, N {outputs}"
-            session.attempt(what, time_product, precision == "float8", shape)
+    for (k, n), precision in itertools.product(session.sizes.products, ("bf16", "float8")):
+        m = session.sizes.rows
+        session.attempt(f"{precision}, M {m}, K {k}, N {n}", time_product, precision == "float8", m, k, n)
 
 
-def time_product(session: Session, what: str, float8: bool, shape: tuple[int, int, int]) -> None:
-    m, k, n = shape
+def time_product(session: Session, what: str, float8: bool, m: int, k: int, n: int) -> None:
     kind, one = torch.float8_e4m3fn if float8 else torch.bfloat16, torch.ones((), device=session.device)
     x, w = (torch.randn(size, device=session.device).to(kind) for size in ((m, k), (n, k)))
     scaled_mm = torch.ops.aten._scaled_mm
@@ -478,37 +409,14 @@ def time_product(session: Session, what: str, float8: bool, shape: tuple[int, in
 
 
 def optimizers(session: Session) -> None:
-    # On a CPU the compiler takes half a minute for the last.
-    for name in ("fused", "8-bit (torchao)") if session.on_gpu else ("fused",):
-        session.attempt(f"AdamW {name}", time_optimizer)
-
-
-def time_optimizer(session: Session, what: str) -> None:
-    """Measure an update of some blocks' parameters, and what that takes for all of the model."""
     sizes = session.sizes
-    with torch.device(session.device):
-        shape = Model("vit", sizes.patches[0], sizes.dim, sizes.optimizer_blocks, sizes.heads[0])
-        model = VisionTransformer(sizes.variables, sizes.variables, sizes.grid, shape)
-    parameters: Any = dict(model.named_parameters())
-    if "8-bit" in what:
-        from torchao.optim import AdamW8bit
-
-        optimizer: Any = AdamW8bit(parameter_groups(parameters, 0.05), lr=1e-6)
-    else:
-        optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.05)
-        set_lr(optimizer, 1e-6)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    seconds = session.seconds(optimizer.step, *sizes.steps)
-    # Bytes of a parameter: four float32 tensors read, three written.
-    rate = 28 * sum(p.numel() for p in model.parameters()) / seconds / 1e9
-    whole = seconds * sizes.layers / sizes.optimizer_blocks
-    session.add(f"{what}, whole model", whole, "s", gigabytes_per_second=rate)
+    number = Case(sizes.patches[0], sizes.heads[0]).workload(sizes).model.parameters
+    operation = adamw_operation(number, session.device)
+    rate = operation.sizes[0] / session.seconds(operation.run, *sizes.steps)
+    session.add("AdamW fused, whole model", 28 * number / rate, "s", gigabytes_per_second=rate / 1e9)
 
 
 def activations(session: Session) -> None:
-    """Count the units of T d that a block of vit1b's width keeps, compiled under autocast."""
-
     def count(session: Session, what: str, case: KeptCase) -> None:
         session.add(what, units(case, session.device), "", stated=case.stated, planned=case.planned)
 
@@ -517,24 +425,17 @@ def activations(session: Session) -> None:
         session.attempt(f"units of T d kept, {mode}", count, case)
 
 
-# -- the loader, a save, and how others write vit1b
-
-
 def loader(session: Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        session.attempt("loader", time_loader, Path(folder) / "fields.zarr")
+        write_store(Path(folder) / "fields.zarr", session.sizes)
+        session.attempt("loader", time_loader, f"{folder}/fields.zarr")
 
 
-def time_loader(session: Session, _what: str, path: Path) -> None:
-    """Measure GB/s into the device's memory, and of one process that reads and does nothing else."""
-    sizes, number, batch = session.sizes, 12, 4
-    write_store(path, sizes)
-    archive = open_archive(str(path))
+def time_loader(session: Session, _what: str, path: str) -> None:
+    """Measure GB/s into the device's memory."""
+    sizes, number, batch, archive = session.sizes, 12, 4, open_archive(path)
     pairs = np.stack([np.arange(sizes.dates - 1), np.arange(1, sizes.dates)], axis=1)
     dataset = FieldDataset(archive, archive.variables, pairs)
-    size = dataset.__getitems__([0])[0].nbytes
-    alone = [clock(lambda i=i: dataset.__getitems__([i])) for i in range(min(len(dataset), 6))]
-    session.add("reading in one process", size / statistics.median(alone) / 1e9, "GB/s")
     sampler = TrainSampler(len(dataset), 0, batch, 1, 0, 1)
     batches = TrainLoader(dataset, sampler, sizes.workers, pin=session.on_gpu).iterate(0)
     for _ in range(max(sizes.workers, 1)):
@@ -562,53 +463,27 @@ def write_store(path: Path, sizes: Sizes) -> None:
 
 
 def save(session: Session) -> None:
-    """Measure the excess of ten steps after a save, by mode, as benchmarks/checkpoint_stall.py does."""
+    """Measure the excess of ten steps after a save, by mode, as benchmarks/trainer_overhead.py does."""
     session.start_ranks()
-    training = checkpoint_stall.Training(session.sizes.stall_dim, session.device)
-    for _ in range(3):
-        training.step()
+    training = trainer_overhead.Saving(session.sizes.stall_dim, session.device)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = 1 if session.rehearse else 2
-        seconds = checkpoint_stall.measure(training, Path(folder), rounds, session.device)
-    copy, size = checkpoint_stall.floor(training)
-    base = seconds.pop("")
-    for mode, times in seconds.items():
-        excess = statistics.median(t - b for t, b in zip(times, base, strict=True))
-        about = {
-            "mode": mode,
-            "bytes": size,
-            "step_seconds": statistics.median(base) / checkpoint_stall.STEPS,
-        }
-        session.add(f"excess of ten steps after a save, {mode}", excess, "s", **about)
-    session.add(f"one copy of these {size / 2**20:.0f} MiB", copy, "s")
-
-
-class TutorialBlock(nn.Module):
-    """Pre-norm block: three projections, SDPA, MLP."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.q, self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(4))
-        self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        split = lambda layer: layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
-        q, k, v = map(split, (self.q, self.k, self.v))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        excess, step = trainer_overhead.measure_excess(training, Path(folder), 1 if session.rehearse else 2)
+    for mode, seconds in excess.items():
+        what = f"excess of ten steps after a save, {mode}"
+        session.add(what, seconds, "s", mode=mode, step_seconds=step)
 
 
 class TutorialViT(nn.Module):
-    """A ViT as tutorials write it. fields (B, C, H, W) -> fields (B, C, H, W)."""
+    """A ViT as tutorials write it, of torch's own layers. fields (B, C, H, W) -> fields (B, C, H, W)."""
 
     def __init__(self, grid: Any, patch: Any, channels: int, dim: int, layers: int, heads: int) -> None:
         super().__init__()
         self.grid, self.patch = grid, patch
         self.embed = nn.Conv2d(channels, dim, patch, patch)
         self.position = nn.Parameter(torch.zeros(1, math.prod(grid) // math.prod(patch), dim))
-        self.blocks = nn.Sequential(*(TutorialBlock(dim, heads) for _ in range(layers)))
+        about: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        block = partial(nn.TransformerEncoderLayer, dim, heads, 4 * dim, **about)
+        self.blocks = nn.Sequential(*(block() for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * math.prod(patch))
 
     def forward(self, fields: Tensor) -> Tensor:
@@ -617,7 +492,7 @@ class TutorialViT(nn.Module):
 
 
 def peers(session: Session) -> None:
-    """Their step is their habit: autocast, no compile, three layers for q, k and v, for-loop Adam."""
+    """Their step is their habit: autocast, no compile, for-loop Adam."""
     for name, build in {"tutorial's way": TutorialViT, "timm": TimmViT}.items():
         patch = session.sizes.patches[0]
         session.attempt(f"{name}, {session.sizes.tokens(patch)} tokens", time_peer, build, patch)
@@ -644,28 +519,14 @@ def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[
     session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
 
 
-# -- one rank of a cluster: real kernels, and ranks that are not there
-
-
-LAYOUTS = {
-    "FSDP2": Parallelism(),
-    "HSDP": Parallelism(data_parallel_replicate_degree=8),
-    "tensor parallel 4": Parallelism(tensor_parallel_degree=4),
-    "Ulysses 4": Parallelism(context_parallel_degree=4, context_parallel_method="ulysses"),
-    "ring 4": Parallelism(context_parallel_degree=4, context_parallel_method="ring"),
-}
-
-
 def ranks(session: Session) -> None:
     """Measure what is left of a step where collectives are answered at once, with this rank's data."""
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
-    for world in (64, 8):
-        for name, layout in LAYOUTS.items():
-            if world == 8 and name == "HSDP":
-                continue  # one node of it is DDP
-            if not session.has_time_for(RANK_SECONDS):
-                return
-            session.attempt(f"a rank of {world}, {name}", time_rank, world, layout)
+    for world, name, degrees in [(n, *each) for n in (64, 8) for each in LISTS["layouts"].items()]:
+        if session.left < (RANK_SECONDS if session.on_gpu else 1.0):
+            return
+        if (world, name) != (8, "HSDP"):  # one node of it is DDP
+            session.attempt(f"a rank of {world}, {name}", time_rank, world, Parallelism(**degrees))
 
 
 def time_rank(session: Session, what: str, world: int, layout: Parallelism) -> None:
@@ -690,45 +551,26 @@ def time_rank(session: Session, what: str, world: int, layout: Parallelism) -> N
         session.add(f"{what}: peak memory", peak / 2**30, "GiB", **about)
 
 
-# -- train.py as a user starts it, on the GPU and on the CPU
-
-
-STEPS, SAVED, KILLED_FROM = 30, 10, 20
-WINDS = "gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"
-OPTIONS = f"""
-    --training.steps {STEPS} --training.deterministic true --lr_scheduler.warmup_steps 5
-    --checkpoint.enable true --checkpoint.interval {SAVED} --validation.interval {KILLED_FROM}
-    --metrics.log_freq 1 --metrics.enable_tensorboard false --profiling.enable_profiling false
-    --model.name vit --model.dim 128 --model.attention_backend sdpa --optimizer.lr 1e-3
-    --training.global_batch_size 8
-""".split()
-
-
 def train(session: Session) -> None:
     """Train and validate through NCCL: undisturbed, killed and resumed, in bf16, and on the CPU."""
     config, data = ROOT / "train_configs/demo.toml", ["--training.local_batch_size", "2"]
     for folder in (ROOT / ".gpu/data", ROOT.parent / "shared/data"):  # carried along, or where the project is
-        if (folder / WINDS).exists():
-            data = [
-                "--data.path",
-                str(folder / WINDS),
-                "--data.static_path",
-                str(folder / "static/landsea.nc"),
-            ]
+        if (folder / LISTS["train"]["winds"]).exists():
+            data = ["--data.path", str(folder / LISTS["train"]["winds"])]
+            data += ["--data.static_path", str(folder / "static/landsea.nc")]
             config = ROOT / "train_configs/gfs_winds.toml"
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
 
         def start(name: str, *options: str, **environment: str) -> Job:
-            return Job(config, Path(folder, name), *data, *OPTIONS, *options, NGPU="1", **environment)
+            words = [*data, *LISTS["train"]["options"], *options]
+            return Job(config, Path(folder, name), *words, NGPU="1", **environment)
 
         jobs = {"cpu": start("cpu", CUDA_VISIBLE_DEVICES=""), "undisturbed": start("undisturbed")}
         jobs |= {"bf16": start("bf16", "--training.mixed_precision_param", "bfloat16")}
         jobs["killed"] = start("killed")
         try:
-            jobs["killed"].wait_for_step(KILLED_FROM, session.left)
+            jobs["killed"].wait_for_step(20, session.left)
             jobs["killed"].kill_all()
-            killed_at = max(losses(jobs["killed"].folder))
             jobs["killed"] = start("killed")
             for name, job in jobs.items():
                 ended = job.end(max(session.left, 1.0))
@@ -737,16 +579,12 @@ def train(session: Session) -> None:
         finally:
             for job in jobs.values():
                 job.kill_all()
-        session.add("seconds of four runs and a resume", time.perf_counter() - started, "s")
-        session.add("step that the kill came after", float(killed_at), "")
         for name in jobs:
             session.attempt(f"losses, {name}", compare_losses, name, jobs)
-            session.attempt(f"scores, {name}", score_run, name, jobs)
 
 
 def compare_losses(session: Session, _: str, name: str, jobs: dict[str, Job]) -> None:
     found, reference = losses(jobs[name].folder), losses(jobs["cpu"].folder)
-    session.add(f"train.py, {name}: losses", float(sum(map(math.isfinite, found.values()))), "")
     if name == "killed":
         same = found == losses(jobs["undisturbed"].folder)
         session.add("killed and resumed: the undisturbed run's losses, bit-exact", float(same), "")
@@ -754,58 +592,16 @@ def compare_losses(session: Session, _: str, name: str, jobs: dict[str, Job]) ->
     session.add(f"largest difference from the CPU's losses, {name}", apart, "of them")
 
 
-def score_run(session: Session, _: str, name: str, jobs: dict[str, Job]) -> None:
-    """RMSE of the last validation over persistence's, a mean over variables, at the first lead."""
-    last = next(record for record in reversed(records(jobs[name].folder)) if "val/loss" in record)
-    ours = {k.split("/")[-1]: rmse for k, rmse in last.items() if k.startswith("val/rmse/") and "@" not in k}
-    ratios = [rmse / last[f"val/rmse_persistence/{variable}"] for variable, rmse in ours.items()]
-    session.add(f"RMSE after {STEPS} steps, {name}", statistics.mean(ratios), "of persistence's")
-
-
-def run_tests(which: str, _: Session) -> None:
+def run_tests(_: Session, which: str) -> None:
     import pytest
 
     if pytest.main(["-vv", "--import-mode=importlib", "tests/test_gpu.py", "-k", which]):
         raise RuntimeError("tests failed")
 
 
-# -- the parts, in the order of what is worth most; 480 s with what is spare
-
-
 SLOW_CPU = 4  # times as long may a part take in a rehearsal, on a machine that does other things too
 KILL_AFTER = 10  # seconds beyond its time that a part has to end by itself
-COMPILES = "compiled or graphs"
-
-
-@dataclass(frozen=True)
-class Part:
-    """What runs, the seconds it may take, and the group of parts that share its process."""
-
-    run: Callable[[Session], None]
-    seconds: float
-    group: str = "timings"
-    spare: bool = False  # takes the time that the others have left, if any
-
-
-PARTS = {
-    "train": Part(train, 75, "train"),
-    "steps": Part(steps, 130),
-    "attention": Part(attention_kernels, 25),
-    "save": Part(save, 20),
-    "loader": Part(loader, 20),
-    "peers": Part(peers, 25),
-    "rollout": Part(rollout, 20),
-    "planner": Part(planner, 25),
-    "products": Part(products, 10),
-    "optimizers": Part(optimizers, 10),
-    "activations": Part(activations, 10),
-    "tests": Part(partial(run_tests, f"not rehearsal and not ({COMPILES})"), 40, "tests"),
-    "ranks": Part(ranks, 50, "ranks"),
-    "first cold": Part(first, 40, "cold"),
-    "first warm": Part(first, 25, "warm"),
-    "compiled": Part(partial(run_tests, COMPILES), 40, "compiled"),
-    "more steps": Part(steps, 600, "more", spare=True),
-}
+PARTS: dict[str, Row] = LISTS["parts"]
 
 
 def run_group(names: list[str], rows: Path, run: str, end: float, rehearse: bool, folder: Path) -> list[str]:
@@ -822,7 +618,8 @@ def run_group(names: list[str], rows: Path, run: str, end: float, rehearse: bool
         try:
             process.wait()
         finally:
-            end_session(process.pid)  # its loader's or compiler's workers, too
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its loader's or compiler's workers, too
         ended = {row["name"]: row["good"] for row in read_lines(rows, run=run, what="part")}
         last = next((name for name in waiting if not ended.get(name)), "")
         failed += [last] if last else []
@@ -830,19 +627,13 @@ def run_group(names: list[str], rows: Path, run: str, end: float, rehearse: bool
     return failed
 
 
-def end_session(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool) -> int:
     """Run parts in this process, which the first that is not good ends: the GPU may be in any state."""
     parent = os.getppid()
     for name in names:
         part = PARTS[name]
-        seconds = min(part.seconds * (SLOW_CPU if rehearse else 1), end - time.monotonic() - KILL_AFTER)
+        seconds = part["seconds"] * (SLOW_CPU if rehearse else 1)
+        seconds = min(seconds, end - time.monotonic() - KILL_AFTER)
         print(f"== {name}", flush=True)
         if os.getppid() != parent:
             return 1  # the script that started it has ended
@@ -850,11 +641,11 @@ def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool
         torch.manual_seed(0)
         if seconds <= 5:
             print("  no time left")
-            good = part.spare
+            good = "spare" in part
         else:
             faulthandler.dump_traceback_later(seconds + KILL_AFTER, exit=True)
             try:
-                part.run(session)
+                globals()[part["run"]](session, *part.get("words", ()))
             except Exception:
                 traceback.print_exc()
                 good = False
@@ -867,21 +658,16 @@ def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool
     return 0
 
 
-# -- the table
-
-
 def measured(rows: list[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if "failed" not in row and all(row.get(k) == v for k, v in wanted.items())]
 
 
 def named(rows: list[Row], what: str, part: str) -> float | None:
-    """Return the value of the first row of a part that has a name which begins so."""
     found = measured(rows, part=part)
     return next((row["value"] for row in found if row["what"].startswith(what)), None)
 
 
 def best_step(rows: list[Row], length: int, head: int, key: str = "value", **wanted: str) -> float | None:
-    """Return a figure of the fastest step at a length and a head size, by their places in Sizes."""
     wanted = {"precision": "bf16"} | wanted
     found = measured(rows, part="steps", length=length, head=head, **wanted)
     return max(found, key=lambda row: row["value"])[key] if found else None
@@ -892,20 +678,7 @@ def ratio(above: float | None, below: float | None, less: float = 0.0) -> float 
 
 
 def figures(rows: list[Row]) -> dict[str, float | None]:
-    """Return the figures that gpu.toml names; None: not measured."""
-    apart, saved = (
-        "largest difference from the CPU's losses, ",
-        "excess of ten steps after a save, async_with",
-    )
-    begins = {"float32 losses": (f"{apart}, undist", "train"), "bf16 losses": (f"{apart}, bf16", "train")}
-    begins |= {"resumed": ("killed and resumed", "train"), "units": ("units of T d kept, sel", "activations")}
-    begins |= {name: (f"first step, {name}", "first") for name in ("cold", "warm")}
-    begins |= {
-        "save": (saved, "save"),
-        "loader": ("loader,", "loader"),
-        "adamw": ("AdamW fused", "optimizers"),
-    }
-    found = {name: named(rows, *each) for name, each in begins.items()}
+    found: dict[str, float | None] = {}
     bf16 = [best_step(rows, length, 0) for length in (0, 1)]
     for length in (0, 1):
         fast = best_step(rows, length, 0, precision="float8")
@@ -913,17 +686,11 @@ def figures(rows: list[Row]) -> dict[str, float | None]:
         found |= {f"mfu {length} {head}": best_step(rows, length, head, "mfu") for head in (0, 1)}
     none, selective = (best_step(rows, 0, 0, mode=mode) for mode in ("none", "selective"))
     found["selective"] = ratio(none, selective, 1.0)
-    rolled = [
-        (row["tokens"], 1e3 * row["value"]) for row in measured(rows, part="rollout") if "tokens" in row
-    ]
-    found |= {f"rollout {place}": ms for place, (_, ms) in enumerate(sorted(rolled))}
-    for kind, (part, key) in itertools.product(
-        ("time", "memory"), (("planner", "value"), ("ranks", "error"))
-    ):
-        errors = [abs(row[key]) for row in measured(rows, part=part, kind=kind)]
-        found[f"worst {kind} {part}"] = max(errors, default=None)
-        if errors and (kind, part) == ("time", "planner"):
-            found["mean time"] = statistics.mean(errors)
+    for part, key in (("planner", "value"), ("ranks", "error")):
+        for kind in ("time", "memory"):
+            errors = [abs(row[key]) for row in measured(rows, part=part, kind=kind)]
+            found[f"worst {kind} {part}"] = max(errors, default=None)
+            found[f"mean {kind} {part}"] = statistics.mean(errors) if errors else None
     found["loader over step"] = ratio(named(rows, "samples that the loader gives", "loader"), bf16[0])
     found |= {name: ratio(bf16[0], named(rows, name, "peers")) for name in ("tutorial", "timm")}
     return found
@@ -932,8 +699,9 @@ def figures(rows: list[Row]) -> dict[str, float | None]:
 def table(rows: list[Row]) -> str:
     found = figures(rows)
     lines: list[tuple] = [("", "measured", "best known", "limit", "goal")]
-    for what, name, known, limit, goal, form in tomllib.loads(TARGETS.read_text())["lines"]:
-        value, (sign, _, number) = found.get(name), goal.partition(" ")
+    for what, name, known, limit, goal, form in LISTS["lines"]:
+        part, _, begin = name.partition(": ")
+        value, (sign, _, number) = named(rows, begin, part) if begin else found[name], goal.partition(" ")
         verdict = ""
         if value is not None and goal:
             good = value >= float(number) if sign == ">=" else value <= float(number)
@@ -944,20 +712,15 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    names = list(PARTS)
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU, in four minutes")
-    parser.add_argument("--only", default=names, type=lambda text: text.split(","), help="names of parts")
-    parser.add_argument("--minutes", type=float, default=8.0, help="that all parts together may take")
-    parser.add_argument("--parts", type=lambda text: text.split(","), help=argparse.SUPPRESS)
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    # The last four are of the processes that it starts.
+    own = {"parts": "", "rows": Path(), "run": "", "end": 0.0}
+    options = parse(__doc__, rehearse=False, only=",".join(PARTS), minutes=8.0, **own)
     if options.parts:
-        return run_parts(options.parts, options.rows, options.run, options.end, options.rehearse)
-    if unknown := set(options.only) - set(names):
-        parser.error(f"--only {','.join(sorted(unknown))}: the parts are {', '.join(names)}")
+        return run_parts(options.parts.split(","), options.rows, options.run, options.end, options.rehearse)
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        print(f"--only {','.join(sorted(unknown))}: the parts are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
     if not options.rehearse and not torch.cuda.is_available():
         print("benchmarks/gpu.sh: no GPU here; --rehearse runs it on the CPU", file=sys.stderr)
         return 2
@@ -967,8 +730,8 @@ def main() -> int:
     end = time.monotonic() + 60 * options.minutes * (SLOW_CPU if options.rehearse else 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past the `finally` of run_group
     groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(PARTS[name].group, []).extend([name] if name in options.only else [])
+    for name in PARTS:
+        groups.setdefault(PARTS[name].get("group", "timings"), []).extend([name] if name in chosen else [])
     with tempfile.TemporaryDirectory() as scratch:
         for group in filter(None, groups.values()):
             failed += run_group(group, rows, run, end, options.rehearse, Path(scratch))
@@ -978,8 +741,6 @@ def main() -> int:
     for row in found:
         if "failed" in row:
             print(f"failed: {row['what']}: {row['failed']}")
-        if row["what"].startswith("a step's attention") and not row["value"]:
-            print(f"warning: attention ran on {row['attention']}: none of Hopper's kernels was the fastest")
     print("\n".join([f"part {name}: failed" for name in failed] + ["", table(found)]))
     return 1 if failed else 0
 

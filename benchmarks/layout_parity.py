@@ -2,24 +2,29 @@
 
     .venv/bin/python benchmarks/layout_parity.py [words that a row's name must contain]
     .venv/bin/python benchmarks/layout_parity.py --optimizers all [--ranks 1 2 4] [--dim 512]
+    .venv/bin/python benchmarks/layout_parity.py --reshard
 
 Needs no GPU: ranks are gloo processes, at most 8 at once. Ends with 1 when a row is out of its tolerance or
 a count or size is not what the formula says.
 
 --optimizers: LAMB, LARS, SGD and Muon on every layout of tests/parity.py in float32 (`few`: one a number of
 ranks): three steps of its small model, compared with the papers' formulas in float64 from this layout's own
-gradients, the largest relative difference of a tensor. Collectives are those of the optimiser's last step.
-Seconds are of updates of two blocks of a ViT, sharded by FSDP2 over the ranks, one thread each, in turn
-with AdamW's. Ends with 1 when a difference is above its tolerance, or LAMB or LARS have another number of
-all-reduces than 1 (0 on one rank).
+gradients. Seconds are of updates of two blocks of a ViT, sharded by FSDP2, in turn with AdamW's. Ends with 1
+when a difference is above its tolerance, or LAMB or LARS have another number of all-reduces than 1.
+
+--reshard: eight kinds of layouts, saved and loaded by every other: 64 cells. A cell is right when every
+tensor (weights, moments, averages, progress), gathered, has the bits of the run that saved, and the next two
+losses are those of the run that was not stopped. Ends with 1 when a cell is wrong.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,105 +32,96 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.results_file import parser_of, record
-from command_line import text_table
+from benchmarks.results_file import clock, in_turns, parse, record, table
 from config import Parallelism
 from models.registry import num_features
-from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees, resolve_degrees
-from planning.architecture import Architecture, vit_architecture
+from planning.architecture import vit_architecture
 from planning.workload import ITEMSIZE, Workload
+from tests import parity
 from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.optimizer_references import trained
-from tests.parity import (
-    GLOBAL_BATCH,
-    TABLE,
-    Layout,
-    Outcome,
-    SmallRun,
-    difference,
-    reference_of,
-    three_steps,
-)
+from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, SmallRun, reference_of, three_steps
+from tests.resharding import KINDS, differences, load, save, tolerance
 from tests.test_whole_matrices import NAMES, TOLERANCE, train
+
+COLUMNS = {"layout": "<38", "ranks": ">6", "loss": ">9.1e", "gradient_norm": ">15.1e", "gradients": ">11.1e"}
+COLUMNS |= {"weights": ">9.1e", "calls": ">7", "KiB": ">9.0f", "parameter_KiB": ">15.1f"}
+COLUMNS |= {"collectives": "<22", "verdict": "<22"}
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--optimizers", choices=("all", "few"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4))
-    parser.add_argument("--dim", type=int, default=512)
-    options = parser.parse_args()
+    options = parse(__doc__, words=(), optimizers="", ranks=(1, 2, 4), dim=512, reshard=False)
+    if options.reshard:
+        return compare_resharded()
     return compare_optimizers(options) if options.optimizers else compare_layouts(options.words)
 
 
 def compare_layouts(words: list[str]) -> int:
-    groups, references, rows = {}, {}, []
-    for name, layout in TABLE.items():
-        if not all(word in name for word in words):
-            continue
+    chosen = {name: each for name, each in TABLE.items() if all(word in name for word in words)}
+    groups = {n: Ranks(n) for n in {1, *(each.ranks for each in chosen.values())}}
+    references, rows = {}, []
+    for name, layout in chosen.items():
         reference = reference_of(layout)
         if reference not in references:
-            references[reference] = group_of(1, groups).run(three_steps, reference)[0]
-        started = time.perf_counter()
-        outcomes = group_of(layout.ranks, groups).run(three_steps, layout, timeout=300)
-        rows.append(judge(name, layout, outcomes, references[reference], time.perf_counter() - started))
-        print(table(rows[-1:]).splitlines()[1], flush=True)
+            references[reference] = groups[1].run(three_steps, reference)[0]
+        outcomes = groups[layout.ranks].run(three_steps, layout, timeout=300)
+        rows.append(judge(name, layout, outcomes, references[reference]))
+        print(table(rows[-1:], **COLUMNS).splitlines()[1], flush=True)
     for group in groups.values():
         group.stop()
     record("layout_parity", rows)
     bad = [row["layout"] for row in rows if not row["good"]]
     counted = sum(row["collectives"] == "equal" for row in rows)
     formulas = sum(row["collectives"] != "no formula" for row in rows)
-    print(f"\n{table(rows)}\n\n{len(rows)} layouts, {len(bad)} out of tolerance")
+    print(f"\n{table(rows, **COLUMNS)}\n\n{len(rows)} layouts, {len(bad)} out of tolerance")
     print(f"collectives equal to their formulas in {counted} of the {formulas} that have one")
     return 1 if bad else 0
 
 
-def group_of(world: int, groups: dict[int, Ranks]) -> Ranks:
-    if world not in groups:
-        groups[world] = Ranks(world)
-    return groups[world]
-
-
-def judge(name: str, layout: Layout, outcomes: list[Outcome], reference: Outcome, seconds: float) -> dict:
+def judge(name: str, layout: Layout, outcomes: list[Outcome], reference: Outcome) -> dict:
     errors = outcomes[0].errors(reference)
     within = all(error <= layout.tolerance(what) for what, error in errors.items())
     agreed = all(outcome.losses == outcomes[0].losses for outcome in outcomes)
     counted = [compare(layout, outcome, rank) for rank, outcome in enumerate(outcomes)]
     verdict = next((text for text in counted if text != "equal"), "equal")
-    calls = Counter(outcomes[0].collectives)
+    calls, good = Counter(outcomes[0].collectives), within and agreed and not verdict.startswith("differ")
     return {
         "layout": name,
         "ranks": layout.ranks,
         **errors,
         "collectives": verdict,
         "calls": sum(calls.values()),
-        "bytes": sum(call.size * number for call, number in calls.items()),
-        "parameter_bytes": outcomes[0].parameter_bytes,
-        "seconds": seconds,
-        "good": within and agreed and not verdict.startswith("differ"),
+        "KiB": sum(call.size * number for call, number in calls.items()) / 1024,
+        "parameter KiB": outcomes[0].parameter_bytes / 1024,
+        "good": good,
+        "verdict": "" if good else "<-- OUT OF TOLERANCE",
     }
 
 
 def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
     """ "equal", "no formula", or how what was counted on a rank differs from the formula."""
-    parallelism = Parallelism(**layout.parallelism)
-    degrees = resolve_degrees(layout.ranks, parallelism)
-    if not has_formula(layout, degrees, parallelism.pipeline_parallel_schedule):
+    work = layout_workload(layout)
+    if not has_formula(layout, work.degrees, work.schedule):
         return "no formula"
-    expected = step_collectives(layout_workload(layout), rank, layout.loss)
-    return describe(Counter(outcome.collectives), expected)
+    counted, expected = Counter(outcome.collectives), step_collectives(work, rank, layout.loss)
+    if counted == expected:
+        return "equal"
+    show = lambda calls: ", ".join(f"{n} x {c.kind} {c.axis} {c.size}" for c, n in calls.items())  # noqa: E731
+    return f"differ: counted also [{show(counted - expected)}], not [{show(expected - counted)}]"
 
 
 def layout_workload(layout: Layout) -> Workload:
-    """What the planner is told of a row of tests/parity.py."""
-    parallelism = Parallelism(**layout.parallelism)
+    options, parallelism = dict(layout.model), Parallelism(**layout.parallelism)
+    given = 3 * layout.history + 3 * layout.boundary + layout.roles + 2 + layout.noise_dim
+    shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
+    own = {"qkv_bias": options.get("qkv_bias", True), "qk_norm": options.get("qk_norm", False)}
+    own["learned_position"] = options.get("position", "learned") == "learned"
+    model = vit_architecture(layout.grid, (4, 4), *shape, **own)
     degrees = resolve_degrees(layout.ranks, parallelism)
     return Workload(
-        model=architecture(layout),
+        model=replace(model, features=num_features(options.get("conditions", ()))),
         degrees=degrees,
         local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
         global_batch=GLOBAL_BATCH,
@@ -139,26 +135,10 @@ def layout_workload(layout: Layout) -> Workload:
     )
 
 
-def architecture(layout: Layout) -> Architecture:
-    """Of the model that tests/parity.py builds."""
-    options = dict(layout.model)
-    learned = options.get("position", "learned") == "learned"
-    bias, norm = options.get("qkv_bias", True), options.get("qk_norm", False)
-    given = 3 * layout.history + 3 * layout.boundary + layout.roles + 2 + layout.noise_dim
-    shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
-    found = vit_architecture(
-        layout.grid, (4, 4), *shape, qkv_bias=bias, qk_norm=norm, learned_position=learned
-    )
-    return replace(found, features=num_features(options.get("conditions", ())))
-
-
 def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
-    """Whether the collectives of a layout have a closed form here.
+    """Return whether there is a closed form: not of what repeats collectives or adds some of its own.
 
-    Not those of the U-Net (its halos are counted in tests/test_domain_parallel.py), of float8, compile and
-    rollouts, of recomputation that repeats them, of spectral losses, of pipelines that are interleaved,
-    combined with more than FSDP or with a loss that communicates, of conserved global means, of adapters, and
-    of conditions with tensor parallelism.
+    Those of the U-Net's halos are counted in tests/test_domain_parallel.py.
     """
     if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
         return False
@@ -168,29 +148,6 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
         return False
     plain = degrees.world == degrees.pp * degrees.dp_shard and layout.loss == "mse"
     return degrees.pp == 1 or (plain and schedule in ("GPipe", "1F1B"))
-
-
-def describe(counted: Counter[Collective], expected: Counter[Collective]) -> str:
-    if counted == expected:
-        return "equal"
-    more, fewer = counted - expected, expected - counted
-    show = lambda calls: ", ".join(f"{n} x {c.kind} {c.axis} {c.size}" for c, n in calls.items())  # noqa: E731
-    return f"differ: counted also [{show(more)}], not [{show(fewer)}]"
-
-
-def table(rows: list[dict]) -> str:
-    errors = ("loss", "gradient norm", "gradients", "weights")
-    lines: list[tuple] = [
-        ("layout", "ranks", "loss", "norm", "grads", "weights", "calls", "KiB", "param KiB")
-    ]
-    for row in rows:
-        sizes = (row["calls"], row["bytes"] / 1024, row["parameter_bytes"] / 1024)
-        verdict = f"  {row['collectives']}" + ("" if row["good"] else "   <-- OUT OF TOLERANCE")
-        lines.append((row["layout"], row["ranks"], *(row[what] for what in errors), *sizes, verdict))
-    return text_table("<38 >6 >9.1e >9.1e >9.1e >9.1e >7 >9.0f >11.1f <12", lines)
-
-
-# -- optimisers
 
 
 def compare_optimizers(options: argparse.Namespace) -> int:
@@ -204,8 +161,7 @@ def compare_optimizers(options: argparse.Namespace) -> int:
         seconds += [{"ranks": number, **row} for row in group.run(time_updates, options.dim, timeout=500)[0]]
         group.stop()
     record("optimizers", rows + seconds)
-    lines = [(r["name"], r["ranks"], 1e3 * r["seconds"], r["over_adamw"]) for r in seconds]
-    print(text_table("<12 >8 >10.1f >12.2f", [("optimiser", "ranks", "ms", "over AdamW"), *lines]) + "\n")
+    print(table(seconds, name="<12", ranks=">8", seconds=">10.4f", over_adamw=">12.2f") + "\n")
     for name in NAMES:
         mine = [row for row in rows if row["name"] == name]
         worst, sums = max(row["error"] for row in mine), sorted({row["all_reduces"] for row in mine})
@@ -214,17 +170,15 @@ def compare_optimizers(options: argparse.Namespace) -> int:
 
 
 def exact_layouts() -> dict[str, Layout]:
-    """Return layouts of at most four ranks that round as one process; compiled ones add nothing."""
     plain = {n: each for n, each in TABLE.items() if not (each.compile or each.float8 or each.model)}
     alike = {n: each for n, each in plain.items() if each.dtype == each.reduce == "float32"}
     return {name: each for name, each in alike.items() if each.ranks <= 4 and each.loss == "mse"}
 
 
 def check(group: Ranks, where: str, layout: Layout, name: str) -> dict[str, Any]:
-    """Compare three steps with the papers' formulas."""
     found = group.run(train, layout, name)[0]
     expected = trained(name, found["before"], found["gradients"], decay=0.05)
-    error, tensor = difference(found["after"], expected)
+    error, tensor = parity.difference(found["after"], expected)
     calls = sum(number for call, number in found["collectives"].items() if call.kind == "all-reduce")
     asked = int(name in ("LAMB", "LARS") and layout.ranks > 1)
     row = {"layout": where, "name": name, "error": error, "tensor": tensor, "all_reduces": calls}
@@ -233,24 +187,57 @@ def check(group: Ranks, where: str, layout: Layout, name: str) -> dict[str, Any]
 
 
 def time_updates(dim: int) -> list[dict[str, Any]]:
-    """Return seconds of the update of each optimiser, medians in turn, and over AdamW's."""
     layout = replace(Layout(1), model=(("dim", dim), ("num_layers", 2), ("num_heads", 8)))
     runs = {name: SmallRun(layout, name=name, max_norm=0.0) for name in ("AdamW", *NAMES)}
-    found: dict[str, list[float]] = {name: [] for name in runs}
     for small in runs.values():
         for parameter in small.model.own_parameters().values():
             parameter.grad = torch.randn_like(parameter)
-    for _ in range(10):  # the first of which warms up
-        for name, small in runs.items():
-            torch.distributed.barrier()
-            begun = time.perf_counter()
-            small.state.optimizer.step()
-            torch.distributed.barrier()
-            found[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+
+    def update(small: SmallRun) -> float:
+        torch.distributed.barrier()
+        return clock(lambda: (small.state.optimizer.step(), torch.distributed.barrier()))
+
+    found = in_turns(9, {name: partial(update, small) for name, small in runs.items()}, warm_up=1)
+    medians = {name: statistics.median(times) for name, times in found.items()}
     number = sum(p.numel() for p in runs["AdamW"].model.parameters.values())
     over = {name: median / medians["AdamW"] for name, median in medians.items()}
     return [{"name": n, "parameters": number, "seconds": medians[n], "over_adamw": over[n]} for n in medians]
+
+
+def compare_resharded() -> int:
+    started, groups = time.perf_counter(), {n: Ranks(n) for n in sorted({k.ranks for k in KINDS.values()})}
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        saved = {}
+        for name, kind in KINDS.items():
+            path = Path(folder) / name.replace(" ", "-")
+            saved[name] = (path, *groups[kind.ranks].run(save, kind, path, "async_with_pinned_mem")[0])
+        for target, kind in KINDS.items():
+            for source, (path, tensors, losses) in saved.items():
+                loaded, next_losses = groups[kind.ranks].run(load, kind, path)[0]
+                wrong = differences(tensors, loaded)
+                error = max(abs(a / b - 1) for a, b in zip(next_losses, losses, strict=True))
+                limit = tolerance(KINDS[source], kind)
+                row = {"saved": source, "loaded": target, "tensors": len(tensors), "unequal": len(wrong)}
+                good = not wrong and error <= limit
+                rows.append(row | {"loss": error, "tolerance": limit, "good": good})
+                print(rows[-1], flush=True)
+    for group in groups.values():
+        group.stop()
+    record("reshard_matrix", rows)
+    numbers = {target: f"{number}" for number, target in enumerate(KINDS, start=1)}
+    cells: dict[str, dict] = {name: {"saved": f"{numbers[name]} {name}"} for name in KINDS}
+    for row in rows:
+        mark = "" if row["good"] else "!"
+        cells[row["saved"]][numbers[row["loaded"]]] = f"{row['loss']:.1e}{mark}"
+    print("next losses, relative difference; saved by (down), loaded by (across); !: wrong")
+    print(table(cells.values(), saved="<32", **dict.fromkeys(numbers.values(), ">10")))
+    bad, seconds = sum(not row["good"] for row in rows), time.perf_counter() - started
+    unequal, tensors = (sum(row[key] for row in rows) for key in ("unequal", "tensors"))
+    same = max(row["loss"] for row in rows if row["tolerance"] == 1e-5)
+    print(f"\n{len(rows)} cells, {bad} wrong; {unequal} of {tensors} tensors with other bits")
+    print(f"next losses within {same:.1e} in the same precision; {seconds:.0f} s")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -2,17 +2,13 @@
 
     .venv/bin/python benchmarks/planner_published.py
 
-Nothing runs: the efficiencies of each device are those of planning/clusters.toml, and of
-published_machines.toml for machines that differ from it. No figure is fitted to a row. The errors of "seen"
-rows were on the screen while the planner was written, those of "term" rows while a term was chosen, those of
-"held out" rows neither.
-
-Next to each figure is what needs no model: the utilisation of the nearest known run, copied. The errors of
-layouts in PyTorch go into planning/error_bands.toml, which plan.py prints next to every time.
+Nothing runs: efficiencies are those of clusters.toml and published_machines.toml, fitted to no row. "seen"
+rows were on the screen while the planner was written, "term" ones while a term was chosen, "held out" ones
+neither. Next to each figure is what needs no model: the utilisation of the nearest known run, copied. Errors
+of layouts in PyTorch go into planning/error_bands.toml, which plan.py prints with every time.
 """
 
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -23,15 +19,14 @@ from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.results_file import RESULTS, record
+from benchmarks.results_file import RESULTS, read_lines, record
 from parallelisms.degrees import Degrees
 from planning.anchor import KINDS, layout_kind
 from planning.architecture import Architecture, Shapes, cut, padded
 from planning.clusters import load_cluster
 from planning.error_bands import ANCHORED, BANDS, CALIBRATED, Band
-from planning.hardware import Cluster
 from planning.memory import GIB, memory, unit_bytes
-from planning.step_time import StepTime, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
@@ -72,8 +67,7 @@ class LanguageModel(Architecture):
         return super().attention_flops() / (2 if self.causal else 1)
 
     def computed_scores(self, attention: str) -> float:
-        """The "math" kernel computes all scores, and masks half of them."""
-        tiled = self.causal and attention != "math"
+        tiled = self.causal and attention != "math"  # which masks half of them
         return (1 + CAUSAL_BLOCK / self.tokens) / 2 if tiled else 1.0
 
     @property
@@ -90,9 +84,9 @@ class LanguageModel(Architecture):
         return 9 if backward else 5
 
     def turning_units(self, itemsize: int, compiled: bool) -> float:
-        """Compiled one pass. Uncompiled it is three in complex float32 (16 bytes a value), and RMSNorm is
-        six, to float32 and back (36 bytes, LayerNorm 4); backward twice as much. TorchTitan repeats keys and
-        values for the queries that share them.
+        """Uncompiled: three passes in complex float32 (16 bytes a value); RMSNorm's six, of 36 bytes for 4.
+
+        Backward is twice as much. TorchTitan repeats keys and values for the queries that share them.
         """
         turned = 1 + self.heads_of_keys / self.heads
         uncompiled = (16 * turned + 2 * (36 - 4)) / itemsize
@@ -103,27 +97,12 @@ class LanguageModel(Architecture):
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
 GROUPS = ("seen", "term", "held out")
-FRAMEWORKS = {  # part of a source's name -> what trained there
-    "pytorch/torchtitan": "TorchTitan",
-    "fms-fsdp": "fms-fsdp",
-    "llm-foundry": "llm-foundry",
-    "section 2": "case study",
-    "section 3": "NERSC",
-    "NERSC": "NERSC",
-    "NVIDIA": "Megatron",
-    "nvidia": "Megatron",
-    "pytorch-image-models": "timm",
-}
-FAMILIES: dict[str, str] = dict.fromkeys(("TorchTitan", "fms-fsdp", "llm-foundry"), "PyTorch")
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
 # What torch's allocator reserves over what it gives out: 15 % of eight language models on an A100 with 80 GB
 # (GMLake, arxiv.org/abs/2401.08156).
 ALLOCATOR_SLACK = 0.15
 FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
-ABOUT = (
-    *("model", "source", "cluster", "tokens", "rate", "unit", "use", "unlike", "accumulation", "degrees"),
-    *("peak_gib", "compiled_loss"),
-)
 
 
 def main() -> None:
@@ -134,9 +113,7 @@ def main() -> None:
 
 
 def judged_runs() -> list[dict[str, Any]]:
-    """All rows, each with what utilisations of runs that are not held out would have given: that of the
-    nearest, and the median of those of its device and precision.
-    """
+    """Return rows, with what utilisations of runs not held out give: the nearest's, and a median."""
     rows = [judged(run, model) for run, model in published_runs()]
     seen = [row for row in rows if row["group"] != "held out"]
     for row in rows:
@@ -157,24 +134,22 @@ def average_mfu(row: dict[str, Any], known: list[dict[str, Any]]) -> float:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Doublings of parameters, tokens and GPUs between two runs; 4 for another device, precision, mode of
-    checkpointing or kind of model.
-    """
+    """Return doublings of parameters, tokens and GPUs; 4 more for each other kind of run."""
     sizes = sum(abs(math.log2(one[key] / other[key])) for key in ("parameters", "tokens", "devices"))
     kinds = ("peak", "float8", "dtype", "checkpointing", "language")
     return sizes + 4 * sum(one[key] != other[key] for key in kinds)
 
 
 def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
-    """Each run with the architecture that it trained."""
     published = tomllib.loads(RUNS.read_text(encoding="utf-8"))
-    runs, models = published["run"], published["models"]
-    return [(run, published_model(run["model"], run["tokens"], models, unfused(run))) for run in runs]
-
-
-def unfused(run: dict[str, Any]) -> dict[str, Any]:
-    """Return what a model of these programs has: a matrix each for q, k and v."""
-    return {"fused": False} if any(part in run["source"] for part in ("torchtitan", "fms-fsdp")) else {}
+    found = []
+    for run in published["run"]:
+        # Models of these programs have a matrix each for q, k and v.
+        apart = any(part in run["source"] for part in ("torchtitan", "fms-fsdp"))
+        changes = {"fused": False} if apart else {}
+        model = published_model(run["model"], run["tokens"], published["models"], changes)
+        found.append((run, model))
+    return found
 
 
 def published_model(
@@ -200,9 +175,7 @@ class PublishedRun(Workload):
 
     @property
     def gathered_itemsize(self) -> int:
-        """TorchTitan casts to float8 before it gathers tokens, and gradients (torchao's Float8ColwiseParallel
-        and Float8RowwiseParallel).
-        """
+        """TorchTitan casts to float8 before it gathers (torchao's Float8ColwiseParallel and Rowwise)."""
         fused = isinstance(self.model, LanguageModel) and self.model.fused
         return 1 if self.float8 and not fused else self.itemsize
 
@@ -212,26 +185,23 @@ class PublishedRun(Workload):
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
-    """Other keys of a run are the workload's own."""
-    degrees, own = Degrees(**run.get("degrees", {})), {k: v for k, v in run.items() if k not in ABOUT}
+    degrees, own = (
+        Degrees(**run.get("degrees", {})),
+        {k: v for k, v in run.items() if k not in LISTS["about"]},
+    )
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
     values = model.tokens * model.out_features * (not model.reads_words)
     return PublishedRun(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)
 
 
-def predict(run: dict[str, Any], model: Architecture) -> tuple[float, StepTime, Workload, Cluster]:
-    """In the unit in which the run was published."""
-    work, cluster = workload(run, model), load_cluster(run["cluster"], [MACHINES])
-    time = step_time(work, cluster)
-    rate = time.samples_per_second
-    tokens = run["unit"] == "tokens/s/GPU"
-    return rate * model.tokens / work.degrees.world if tokens else rate, time, work, cluster
-
-
 def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
-    rate, time, work, cluster = predict(run, model)
-    mfu = time.mfu(work, cluster.device.peak["bf16"])
-    framework = next(name for part, name in FRAMEWORKS.items() if part in run["source"])
+    work, cluster = workload(run, model), load_cluster(run["cluster"], [MACHINES])
+    time, layout = step_time(work, cluster), layout_kind(work)
+    rate, mfu = time.samples_per_second, time.mfu(work, cluster.device.peak["bf16"])
+    if run["unit"] == "tokens/s/GPU":
+        rate = rate * model.tokens / work.degrees.world
+    framework = next(name for part, name in LISTS["frameworks"].items() if part in run["source"])
+    family = "PyTorch" if framework in LISTS["families"] else framework
     return {
         "what": label(run, work),
         "predicted": rate,
@@ -240,20 +210,14 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "error": rate / run["rate"] - 1,
         "mfu": mfu,
         "published_mfu": mfu * run["rate"] / rate,
-        "kind": f"{layout_kind(work) if model.reads_words else VIT}, {FAMILIES.get(framework, framework)}",
+        "kind": f"{layout if model.reads_words else VIT}, {family}",
         "group": run["use"],
         "framework": framework,
         "machine": cluster.device.name,
-        "layout": layout_kind(work),
+        "layout": layout,
         "source": run["source"],
         "unlike": run.get("unlike", ""),
-        **about(work, cluster),
-    }
-
-
-def about(work: Workload, cluster: Cluster) -> dict[str, Any]:
-    """What makes two runs neighbours."""
-    return {
+        # What makes two runs neighbours.
         "parameters": work.model.parameters,
         "tokens": work.model.tokens,
         "devices": work.degrees.world,
@@ -292,9 +256,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """A line a use and kind: the planner's errors, and those of the two ways that need no model. Bands are of
-    the runs that are not held out.
-    """
+    """Return a line a use and kind: errors of the planner, and of the two ways that need no model."""
     heads = "".join(f"  {name:<23}" for name in ("planner", "nearest run's MFU", "one MFU a device"))
     columns = "".join(f"{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7} " for _ in range(3))
     lines = [f"{'':<53}{heads}", f"{'use, kind':<40}{'runs':>5}{'in band':>9}{columns}"]
@@ -303,7 +265,11 @@ def summaries(rows: list[dict[str, Any]]) -> str:
         for kind in sorted({row["kind"] for row in found}):
             lines.append(summary(f"  {kind}", [row for row in found if row["kind"] == kind], rows))
         lines.append(summary(group, found, rows))
-    return "\n".join([*lines, summary("all", rows, rows), "", *anchored_summaries(rows)])
+    lines += [summary("all", rows, rows), "", f"{'':<54}{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7}"]
+    for kind in KINDS:
+        if errors := [abs(1 - 1 / factor) for factor in anchored_factors(rows, kind)]:
+            lines.append(f"{f'anchored, {kind}: {len(errors)} pairs':<54}{accuracy(errors)}")
+    return "\n".join(lines)
 
 
 def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
@@ -318,15 +284,6 @@ def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) 
 def accuracy(errors: list[float]) -> str:
     tenth, fifth = (sum(error <= limit for error in errors) for limit in (0.10, 0.20))
     return f"{tenth:>5}{fifth:>5}{statistics.mean(errors):>7.1%}{statistics.median(errors):>7.1%} "
-
-
-def anchored_summaries(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a kind of layout: errors with another run of its machine, framework and kind as the anchor."""
-    lines = [f"{'':<54}{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7}"]
-    for kind in KINDS:
-        if errors := [abs(1 - 1 / factor) for factor in anchored_factors(rows, kind)]:
-            lines.append(f"{f'anchored, {kind}: {len(errors)} pairs':<54}{accuracy(errors)}")
-    return lines
 
 
 def anchored_factors(rows: list[dict[str, Any]], kind: str) -> list[float]:
@@ -359,9 +316,7 @@ def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
 
 
 def band(*programs: list[float]) -> Band:
-    """Four fifths of the factors of each program are inside, however many it has: a plan is for another one.
-    Ends are rounded outwards.
-    """
+    """Four fifths of the factors of each program are inside; ends are rounded outwards."""
     inner = [sorted(each)[len(each) // 10 : len(each) - len(each) // 10] for each in programs]
     low, high = math.floor(1000 * min(map(min, inner))), math.ceil(1000 * max(map(max, inner)))
     factors = [factor for each in programs for factor in each]
@@ -373,7 +328,6 @@ def is_useful(band: Band) -> bool:
 
 
 def bands_table(rows: list[dict[str, Any]]) -> str:
-    """All kinds, with what plan.py does with each."""
     heads = "".join(f"{name:>9}" for name in ("fastest", "median", "slowest", "width"))
     lines = [f"{'a step as it was, over as planned':<40}{'runs':>6}{heads}"]
     for kind, found in bands_by_kind(rows).items():
@@ -384,7 +338,6 @@ def bands_table(rows: list[dict[str, Any]]) -> str:
 
 
 def bands_toml(rows: list[dict[str, Any]]) -> str:
-    """planning/error_bands.toml."""
     head = (
         "# Written by benchmarks/planner_published.py: seconds of a step over those planned, of published\n"
         "# runs and, where the machine was calibrated, of the last run of benchmarks/planner_accuracy.py.\n"
@@ -397,9 +350,6 @@ def bands_toml(rows: list[dict[str, Any]]) -> str:
     return head + "".join(tables)
 
 
-# -- memory
-
-
 def peaks_table() -> str:
     """Peaks of reserved memory as TorchTitan prints them, GiB. None is held out."""
     lines = [f"{'peak of reserved memory, GiB':<92}{'published':>10}{'planned':>9}{'slack':>7}{'error':>8}"]
@@ -408,10 +358,8 @@ def peaks_table() -> str:
             work = workload(run, model)
             peak = allocated_peak(work, run.get("compiled_loss", False)) / GIB
             planned = peak * (1 + ALLOCATOR_SLACK)
-            numbers = (
-                f"{published:>10.1f}{planned:>9.1f}{planned - peak:>7.1f}{planned / published - 1:>+8.1%}"
-            )
-            lines.append(f"{label(run, work):<92}{numbers}")
+            numbers = f"{published:>10.1f}{planned:>9.1f}{planned - peak:>7.1f}"
+            lines.append(f"{label(run, work):<92}{numbers}{planned / published - 1:>+8.1%}")
     return "\n".join(lines)
 
 
@@ -427,8 +375,9 @@ def allocated_peak(work: Workload, compiled_loss: bool) -> float:
 
 
 def moments(work: Workload, compiled_loss: bool) -> list[dict[str, float]]:
-    """Logits are in float32, with their log-softmax and its gradient, with tensor parallelism once more; of a
-    compiled loss there is the gradient in half precision. Blocks of 405B are gathered in float8.
+    """Logits are in float32, with their log-softmax and its gradient, with tensor parallelism once more.
+
+    Of a compiled loss there is the gradient in half precision. Blocks of 405B are gathered in float8.
     """
     found = memory(work).moments
     logits = 4 * work.states_at_once * work.rank_tokens * work.model.out_features
@@ -441,9 +390,8 @@ def moments(work: Workload, compiled_loss: bool) -> list[dict[str, float]]:
 
 
 def calibrated_factors() -> list[float]:
-    """Of the last run of benchmarks/planner_accuracy.py."""
-    lines = (RESULTS / "planner_accuracy.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [row for row in map(json.loads, lines) if row["kind"] == "time"]
+    """Return those of the last run of benchmarks/planner_accuracy.py."""
+    found = read_lines(RESULTS / "planner_accuracy.jsonl", kind="time")
     return [row["measured"] / row["predicted"] for row in found if row["time"] == found[-1]["time"]]
 
 

@@ -61,7 +61,6 @@ class RandomRun:
         return result
 
     def loss(self) -> float:
-        """Of a step, over all ranks."""
         loss = self.step().loss
         dist.all_reduce(loss)
         return loss.item() / self.model.mesh.degrees.dp

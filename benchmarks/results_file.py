@@ -3,34 +3,39 @@
 import json
 import os
 import platform
+import re
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+from command_line import text_table
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 FOLDER_VARIABLE = "ROSSBY_RESULTS"  # environment variable: the folder to record in, in place of results/
+T = TypeVar("T")
 
 
-def record(benchmark: str, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
-    """Append `rows` to <benchmark>.jsonl in the folder ROSSBY_RESULTS, or in results/ without it.
+def record(benchmark: str | Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
+    """Append `rows` to a file, or to <benchmark>.jsonl in ROSSBY_RESULTS, or in results/ without that.
 
     packages: distributions of which the versions are recorded, in addition to torch's.
     """
-    append(Path(os.environ.get(FOLDER_VARIABLE) or RESULTS) / f"{benchmark}.jsonl", rows, packages)
-
-
-def append(path: Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None:
-    """Append `rows` to the file `path`, as `record` does."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or RESULTS)
+    path = benchmark if isinstance(benchmark, Path) else folder / f"{benchmark}.jsonl"
+    about = Path("/proc/cpuinfo")  # of Linux
+    names = re.findall(r"model name\s*: (.*)", about.read_text() if about.exists() else "")
     here = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": processor(),
+        "processor": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
@@ -42,16 +47,24 @@ def append(path: Path, rows: list[dict], packages: tuple[str, ...] = ()) -> None
         file.writelines(json.dumps({**here, **row}) + "\n" for row in rows)
 
 
-def processor() -> str:
-    """Return the processor's name where Linux gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = (text.split(":")[1].strip() for text in lines if text.startswith("model name"))
-    return next(names, platform.machine())
+def parse(doc: str | None, commands: Iterable[str] = (), **defaults: Any) -> Namespace:
+    """Return the words of the command line; an option has the type of its default, False is a flag.
 
-
-def parser_of(doc: str | None) -> ArgumentParser:
-    """Return a parser with the text of a script as its help."""
-    return ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    commands: what the first word may be, the first of them where there is none. A tuple of defaults: some
+    such values; an empty one: words without an option.
+    """
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    if names := [*commands]:
+        parser.add_argument("command", nargs="?", choices=names, default=names[0])
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
+        (kind,) = {*map(type, default)} or {str} if how else {type(default)}
+        how |= {"action": "store_true"} if kind is bool else {"type": kind}
+        if default == ():
+            parser.add_argument(name, nargs="*")
+        else:
+            parser.add_argument(f"--{name}", default=default, **how)
+    return parser.parse_args()
 
 
 def require(number: Any, least: int, what: str) -> None:
@@ -66,3 +79,29 @@ def read_lines(path: Path, **wanted: Any) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def table(rows: Iterable[dict[str, Any]], **columns: str) -> str:
+    """Return rows as lines of text. columns: a key of the rows, with _ for a space, and its format."""
+    heads = [name.replace("_", " ") for name in columns]
+    lines = [[row.get(name, row.get(name.replace("_", " "))) for name in columns] for row in rows]
+    return text_table(" ".join(columns.values()), [heads, *lines])
+
+
+def clock(run: Callable[[], Any]) -> float:
+    """Return the seconds of a call, with what it gives a GPU to do."""
+    started = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def in_turns(rounds: int, measures: dict[str, Callable[[], T]], warm_up: int = 0) -> dict[str, list[T]]:
+    """Return what each measures, round by round, after rounds that do not count."""
+    found: dict[str, list[T]] = {name: [] for name in measures}
+    for number in range(-warm_up, rounds):
+        for name, measure in measures.items():
+            value = measure()
+            found[name] += [value] if number >= 0 else []
+    return found

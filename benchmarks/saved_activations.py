@@ -1,18 +1,14 @@
 """What a block keeps for its backward pass in each mode of checkpointing: measured, stated, planned.
 
-    .venv/bin/python benchmarks/saved_activations.py [--dim 384] [--rounds 7]
+    .venv/bin/python benchmarks/saved_activations.py [--dim 384]
 
 In units of T d: tokens x width numbers of the compute dtype. On a CPU every storage that is alive after a
-forward pass counts, on a GPU what the allocator holds; a block is the difference of four and two. The time
-is of a forward and a backward pass, interleaved medians, relative to mode "none". Ends with 1 where a count
-is off by more than 1 % (on a GPU, 5 %).
+forward pass counts, on a GPU what the allocator holds; a block is the difference of four and two. Ends with 1
+where a count is off by more than 1 % (on a GPU, 5 %).
 """
 
-import dataclasses
-import statistics
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.results_file import parser_of, record, require
-from command_line import text_table
+from benchmarks.results_file import parse, record, require, table
 from config import ActivationCheckpoint, Model
 from models.initialization import init_weights
 from models.vit import VisionTransformer
@@ -42,13 +37,11 @@ TOLERANCE = {"cpu": 0.01, "cuda": 0.05}
 
 @dataclass(frozen=True)
 class Case:
-    """A model of blocks of one width, and how it is run."""
-
     dim: int
     batch: int
-    mode: str
+    mode: Any
     dtype: str = "bfloat16"  # under autocast; float32 without
-    backend: str = "sdpa"
+    backend: Any = "sdpa"
     compiled: bool = False
     tokens = GRID[0] * GRID[1]
 
@@ -60,7 +53,6 @@ class Case:
 
     @property
     def stated(self) -> float:
-        """Units of the docs."""
         scores = self.tokens / 64 if self.backend == "math" else 0.0
         return stated_units(self.mode, every_n_blocks=EVERY_N, scores=scores)
 
@@ -73,18 +65,17 @@ class Blocks:
     """A model of `layers` blocks on a device, and one batch for it."""
 
     def __init__(self, case: Case, layers: int, device: torch.device) -> None:
-        shape = Model("vit", (1, 1), case.dim, layers, case.dim // 64, attention_backend=case.backend)  # type: ignore[arg-type]
+        shape = Model("vit", (1, 1), case.dim, layers, case.dim // 64, attention_backend=case.backend)
         self.model = VisionTransformer(2, 2, GRID, shape)
         init_weights(self.model, 0)
         self.model.to(device)
-        settings = ActivationCheckpoint(case.mode, EVERY_N)  # type: ignore[arg-type]
+        settings = ActivationCheckpoint(case.mode, EVERY_N)
         apply_activation_checkpoint(self.model, settings, compiled=case.compiled)
         if case.compiled:
             apply_compile(self.model)
         self.x = torch.randn(case.batch, case.tokens, 2, device=device)
         self.device = device
-        half = case.dtype == "bfloat16"
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=half)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.dtype == "bfloat16")
 
     def loss(self) -> Tensor:
         with self.autocast:
@@ -96,24 +87,11 @@ class Blocks:
             self.loss().backward()  # compiles, and makes the gradients
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-            loss = self.loss()
-            held = torch.cuda.memory_allocated() - before
-            del loss
-            return held
+            loss = self.loss()  # kept alive until its bytes are counted
+            return torch.cuda.memory_allocated() - before
         with Storages() as storages:
-            loss = self.loss()
-        held = storages.live_bytes(self.model)
-        del loss
-        return held
-
-    def seconds(self) -> float:
-        """Of a forward and a backward pass."""
-        started = time.perf_counter()
-        self.loss().backward()
-        self.model.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+            loss = self.loss()  # noqa: F841
+        return storages.live_bytes(self.model)
 
 
 def units(case: Case, device: torch.device) -> float:
@@ -123,59 +101,30 @@ def units(case: Case, device: torch.device) -> float:
     tell apart, do not depend on it.
     """
     torch._dynamo.reset()
-    cases = [case]
-    if device.type == "cuda":
-        cases.insert(0, dataclasses.replace(case, batch=2 * case.batch))
+    cases = [*([replace(case, batch=2 * case.batch)] if device.type == "cuda" else []), case]
     found = [(Blocks(c, 4, device).alive() - Blocks(c, 2, device).alive()) / 2 for c in cases]
     return (found[0] - sum(found[1:])) / unit_bytes(case.workload)
 
 
-def overheads(cases: list[Case], rounds: int, device: torch.device) -> list[float]:
-    """Time of each case over that of the first, less 1; medians of interleaved rounds after a warm-up."""
-    torch._dynamo.reset()
-    blocks = [Blocks(case, 4, device) for case in cases]
-    times: list[list[float]] = [[] for _ in blocks]
-    for number in range(-1, rounds):
-        for found, block in zip(times, blocks, strict=True):
-            seconds = block.seconds()
-            if number >= 0:
-                found.append(seconds)
-    ratios = [[t / first for t, first in zip(found, times[0], strict=True)] for found in times]
-    return [statistics.median(found) - 1 for found in ratios]
-
-
-def rows_of(cases: list[Case], rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """Measure cases, of which the first has mode "none"."""
-    rows = []
-    for case, slower in zip(cases, overheads(cases, rounds, device), strict=True):
-        row = dataclasses.asdict(case) | {"device": device.type, "tokens": case.tokens, "slower": slower}
-        rows.append(row | {"units": units(case, device), "stated": case.stated, "planned": case.planned})
-    return rows
-
-
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = parse(__doc__, dim=384)
     require(options.dim, 64, "features, of which a head has 64")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kinds = (("bfloat16", "sdpa"), ("float32", "sdpa"), ("bfloat16", "math"))
-    groups = [[Case(options.dim, options.batch, mode, *kind) for mode in MODES] for kind in kinds]
+    cases = [Case(options.dim, 1, mode, *kind) for kind in kinds for mode in MODES]
     if device.type == "cuda":  # where all of a block can be counted, what the compiler makes of it
-        groups.append([Case(options.dim, options.batch, mode, compiled=True) for mode in MODES[:3]])
-    rows = [row for group in groups for row in rows_of(group, options.rounds, device)]
+        cases += [Case(options.dim, 1, mode, compiled=True) for mode in MODES[:3]]
+    rows = []
+    for case in cases:
+        numbers = {"units": units(case, device), "stated": case.stated, "planned": case.planned}
+        rows.append(asdict(case) | {"device": device.type, "tokens": case.tokens} | numbers)
     record("saved_activations", rows)
-    lines: list[tuple] = [("mode", "dtype", "attention", "units of T d", "stated", "planned", "slower")]
-    for row in rows:
-        kind = row["backend"] + (", c." if row["compiled"] else "")
-        numbers = (row["units"], row["stated"], row["planned"], row["slower"])
-        lines.append((row["mode"], row["dtype"], kind, *numbers))
-    print(text_table("<16 <10 <11 >13.2f >9.2f >9.2f >+9.1%", lines))
-    limit, wrong = TOLERANCE[device.type], 0
-    for row in rows:
-        wrong += max(abs(row[name] / row["units"] - 1) for name in ("stated", "planned")) > limit
+    columns = {"mode": "<16", "dtype": "<10", "backend": "<9", "compiled": ">9", "units": ">7.2f"}
+    print(table(rows, **columns, stated=">9.2f", planned=">9.2f"))
+    limit, pairs = TOLERANCE[device.type], [(row["units"], row["stated"], row["planned"]) for row in rows]
+    wrong = sum(
+        max(abs(stated / found - 1), abs(planned / found - 1)) > limit for found, stated, planned in pairs
+    )
     print(f"\n{wrong} of {len(rows)} counts off by more than {limit:.0%}")
     return 1 if wrong else 0
 

@@ -1,10 +1,10 @@
-"""Scores, climatology, spectra and regridding against the code of WeatherBench2 and WeatherBench-X.
+"""Scores against WeatherBench2's and WeatherBench-X's own code.
 
     PYTHONPATH=<checkout of weatherbench2>:<checkout of weatherbenchX>:<their requirements> \
         .venv/bin/python benchmarks/weatherbench_parity.py
 
-Neither is a requirement of Rossby. Random fields, on a grid with poles and on one without; a row a score and
-tool with the largest relative difference. Ends with 1 when one is above 1e-6.
+Random fields, on a grid with poles and on one without; a row a score and tool with the largest relative
+difference. Ends with 1 when one is above 1e-6.
 """
 
 import os
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xarray as xr
 
-from benchmarks.results_file import record
+from benchmarks.results_file import parse, record, table
 from datasets.archive import open_archive
 from datasets.grid import Grid
 from datasets.regrid import Regridder
@@ -32,20 +32,14 @@ from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
 
 TOLERANCE = 1e-6
-os.environ["JAX_ENABLE_X64"] = "1"  # WeatherBench2 regrids with jax, else in float32
 GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))
-LEADS = [6, 24, 72]
+LEAD_HOURS = [6, 24, 72]
 BOXES = [name for name, region in REGIONS.items() if len(region.latitudes) * len(region.longitudes) == 1]
 
 
-def load(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        sys.exit(f"weatherbench_parity: {error}; see the command at the top of this file")
-
-
 def main() -> int:
+    parse(__doc__)
+    os.environ["JAX_ENABLE_X64"] = "1"  # WeatherBench2 regrids with jax, else in float32
     rows = []
     for coords in GRIDS:
         for members in (0, 5):
@@ -56,30 +50,27 @@ def main() -> int:
     for each in rows:
         key = each["tool"], each["score"]
         worst[key] = max(worst.get(key, 0.0), each["difference"])
-    record(
-        "weatherbench_parity",
-        [{"tool": tool, "score": score, "difference": worst[tool, score]} for tool, score in sorted(worst)],
-    )
-    print(f"{'tool':<16}{'score':<32}{'largest relative difference':>28}")
-    for (tool, score), difference in sorted(worst.items()):
-        print(f"{tool:<16}{score:<32}{difference:>28.1e}")
-    bad = {key: difference for key, difference in worst.items() if not difference <= TOLERANCE}
+    found = [
+        {"tool": tool, "score": score, "difference": worst[tool, score]} for tool, score in sorted(worst)
+    ]
+    record("weatherbench_parity", found)
+    print(table(found, tool="<16", score="<32", difference=">12.1e"))
+    bad = [key for key, difference in worst.items() if not difference <= TOLERANCE]
     print(f"\n{len(worst)} scores, {len(bad)} above {TOLERANCE:g}")
     return 1 if bad else 0
 
 
 def compare(coords: dict[str, np.ndarray], members: int, folder: Path) -> list[dict]:
-    """All scores of one set of forecasts, by us and by both tools."""
+    """Compare all scores of one set of forecasts with those of both tools."""
     truth = analyses(coords, 26)
-    forecast, means = forecasts(truth, 6, LEADS, members), climatology(truth)
+    forecast, means = forecasts(truth, 6, LEAD_HOURS, members), climatology(truth)
     opened = open_forecast(write(forecast, folder / "forecast.zarr"))
     archive = open_archive(write(truth, folder / "truth.zarr"))
     clim = open_climatology(write(means, folder / "climatology.zarr"))
     ours = evaluate(opened, archive, clim, regions=list(REGIONS), detailed_hours=[24])
     wide = [dataset.astype("f8") for dataset in (forecast, truth, means)]
-    observed, mean = wide[1:]
-    rows = weatherbench2_scores(ours, wide[0], observed, mean, members)
-    rows += weatherbench_x_scores(ours, wide[0], observed, mean, members)
+    rows = weatherbench2_scores(ours, wide[0], wide[1], wide[2], members)
+    rows += weatherbench_x_scores(ours, wide[0], wide[1], wide[2], members)
     return rows + ([] if members else spectra(ours, wide[0]))
 
 
@@ -94,7 +85,7 @@ def matched(forecast: xr.Dataset, truth: xr.Dataset) -> tuple[xr.Dataset, xr.Dat
 def weatherbench2_scores(
     ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
 ) -> list[dict]:
-    metrics, regions = load("weatherbench2.metrics"), load("weatherbench2.regions")
+    metrics, regions = import_module("weatherbench2.metrics"), import_module("weatherbench2.regions")
     forecast, truth = matched(forecast, truth)
     u, v = "u_component_of_wind", "v_component_of_wind"
     wind = {"u_name": u, "v_name": v, "vector_name": "wind_vector"}
@@ -104,55 +95,40 @@ def weatherbench2_scores(
         known |= {"spread": metrics.EnsembleVariance(**name)}
         known |= {"rmse_sqrt_before_time_avg": metrics.EnsembleMeanRMSESqrtBeforeTimeAvg(**name)}
     else:
-        known = {
-            "mse": metrics.MSE([metrics.WindVectorMSE(**wind)]),
-            "mae": metrics.MAE(),
-            "bias": metrics.Bias(),
-        }
+        known = {"mse": metrics.MSE([metrics.WindVectorMSE(**wind)]), "mae": metrics.MAE()}
+        known |= {"bias": metrics.Bias(), "acc": metrics.ACC(means)}
         roots = [metrics.WindVectorRMSESqrtBeforeTimeAvg(**wind)]
-        known |= {
-            "acc": metrics.ACC(means),
-            "rmse_sqrt_before_time_avg": metrics.RMSESqrtBeforeTimeAvg(roots),
-        }
+        known["rmse_sqrt_before_time_avg"] = metrics.RMSESqrtBeforeTimeAvg(roots)
     rows = []
     for score, metric in known.items():
         for region in REGIONS:
-            theirs = metric.compute(forecast, truth, box(regions, region))
+            found = REGIONS[region]  # as WeatherBench2 writes it in scripts/evaluate.py
+            limits = [[slice(*each) for each in side] for side in (found.latitudes, found.longitudes)]
+            box = regions.SliceRegion(lat_slice=limits[0], lon_slice=limits[1])
+            theirs = metric.compute(forecast, truth, box)
             theirs = theirs**0.5 if score == "spread" else theirs
             rows.append(row("WeatherBench2", score, ours.scores.sel(metric=score, region=region), theirs))
     return rows
 
 
-def box(regions: Any, name: str) -> Any:
-    """One of our regions as WeatherBench2 writes it in scripts/evaluate.py."""
-    found = REGIONS[name]
-    limits = [[slice(*each) for each in side] for side in (found.latitudes, found.longitudes)]
-    return regions.SliceRegion(lat_slice=limits[0], lon_slice=limits[1])
-
-
 def weatherbench_x_scores(
     ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
 ) -> list[dict]:
-    deterministic, ensemble = (
-        load(f"weatherbenchX.metrics.{name}") for name in ("deterministic", "probabilistic")
-    )
-    aggregation, binning, weighting = (
-        load(f"weatherbenchX.{name}") for name in ("aggregation", "binning", "weighting")
+    names = ("metrics.deterministic", "metrics.probabilistic", "aggregation", "binning", "weighting")
+    deterministic, ensemble, aggregation, binning, weighting = (
+        import_module(f"weatherbenchX.{n}") for n in names
     )
     forecast, truth = matched(forecast, truth)
     if members:
-        known = {
-            "crps": ensemble.CRPSEnsemble(),
-            "unbiased_spread_skill_ratio": ensemble.UnbiasedSpreadSkillRatio(),
-        }
+        known = {"crps": ensemble.CRPSEnsemble()}
+        known["unbiased_spread_skill_ratio"] = ensemble.UnbiasedSpreadSkillRatio()
     else:
         known = {"rmse": deterministic.RMSE(), "mae": deterministic.MAE(), "bias": deterministic.Bias()}
         known |= {"mse": deterministic.MSE(), "acc_ratio_of_means": deterministic.ACC(means)}
         known |= {"forecast_activity": deterministic.PredictionActivity(means)}
     boxes = {name: (REGIONS[name].latitudes[0], REGIONS[name].longitudes[0]) for name in BOXES}
-    aggregator = aggregation.Aggregator(
-        ["init_time", "latitude", "longitude"], [binning.Regions(boxes)], [weighting.GridAreaWeighting()]
-    )
+    axes, area = ["init_time", "latitude", "longitude"], weighting.GridAreaWeighting()
+    aggregator = aggregation.Aggregator(axes, [binning.Regions(boxes)], [area])
     single = aggregation.compute_metric_values_for_single_chunk
     theirs = single(known, aggregator, dict(forecast), dict(truth))
     rows = []
@@ -164,25 +140,25 @@ def weatherbench_x_scores(
 
 
 def row(tool: str, score: str, ours: xr.Dataset, theirs: xr.Dataset) -> dict:
-    """The largest difference over all variables, levels, leads and regions, over the largest value of each.
-
-    Both must be undefined in the same places (regions without a cell).
-    """
+    """Return the largest difference, over the value; both must be undefined for the same empty regions."""
     differences = []
     for name in theirs.data_vars:
         a, b = xr.align(ours[name], theirs[name], join="exact", exclude=["time"])
         b = b.transpose(*a.dims)
         assert (np.isnan(a.values) == np.isnan(b.values)).all(), (tool, score, name)
         size = np.maximum(np.abs(b.values), 1e-3 * np.nanmax(np.abs(b.values)))  # a bias may be near 0
-        differences.append(
-            np.nanmax(np.abs(a.values - b.values) / size) if np.isfinite(b.values).any() else 0.0
-        )
+        error = np.abs(a.values - b.values) / size
+        differences.append(np.nanmax(error) if np.isfinite(b.values).any() else 0.0)
     return {"tool": tool, "score": score, "difference": float(max(differences))}
+
+
+def apart(score: str, ours: Any, theirs: Any) -> dict:
+    return {"tool": "WeatherBench2", "score": score, "difference": float(np.abs(ours / theirs - 1).max())}
 
 
 def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
     """Energy by latitude, and interpolated to common frequencies and averaged from 30 to 60 degrees north."""
-    derived = load("weatherbench2.derived_variables")
+    derived = import_module("weatherbench2.derived_variables")
     assert ours.spectra is not None
     rows = []
     for name in ("geopotential", "2m_temperature"):
@@ -190,21 +166,18 @@ def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
         theirs = derived.ZonalEnergySpectrum(name).compute(fields)
         mean = theirs.mean("time").rename(prediction_timedelta="lead_time").isel(latitude=slice(1, -1))
         own = ours.spectra[name].sel(source="forecast", latitude=mean.latitude)
-        wanted = mean.transpose(*own.dims)
-        error = float(abs(own / wanted - 1).max())
-        rows.append({"tool": "WeatherBench2", "score": "zonal energy spectrum", "difference": error})
+        rows.append(apart("zonal energy spectrum", own, mean.transpose(*own.dims)))
         band = mean.sel(latitude=slice(30, 60))
         common = derived.interpolate_spectral_frequencies(band, "zonal_wavenumber").mean("latitude")
         ours_band = mean_over_latitudes(ours.spectra[name].sel(source="forecast"), [(30, 60)])
-        wanted = common.transpose(*ours_band.dims)
-        error = float(np.abs(ours_band.values / wanted.values - 1).max())
-        rows.append({"tool": "WeatherBench2", "score": "spectrum, 30 to 60 degrees", "difference": error})
+        wanted = common.transpose(*ours_band.dims).values
+        rows.append(apart("spectrum, 30 to 60 degrees", ours_band.values, wanted))
     return rows
 
 
 def others(coords: dict[str, np.ndarray]) -> list[dict]:
-    """Climatology of four years, one of them a leap year, on a few cells; regridding to this grid."""
-    utils, regridding = load("weatherbench2.utils"), load("weatherbench2.regridding")
+    """Compare the climatology of four years, one a leap year, on a few cells; regridding to this grid."""
+    utils, regridding = import_module("weatherbench2.utils"), import_module("weatherbench2.regridding")
     times = np.arange("2017-01-01", "2021-01-01", np.timedelta64(6, "h"), dtype="datetime64[ns]")
     rng = np.random.default_rng(0)
     values = rng.normal(280, 9, (len(times), 4, 8)).astype("f4")
@@ -216,8 +189,7 @@ def others(coords: dict[str, np.ndarray]) -> list[dict]:
         dates = np.arange(len(archive.times))
         compute_climatology(archive, ["2m_temperature"], dates, f"{folder}/climatology.zarr")
         ours = xr.open_zarr(f"{folder}/climatology.zarr")["2m_temperature"].load()
-    error = float(abs(ours / theirs.transpose(*ours.dims) - 1).max())
-    rows = [{"tool": "WeatherBench2", "score": "climatology (stored as float32)", "difference": error}]
+    rows = [apart("climatology (stored as float32)", ours, theirs.transpose(*ours.dims))]
     source, target = grid(73, 144, poles=True), coords
     fields = rng.normal(280, 9, (3, 73, 144))
     poles = bool(abs(target["latitude"][0]) == 90)
@@ -228,8 +200,7 @@ def others(coords: dict[str, np.ndarray]) -> list[dict]:
     wanted = np.asarray(regridder.regrid_array(fields.swapaxes(1, 2))).swapaxes(1, 2)
     north = [Grid(side["latitude"][::-1], side["longitude"]) for side in (source, target)]
     mine = Regridder(north[0], north[1])(torch.from_numpy(fields[:, ::-1].copy())).numpy()[:, ::-1]
-    error = float(np.abs(mine / wanted - 1).max())
-    return [*rows, {"tool": "WeatherBench2", "score": "conservative regridding", "difference": error}]
+    return [*rows, apart("conservative regridding", mine, wanted)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/cluster.sh, rehearsed: its table and its picture."""
+"""benchmarks/cluster.sh, rehearsed, and its table."""
 
 import json
 import os
@@ -14,13 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_a_rehearsal_on_two_ranks_ends_in_table_and_picture(tmp_path: Path) -> None:
+def test_a_rehearsal_on_two_ranks_ends_in_its_table(tmp_path: Path) -> None:
     environment = os.environ | {"OUT": str(tmp_path), "NGPU": "2", "ROSSBY_PYTHON": sys.executable}
     command = ["benchmarks/cluster.sh", "--rehearse"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layouts against one process, 0 out of tolerance" in done.stdout
-    assert (tmp_path / "cluster.png").stat().st_size > 10_000
     rows = [json.loads(line) for line in (tmp_path / "cluster.jsonl").read_text().splitlines()]
     assert {row["part"] for row in rows} == {"parity", "links", "scaling"}
     assert not [row for row in rows if "failed" in row]

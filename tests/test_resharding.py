@@ -1,4 +1,4 @@
-"""Any layout loads what any other saved: a part of benchmarks/reshard_matrix.py."""
+"""Any layout loads what any other saved: a part of benchmarks/layout_parity.py --reshard."""
 
 import pytest
 
