@@ -70,6 +70,9 @@ def model_figures() -> list[Figure]:
         Figure("data in float32", "200 TB", 4 * values / 1e12, "TB", 49.9),
         Figure("data in float16, uncompressed", "35 TB", 2 * values / 1e12, "TB", 25.0),
         Figure("tokens, 16 x 16 patches", "4,096", big.tokens, "", 8192),
+        Figure("tokens, 16 x 32 patches", "-", study_model((16, 32)).tokens, "", 4096),
+        Figure("TFLOP a sample, 4,096 tokens", "-", 3 * study_model((16, 32)).flops() / 1e12, "", 48.9),
+        Figure("TFLOP a sample, 8,192 tokens", "-", 3 * big.flops() / 1e12, "", 126.8),
         Figure("parameters", "1.2 B", big.parameters / 1e9, "B", 1.386),
         Figure("checkpoint, fp32 and Adam", "12 GB", 3 * FLOAT32 * big.parameters / 1e9, "GB", 16.6),
         Figure("tutorial: parameters, 360 x 720", "23.8 M", small.parameters / 1e6, "M", 23.8),
@@ -124,6 +127,7 @@ def speed_figures() -> list[Figure]:
         Figure("2,000 warm-up steps of all", "5-10 %", 100 * 2000 / steps, "%", 35.1),
         Figure("learning rate, batch 3,072", "0.1152", linear, "", 0.1152),
         Figure("tutorial: learning rate, batch 1,024", "4e-3", sqrt, "", 4e-3),
+        Figure("z500 of 3.21 hPa, as decametres", "-", 3.21 * 10 * 9.80665, "m2 s-2", 314.8),
     ]
 
 
