@@ -69,15 +69,6 @@ def test_a_whole_number_of_intervals_has_no_last_piece() -> None:
     assert expected_time(0.3, Saves(interval=0.1, stall=1.0), rate=0.0).stalls == 3.0
 
 
-def test_small_rates_are_first_order() -> None:
-    """N (restart + interval/2 + write), with N = rate x work."""
-    saves, rate, work = Saves(interval=600.0, stall=5.0, write=60.0, restart=900.0), 1e-9, 6e6
-    time = expected_time(work, saves, rate)
-    each = saves.restart + (saves.interval + saves.stall) / 2 + saves.write
-    lost = time.wall - work - time.stalls
-    assert lost == pytest.approx(rate * (work + time.stalls) * each, rel=1e-3)
-
-
 def test_wall_is_the_sum_of_its_parts() -> None:
     time = expected_time(1e5, Saves(2e3, stall=30.0, write=100.0, restart=500.0), rate=1e-4)
     assert time.wall == pytest.approx(time.work + time.stalls + time.restarts + time.redone)
