@@ -107,7 +107,7 @@ def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr
 def test_a_cell_that_the_climatology_lacks_has_no_anomaly(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     means = climatology(truth)
     means["2m_temperature"][..., 1, 1] = np.nan
-    found = evaluate(*opened, open_climatology(write(means, tmp_path / "means.zarr"))).scores
+    found = evaluate(*opened, climatology=open_climatology(write(means, tmp_path / "means.zarr"))).scores
     plain = evaluate(*opened).scores
     np.testing.assert_array_equal(rmse(found, "2m_temperature"), rmse(plain, "2m_temperature"))
     assert np.isfinite(found["2m_temperature"].sel(metric=["acc", "truth_activity"])).all()
