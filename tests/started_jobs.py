@@ -16,31 +16,42 @@ from tests.sample_archives import weatherbench
 
 ROOT = Path(__file__).parent.parent
 ENDLESS = 100_000  # steps
-
-
-def write_config(folder: Path) -> Path:
-    """A configuration of waves on a small grid, trained on until it is ended, and the archive it names."""
-    time = np.datetime64("2020-01-01", "ns") + np.arange(40) * np.timedelta64(6, "h")
-    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
-    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(40)[:, None, None]
-    u = 10 * np.cos(np.deg2rad(latitude))[None, :, None] * np.sin(2 * phase)
-    dims = ("time", "latitude", "longitude")
-    ds = xr.Dataset(
-        {"10m_u_component_of_wind": (dims, u.astype("f4"))},
-        {"time": time, "latitude": latitude, "longitude": longitude},
-    )
-    path = folder / "tiny.toml"
-    path.write_text(f"""
-[data]
-path = "{weatherbench(folder, ds)}"
-variables = ["10m_u_component_of_wind"]
-train_period = ["2020-01-01", "2020-01-09"]
+LATITUDE, LONGITUDE = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
+SMALL_MODEL = """
 [model]
 attention_backend = "sdpa"
 patch_size = [3, 4]
 dim = 16
 num_layers = 2
 num_heads = 2
+"""
+
+
+def small_wave(num_dates: int, number: int = 2, size: float = 10.0) -> np.ndarray:
+    """A wave (T, 6, 8) of so many crests that travels east."""
+    phase = np.deg2rad(LONGITUDE) + 0.4 * np.arange(num_dates)[:, None, None]
+    return size * np.cos(np.deg2rad(LATITUDE))[:, None] * np.sin(number * phase)
+
+
+def small_dataset(fields: dict[str, np.ndarray]) -> xr.Dataset:
+    """Analyses of winds (T, 6, 8), every six hours from 2020 on."""
+    number = len(next(iter(fields.values())))
+    time = np.datetime64("2020-01-01", "ns") + np.arange(number) * np.timedelta64(6, "h")
+    coords = {"time": time, "latitude": LATITUDE, "longitude": LONGITUDE}
+    about = {"units": "m s-1"}
+    return xr.Dataset({n: (tuple(coords), each.astype("f4"), about) for n, each in fields.items()}, coords)
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration of waves on a small grid, trained on until it is ended, and the archive it names."""
+    ds = small_dataset({"10m_u_component_of_wind": small_wave(40)})
+    path = folder / "tiny.toml"
+    path.write_text(f"""
+[data]
+path = "{weatherbench(folder, ds)}"
+variables = ["10m_u_component_of_wind"]
+train_period = ["2020-01-01", "2020-01-09"]
+{SMALL_MODEL}
 [lr_scheduler]
 warmup_steps = 5
 decay_type = "constant"

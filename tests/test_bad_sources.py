@@ -247,22 +247,6 @@ patch_size = [1, 1]
     assert open_selection(data, (1, 1), ()).train.tolist() == [1, 2]
 
 
-def test_removed_keys_are_accepted_at_their_default(tmp_path):
-    """A run's config.toml of an earlier version has every key."""
-    config = write_config(tmp_path)
-    text = config.read_text()
-    config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = ""\ndisk_cache_gib = 100.0\n', 1))
-    load_checked(["--job.config_file", str(config)])
-    config.write_text(text + '[comm]\nbackend = "auto"\n[fault_tolerance]\nenable = false\ngroup_size = 1\n')
-    load_checked(["--job.config_file", str(config)])
-    config.write_text(text + "[fault_tolerance]\ngroup_size = 2\n")
-    with pytest.raises(ConfigError, match="fault_tolerance.group_size = 2: .*removed.*restart the ranks"):
-        load_checked(["--job.config_file", str(config)])
-    config.write_text(text.replace("[data]\n", '[data]\ndisk_cache_path = "/tmp/x"\n', 1))
-    with pytest.raises(ConfigError, match="data.disk_cache_path = .*removed.*datasets.convert"):
-        load_checked(["--job.config_file", str(config)])
-
-
 # -- regions
 
 

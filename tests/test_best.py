@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps
 from config import Checkpoint, Config, Job, Validation
+from tests.planned import run_train
 from tests.started_jobs import write_config
-from train import train
 from training.best import Best, history, link_folder
 from training.config_checks import load_checked
 
@@ -114,29 +113,10 @@ def test_a_score_of_the_validation_is_accepted(tmp_path):
 
 def test_an_early_stop_validates_its_last_step_once(tmp_path):
     """The learning rate is 0: no validation is better than the first."""
-    words = [
-        *VALIDATION,
-        "--validation.interval",
-        "2",
-        "--validation.lead_hours",
-        "[6]",
-        "--training.steps",
-        "20",
-    ]
-    words += [
-        "--checkpoint.enable",
-        "true",
-        "--checkpoint.interval",
-        "10",
-        "--checkpoint.async_mode",
-        "disabled",
-    ]
-    words += ["--checkpoint.keep_best", "val/loss", "--validation.early_stop_patience", "2"]
+    words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]", "--training.steps=20"]
+    words += ["--checkpoint.interval=10", "--checkpoint.async_mode=disabled"]
+    words += ["--checkpoint.keep_best=val/loss", "--validation.early_stop_patience=2"]
     files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    try:
-        train(load_checked([*files, *words, "--optimizer.lr", "1e-30", "--validation.plots", "false"]))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    run_train(*files, *words, "--optimizer.lr", "1e-30", "--validation.plots", "false")
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "val/loss" in record] == [2, 4, 6]

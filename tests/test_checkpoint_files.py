@@ -81,39 +81,20 @@ def craft(folder: Path) -> str:
     (folder / ".metadata").write_bytes(pickle.dumps(Code()))
     manifest = read_manifest(folder)
     files = {name: (entry["bytes"], entry["crc32"]) for name, entry in manifest.pop("files").items()}
-    import zlib
-
-    content = (folder / ".metadata").read_bytes()
-    files[".metadata"] = (len(content), zlib.crc32(content))
+    files[".metadata"] = ((folder / ".metadata").stat().st_size, crc32_of(folder / ".metadata"))
     write_manifest(folder, manifest, files)
     return ".metadata: refused: carries posix.system"
 
 
-HARMS = (
-    truncate,
-    flip_a_bit,
-    lose_a_shard,
-    lose_the_manifest,
-    flip_the_manifest,
-    cut_the_manifest,
-    craft,
-)
+HARMS = (truncate, flip_a_bit, lose_a_shard, lose_the_manifest, flip_the_manifest, cut_the_manifest, craft)
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    build,  # noqa: F811
-    tmp_path,
-    caplog,
-    monkeypatch,
-    harm,
-):
+def test_a_damaged_checkpoint_is_named(build, tmp_path, caplog, monkeypatch, harm):  # noqa: F811
+    """And the one before it taken."""
     monkeypatch.chdir(tmp_path)
     run, checkpointer = Run(), build()
-    for _ in range(2):
-        run.step(checkpointer)
-        run.save(checkpointer)
-    checkpointer.wait()
+    run.step_and_save(checkpointer, 2)
     said = harm(step_folder(tmp_path, 2))
     other = Run(seed=1)
     assert resume(build(), other.state) and other.state.progress.step == 1
@@ -125,9 +106,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 
 def test_with_only_damaged_checkpoints_nothing_starts_over(build, tmp_path):  # noqa: F811
     run, checkpointer = Run(), build()
-    run.step()
-    run.save(checkpointer)
-    checkpointer.wait()
+    run.step_and_save(checkpointer)
     truncate(step_folder(tmp_path, 1))
     for _ in range(2):  # not at the next start either
         with pytest.raises(ValueError, match=r"no checkpoint is left .* \(step-00000001.damaged\)"):
@@ -136,8 +115,7 @@ def test_with_only_damaged_checkpoints_nothing_starts_over(build, tmp_path):  # 
 
 def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F811
     run, checkpointer = Run(), build("disabled")
-    run.step()
-    run.save(checkpointer)
+    run.step_and_save(checkpointer)
     folder = step_folder(tmp_path, 1)
     original = (folder / ".metadata").read_bytes()
     check_files(folder)
@@ -158,9 +136,7 @@ def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
 
 def test_what_is_being_read_is_not_deleted(build, tmp_path):  # noqa: F811
     run, checkpointer = Run(), build("disabled", keep=0)
-    for _ in range(3):
-        run.step()
-        run.save(checkpointer)
+    run.step_and_save(checkpointer, 3)
     with reading(step_folder(tmp_path, 1)):
         prune(tmp_path, 1)
         assert complete_steps(tmp_path) == [1, 3]
@@ -185,9 +161,7 @@ def test_checkpoints_are_read_and_pruned_without_locks(build, tmp_path, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     run, checkpointer = Run(), build("disabled", keep=1)
-    for _ in range(2):
-        run.step()
-        run.save(checkpointer)
+    run.step_and_save(checkpointer, 2)
     other = Run(seed=1)
     assert resume(build(), other.state) and other.state.progress.step == 2 and complete_steps(tmp_path) == [2]
 
@@ -211,8 +185,7 @@ def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, c
     before = sorted(folder.iterdir())
     run, checkpointer = Run(), build("disabled", folder=folder)
     assert not resume(checkpointer, run.state)
-    run.step()
-    run.save(checkpointer)
+    run.step_and_save(checkpointer)
     assert complete_steps(folder) == [1]
     assert (elsewhere / "precious").exists() and set(before) < set(folder.iterdir())
     assert caplog.text.count("left alone") == 4
@@ -221,9 +194,7 @@ def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, c
 def test_a_rollback_removes_what_a_process_reads(build, tmp_path):  # noqa: F811
     """It stayed the newest: a restart resumed from the bad weights, and saving that step again failed."""
     run, checkpointer = Run(), build("disabled", keep=0)
-    for _ in range(3):
-        run.step()
-        run.save(checkpointer)
+    run.step_and_save(checkpointer, 3)
     tensors = run.state.state_dict()
     with reading(step_folder(tmp_path, 3)):
         checkpointer.remove_after(1)
@@ -238,9 +209,7 @@ def test_a_rollback_removes_what_a_process_reads(build, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", ".metadata"])
 def test_a_checkpoint_that_may_not_be_read_is_not_set_aside(build, tmp_path, monkeypatch, name):  # noqa: F811
     run, checkpointer = Run(), build()
-    for _ in range(2):
-        run.step()
-        run.save(checkpointer)
+    run.step_and_save(checkpointer, 2)
     real = Path.open
 
     def forbid(path: Path, *arguments, **options):
@@ -271,11 +240,8 @@ def test_a_checkpoint_of_the_version_before_resumes(build, tmp_path):  # noqa: F
 def test_a_file_without_permission_is_one_line():
     """Also where no code expects it: metrics.jsonl, or the folder of a run."""
     line = one_line(PermissionError(errno.EACCES, "Permission denied", "runs/metrics.jsonl"))
-    assert (
-        line
-        and line.startswith("runs/metrics.jsonl: permission denied")
-        and one_line(OSError(28, "full")) is None
-    )
+    assert line and line.startswith("runs/metrics.jsonl: permission denied")
+    assert one_line(OSError(28, "full")) is None
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[model", b""])

@@ -78,80 +78,40 @@ COMMAND_LINES = [
     ("--training.quux 3", "training.quux: unknown key in the command line; valid: steps, seed"),
     ("--training. 3", "training.: unknown key"),
     ("--steps 3", "--steps: not an option; did you mean --training.steps?"),
-    ("-training.steps 3", "-training.steps: not an option; did you mean --training.steps?"),
     ("--", "--: not an option; options are --section.key value"),
     ("other.toml", "other.toml: not an option"),
-    ("--training.steps 3 4", "4: not an option"),
     ("'two\nlines'", "two lines: not an option"),
     ("--training.steps", "--training.steps: a value is missing (whole number at least 1 expected)"),
     ("--training.steps --training.seed 1", "--training.steps: a value is missing"),
-    ("--data.path", "--data.path: a value is missing (text expected)"),
-    (
-        "--job.dump_folder s3://bucket/run",
-        "job.dump_folder = 's3://bucket/run': a run writes into a local folder",
-    ),
+    ("--job.dump_folder s3://bucket/run", "job.dump_folder = 's3://bucket/run': a run writes into a local"),
     # -- types
-    ("--training.steps=", "training.steps = '': whole number at least 1 expected, not text"),
     ("--training.steps many", "training.steps = 'many': whole number"),
     ("--training.steps 3.0", "training.steps = 3.0: whole number at least 1 expected, not a number"),
     ("--training.steps true", "training.steps = True: whole number at least 1 expected, not a boolean"),
     ("--training.steps '3\nseed = 1'", r"training.steps = '3\nseed = 1': whole number"),
-    ("--training.steps [3]", "training.steps = [3]: whole number at least 1 expected, not a list"),
-    ("--optimizer.lr fast", "optimizer.lr = 'fast': number above 0 expected, not text"),
-    ("--optimizer.lr false", "optimizer.lr = False: number above 0 expected, not a boolean"),
     ("--model.qk_norm 1", "model.qk_norm = '1': true | false expected"),
-    ("--checkpoint.enable yes", "checkpoint.enable = 'yes': true | false expected"),
     ("--model.position sincoz", "model.position = 'sincoz': did you mean sincos?"),
-    ("--optimizer.name LION", "optimizer.name = 'LION': valid: AdamW"),
     ("--data.levels 500", "data.levels = 500: a list expected, for example '[1, 2]'"),
-    ("--data.variables u", "data.variables = 'u': a list expected, for example '[\"a\", \"b\"]'"),
     ("--data.levels '[500, \"850\"]'", "data.levels[1] = '850': whole number at least 1 expected, not text"),
-    ("--data.levels '[500, [850]]'", "data.levels[1] = [850]: whole number at least 1 expected, not a list"),
     ("--data.levels '[500, 0]'", "data.levels[1] = 0: must be at least 1"),
-    ("--data.variables '[\"u\", 3]'", "data.variables[1] = 3: text expected, not a whole number"),
-    (
-        "--data.train_period '[2019-12-31, 2020-01-01]'",
-        "train_period[0] = 2019-12-31: text expected, not a bare",
-    ),
+    ("--data.train_period '[2019-12-31, 2020-01-01]'", "train_period[0] = 2019-12-31: text expected, not a"),
     ("--model.patch_size [2]", "model.patch_size = [2]: a list of 2 expected, not of 1"),
-    ("--model.patch_size [2,2,2]", "model.patch_size = [2, 2, 2]: a list of 2 expected, not of 3"),
     # -- ranges
     ("--training.steps 0", "training.steps = 0: must be at least 1"),
-    ("--training.steps -3", "training.steps = -3: must be at least 1"),
-    ("--training.seed -1", "training.seed = -1: must be at least 0"),
     ("--training.seed 9999999999999", "training.seed = 9999999999999: must be at least 0 and at most 1e+12"),
     ("--optimizer.lr 0", "optimizer.lr = 0.0: must be above 0"),
     ("--optimizer.lr nan", "optimizer.lr = nan: a finite number expected"),
-    ("--optimizer.lr inf", "optimizer.lr = inf: a finite number expected"),
-    ("--optimizer.lr_max=-inf", "optimizer.lr_max = -inf: a finite number expected"),
-    ("--optimizer.weight_decay 1e999", "optimizer.weight_decay = inf: a finite number expected"),
     (f"--optimizer.weight_decay 1{'0' * 400}", "number at least 0 expected, not a whole number"),
     ("--optimizer.beta1 1.0", "optimizer.beta1 = 1.0: must be at least 0 and below 1"),
-    ("--optimizer.beta2 -0.1", "optimizer.beta2 = -0.1: must be at least 0 and below 1"),
     ("--model.stochastic_depth 0.95", "model.stochastic_depth = 0.95: must be at least 0 and at most 0.9"),
-    ("--model.num_heads 0", "model.num_heads = 0: must be at least 1"),
-    ("--model.patch_size [0,2]", "model.patch_size[0] = 0: must be at least 1"),
-    ("--data.grid_shape [-6,8]", "data.grid_shape[0] = -6: must be at least 0"),
-    ("--training.variable_weights [1,-1,1]", "training.variable_weights[1] = -1.0: must be at least 0"),
     ("--training.variable_weights [1,nan,1]", "training.variable_weights[1] = nan: a finite number expected"),
     # -- combinations
-    (
-        "--model.dim 100 --model.num_heads 7",
-        "model.num_heads = 7: does not divide model.dim = 100; near ones",
-    ),
-    (
-        "--model.dim 3 --model.num_heads 2",
-        "model.num_heads = 2: does not divide model.dim = 3; near ones do: [1]",
-    ),
+    ("--model.dim 100 --model.num_heads 7", "model.num_heads = 7: does not divide model.dim = 100; near"),
     ("--model.dim 36 --model.num_heads 6 --model.position rotary", "model.num_heads = 6: model.position"),
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
     ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs a head size, dim"),
     ("--parallelism.data_parallel_replicate_degree 2", "replicate_degree = 2: the run has 1 rank(s)"),
-    ("--parallelism.data_parallel_replicate_degree 0", "replicate_degree = 0: must be at least 1"),
-    (
-        "--training.global_batch_size 40",
-        "global_batch_size = 40: not a multiple of local_batch_size",
-    ),
+    ("--training.global_batch_size 40", "global_batch_size = 40: not a multiple of local_batch_size"),
     ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
@@ -161,180 +121,77 @@ COMMAND_LINES = [
         "--training.replay_steps 2 --training.loss crps --training.members 2 --model.noise_dim 2",
         "training.replay_steps = 2: a state is kept of each sample",
     ),
-    (
-        "--training.rollout_steps [1,4] --training.rollout_gradient_steps 5",
-        "rollout_gradient_steps = 5: a rollout has 4 steps at most",
-    ),
+    ("--training.rollout_steps [1,4] --training.rollout_gradient_steps 5", "rollout_gradient_steps = 5: a"),
     ("--training.rollout_steps [1,2] --training.rollout_weights [1]", "rollout_weights = [1.0]: give 2"),
-    (
-        "--training.rollout_steps [1,2] --training.rollout_weights [0,1]",
-        "rollout_weights = [0.0, 1.0]: a rollout of 1 has no loss",
-    ),
-    (
-        "--training.replay_steps 3 --training.rollout_weights [1]",
-        "rollout_weights = [1.0]: give 3, one each of training.replay_steps",
-    ),
-    (
-        "--training.replay_steps 2 --training.rollout_weights [0,0]",
-        "rollout_weights = [0.0, 0.0]: no step has a loss; raise one",
-    ),
+    ("--training.rollout_steps [1,2] --training.rollout_weights [0,1]", "rollout_weights = [0.0, 1.0]: a"),
+    ("--training.replay_steps 3 --training.rollout_weights [1]", "rollout_weights = [1.0]: give 3, one"),
+    ("--training.replay_steps 2 --training.rollout_weights [0,0]", "rollout_weights = [0.0, 0.0]: no step"),
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
-    (
-        "--training.variable_weights [0,0,0]",
-        "variable_weights = [0.0, 0.0, 0.0]: one of them must be above 0",
-    ),
-    (
-        "--training.variable_weights [1e-46,1e-46,1e-46]",
-        "variable_weights = [1e-46, 1e-46, 1e-46]: too small for float32; raise all by one factor, to 1e-30",
-    ),
-    (
-        "--training.variable_weights [1,0,1e-31]",
-        "variable_weights = [1.0, 0.0, 1e-31]: too small for float32",
-    ),
-    ("--training.variable_weights [1,1,inf]", "variable_weights[2] = inf: a finite number expected"),
-    ("--training.loss huber", "training.loss = 'huber': valid: mse, mae, crps, relative_l2"),
-    ("--optimizer.state_dtype int8", "optimizer.state_dtype: the key was removed; shard the moments"),
-    (
-        "--training.weight_by_change --training.loss relative_l2",
-        'weight_by_change = True: training.loss = "relative_l2" has no weights',
-    ),
-    (
-        "--training.variable_weights [1,2,1] --training.loss relative_l2",
-        'variable_weights = [1.0, 2.0, 1.0]: training.loss = "relative_l2" has no weights',
-    ),
-    (
-        "--training.spectral_fraction 0.5 --training.loss mae",
-        'spectral_fraction = 0.5: takes the place of squared errors, and training.loss = "mae"',
-    ),
-    (
-        "--model.conserve '[\"dry_air\"]'",
-        "model.conserve = 'dry_air': no such quantity; did you mean dry_mass",
-    ),
-    (
-        "--model.conserve '[\"total_water\"]'",
-        "model.conserve = 'total_water': needs specific_humidity on two levels or more",
-    ),
-    (
-        "--model.conserve '[\"dry_mass\"]'",
-        "model.conserve = 'dry_mass': is made of surface_pressure, which is not among data.variables",
-    ),
-    (
-        "--model.conserve '[\"2m_temperature\"]' --model.predict state",
-        "model.conserve = ['2m_temperature']: is about the change over a step",
-    ),
+    ("--training.variable_weights [0,0,0]", "variable_weights = [0.0, 0.0, 0.0]: one of them must be above"),
+    ("--training.variable_weights [1e-46,1e-46,1e-46]", "variable_weights = [1e-46, 1e-46, 1e-46]: too"),
+    ("--training.weight_by_change --training.loss relative_l2", "weight_by_change = True: training.loss ="),
+    ("--training.variable_weights [1,2,1] --training.loss relative_l2", "variable_weights = [1.0, 2.0,"),
+    ("--training.spectral_fraction 0.5 --training.loss mae", "spectral_fraction = 0.5: takes the place of"),
+    ("--model.conserve '[\"dry_air\"]'", "model.conserve = 'dry_air': no such quantity; did you mean"),
+    ("--model.conserve '[\"total_water\"]'", "model.conserve = 'total_water': needs specific_humidity on"),
+    ("--model.conserve '[\"dry_mass\"]'", "model.conserve = 'dry_mass': is made of surface_pressure, which"),
+    ("--model.conserve '[\"2m_temperature\"]' --model.predict state", "model.conserve = ['2m_temperature']:"),
     ("--model.conditions '[\"hour\"]'", "model.conditions"),
-    (
-        "--model.conditions '[\"lead_time\"]'",
-        "model.conditions = ['lead_time']: one step has the lead 0 alone",
-    ),
-    (
-        "--model.conditions '[\"time_of_day\"]' --model.name unet",
-        "model.conditions = ['time_of_day']: are for the norms of a ViT",
-    ),
+    ("--model.conditions '[\"lead_time\"]'", "model.conditions = ['lead_time']: one step has the lead 0"),
+    ("--model.conditions '[\"time_of_day\"]' --model.name unet", "model.conditions = ['time_of_day']: are"),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
     ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),
-    (
-        "--model.name unet --parallelism.tensor_parallel_degree 2",
-        "tensor_parallel_degree = 2: a U-Net cannot be split so; set this to 1, and parallelism.context_par",
-    ),
-    ("--model.name vitt", "model.name = 'vitt': did you mean vit?"),
+    ("--model.name unet --parallelism.tensor_parallel_degree 2", "tensor_parallel_degree = 2: a U-Net"),
     ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
-    ("--float8.recipe mx", "float8.recipe = 'mx': valid: tensorwise"),
-    (
-        "--float8.enable --float8.recipe rowwise --float8.enable_fsdp_float8_all_gather",
-        'float8.enable_fsdp_float8_all_gather = true: "rowwise" has more scales than a tensor',
-    ),
+    ("--float8.enable --float8.recipe rowwise --float8.enable_fsdp_float8_all_gather", '"rowwise" has more'),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
     ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date is before the first; exchange"),
-    (
-        '--data.train_period \'["2019-12-31", "soon"]\'',
-        "data.train_period = 'soon': not a date; write 2001-12-31",
-    ),
-    ('--data.train_period \'["2019-02-30", "2019-12-31"]\'', "data.train_period = '2019-02-30': not a date"),
+    ('--data.train_period \'["2019-12-31", "soon"]\'', "data.train_period = 'soon': not a date; write"),
     ("--data.train_period '[\"2019-12-31\"]'", "data.train_period = ['2019-12-31']: two dates expected"),
-    ('--data.train_period \'["2001", "2002", "2003"]\'', "['2001', '2002', '2003']: two dates expected"),
-    (
-        '--data.validation_period \'["2019-12-31", "2020-01-01"]\'',
-        "'2020-01-01']: overlaps data.train_period =",
-    ),
-    (
-        '--data.train_period \'["1979-01-01", "1980-01-01"]\'',
-        "fewer than two dates of it is in the data, which",
-    ),
+    ('--data.validation_period \'["2019-12-31", "2020-01-01"]\'', "'2020-01-01']: overlaps"),
+    ('--data.train_period \'["1979-01-01", "1980-01-01"]\'', "fewer than two dates of it is in the data,"),
     ('--data.validation_period \'["2031-01-01", "2031-01-02"]\'', "data.validation_period = ['2031-01-01'"),
     # -- what the data do not have
     ("--data.variables '[]'", "data.variables = []: name what is predicted"),
-    (
-        "--data.variables '[\"geopotential:0\"]'",
-        "data.variables = ['geopotential:0']: variable 'geopotential:0' is",
-    ),
-    (
-        '--data.variables \'["2m_temperature", "2m_temperature"]\'',
-        "variable '2m_temperature' is listed twice",
-    ),
+    ("--data.variables '[\"geopotential:0\"]'", "data.variables = ['geopotential:0']: variable"),
+    ('--data.variables \'["2m_temperature", "2m_temperature"]\'', "variable '2m_temperature' is listed"),
     ("--data.variables '[\"2m_temprature\"]'", "has no variable '2m_temprature'; nearest: '2m_temperature'"),
-    ("--data.variables '[\"vorticity\"]'", "wb.zarr' has no variable 'vorticity:500'"),
     ("--data.levels '[500, 900]'", "has no variable 'geopotential:900'"),
     ("--data.static_variables '[\"land_see_mask\"]'", "'land_see_mask'; nearest: 'land_sea_mask'"),
     ('--data.static_variables \'["a", "a"]\'', "data.static_variables = ['a', 'a']: 'a' is listed twice"),
     ("--data.static_path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF, HDF5 nor GRIB"),
     ('--data.forcings \'["sin_latitude", "sin_latitude"]\'', "'sin_latitude' is listed twice"),
-    (
-        "--data.forcings '[\"sin_latitud\"]'",
-        "data.forcings = 'sin_latitud': unknown; did you mean sin_latitude?",
-    ),
+    ("--data.forcings '[\"sin_latitud\"]'", "data.forcings = 'sin_latitud': unknown; did you mean"),
     ("--model.patch_size [7,2]", "model.patch_size = [7, 2]: larger than the grid [6, 8]"),
     ("--data.grid_shape [32,64]", "data.grid_shape = [32, 64]: the data have [6, 8]; set that or [0, 0]"),
     # -- files
     ("--data.path=", "data.path = '': name a file, folder, glob or URL"),
     ("--data.path wc.zarr", "cannot read 'wc.zarr': there is no such file or folder"),
     ("--data.path empty.nc", "cannot read 'empty.nc': it is empty"),
-    ("--data.path text.nc", "cannot read 'text.nc': it is neither Zarr, NetCDF, HDF5 nor GRIB"),
     ("--data.path emptied", "cannot read 'emptied': the folder contains no Zarr"),
     ("--data.path nowhere://bucket/era5.zarr", "cannot read 'nowhere://bucket/era5.zarr'"),
     ("--job.config_file=", "job.config_file = '': the name of a TOML file expected"),
-    (
-        "--job.config_file god.toml",
-        "job.config_file = god.toml: No such file or directory; did you mean good.toml?",
-    ),
+    ("--job.config_file god.toml", "job.config_file = god.toml: No such file or directory; did you mean"),
     ("--job.config_file emptied", "job.config_file = emptied: Is a directory"),
-    ("--job.config_file good.toml/x", "job.config_file = good.toml/x: Not a directory"),
     ("--job.config_file empty.toml", "job.config_file = empty.toml: the file is empty"),
     ("--job.config_file binary.toml", "job.config_file = binary.toml: not a text file"),
     ("--job.config_file loop.toml", "job.config_file = loop.toml: Too many levels of symbolic links"),
     ("--job.config_file circle.toml", "a circle of extends: circle.toml -> round.toml -> circle.toml"),
     # -- the machine
     ("--job.dump_folder text.nc/run", "job.dump_folder = 'text.nc/run': text.nc is not a folder"),
-    (
-        "--model.attention_backend flash_attn",
-        'model.attention_backend = "flash_attn": needs',
-    ),
-    (
-        "--model.attention_backend cudnn",
-        'attention_backend = "cudnn": needs a CUDA device',
-    ),
-    (
-        "--data.storage_options \"['anon']\"",
-        "data.storage_options = '...': write an option of the store and its",
-    ),
-    (
-        "--data.storage_options \"['secret=***']\"",
-        "data.storage_options = 'secret=***': secrets are not saved",
-    ),
-    ("--data.disk_cache_gib 0", "data.disk_cache_gib: the key was removed; convert the data"),
-    ("--comm.backend gloo", "comm.backend: the key was removed; hide the GPUs with CUDA_VISIBLE_DEVICES"),
-    ("--fault_tolerance.enable", "fault_tolerance.enable: the key was removed; let the launcher restart"),
+    ("--model.attention_backend flash_attn", 'model.attention_backend = "flash_attn": needs'),
+    ("--model.attention_backend cudnn", 'attention_backend = "cudnn": needs a CUDA device'),
+    ("--data.storage_options \"['anon']\"", "data.storage_options = '...': write an option of the store"),
+    ("--data.storage_options \"['secret=***']\"", "data.storage_options = 'secret=***': secrets are not"),
     ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
     ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' occurs twice"),
-    (
-        "--validation.plot_variables \"['snow']\"",
-        "validation.plot_variables = 'snow': not among data.variables",
-    ),
+    ("--optimizer.name Muon --parallelism.cpu_offload true", "'Muon': "),
+    ("--validation.plot_variables \"['snow']\"", "validation.plot_variables = 'snow': not among"),
 ]
 
 
@@ -350,24 +207,17 @@ FILES = [
     ("[training]\nstepz = 3", "training.stepz: unknown key in case.toml; did you mean training.steps?"),
     ('[training]\nsteps = "3"', "training.steps = '3': whole number at least 1 expected, not text"),
     ("[data.path]\nurl = 1", "data.path = {'url': 1}: text expected, not a table"),
-    (
-        "[data]\ntrain_period = [2001-01-01, 2001-02-01]",
-        "= 2001-01-01: text expected, not a bare date; put it in",
-    ),
+    ("[data]\ntrain_period = [2001-01-01, 2001-02-01]", "= 2001-01-01: text expected, not a bare date"),
     ("steps = 3", "steps = 3: is outside any section in case.toml; write it below [training]"),
     ("modle = 3", "modle = 3: is outside any section in case.toml; did you mean model?"),
     ("model = 3", "model = 3: a section in case.toml is a table; write [model] and its keys below"),
     ("[[model]]\ndim = 3", "model = [{'dim': 3}]: a section in case.toml is a table"),
     ("[model\ndim = 3", "job.config_file = case.toml: not TOML: "),
-    ("[model]\ndim = 3\ndim = 4", "job.config_file = case.toml: not TOML: "),
     ("[model]\ndim = " + "9" * 5000, "job.config_file = case.toml: not TOML: "),
     ("[data]\nlevels = " + "[" * 5000, "job.config_file = case.toml: not TOML: "),
     ("extends = 3", "case.toml: extends = 3: the name of one TOML file expected"),
     ('extends = ""', "case.toml: extends = '': the name of a TOML file expected"),
-    (
-        'extends = "god.toml"',
-        "case.toml: extends = god.toml: No such file or directory; did you mean good.toml?",
-    ),
+    ('extends = "god.toml"', "case.toml: extends = god.toml: No such file or directory; did you mean"),
     ('extends = "case.toml"', "a circle of extends: case.toml -> case.toml"),
     (r'extends = "a\u0000b"', "embedded null byte"),
     ('[job]\nconfig_file = "other.toml"', "job.config_file = 'other.toml': is in case.toml itself"),
@@ -382,15 +232,12 @@ def test_bad_file(text: str, expected: str, folder: Path, capsys: pytest.Capture
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
-CONTEXT = "--parallelism.context_parallel_degree"
 RANKS = [
     ({"NGPU": "0"}, "", "NGPU = '0': an environment variable that must be a whole number, at least 1"),
-    ({"NGPU": "two"}, "", "NGPU = 'two': an environment variable"),
     ({"NNODES": "1.5"}, "", "NNODES = '1.5': an environment variable"),
     ({"WORLD_SIZE": ""}, f"{REPLICATE} 3", "the run has 1 rank(s)"),
     ({"WORLD_SIZE": "-4"}, "", "WORLD_SIZE = '-4': an environment variable"),
     ({"NGPU": "4"}, f"{SHARD} 3", "shard_degree = 3: the run has 4 rank(s)"),
-    ({"NGPU": "8"}, f"{SHARD} 3", "valid: data_parallel_shard_degree = -1 or 8"),
     ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
@@ -444,14 +291,8 @@ def test_the_good_configuration_passes_every_check() -> None:
 # Through the door: program, processes, arguments, what the line says.
 STARTED = [
     ("./run_train.sh", 1, "--trainning.steps 3", "did you mean training?"),
-    ("./run_train.sh", 1, "--job.config_file train_configs/gfs_wind.toml", "train_configs/gfs_winds.toml?"),
-    ("./run_train.sh", 2, "--training.stepz 3", "did you mean training.steps?"),
-    ("./run_train.sh", 2, "--data.path /nowhere", "cannot read '/nowhere'"),
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
-    ("train.py", 1, "--model.num_heads 5", "does not divide model.dim"),
     ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
-    ("-m planning.start_checks", 2, "--training.global_batch_size 3", "x data-parallel ranks = 32; try 32"),
-    ("-m planning.start_checks", 1, "--training.steps 1 2", "2: not an option"),
 ]
 
 
@@ -464,8 +305,8 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     # A rank without MASTER_ADDR: joining a process group would end in a traceback.
     env = os.environ | {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
     env.pop("MASTER_ADDR", None)
-    command = [program] if program.startswith("./") else [str(python), *program.split()]
-    own_file = ["--job.config_file", str(folder / "good.toml")] * ("config_file" not in args)
+    command = [program] if program.startswith("./") else [str(python), program]
+    own_file = ["--job.config_file", str(folder / "good.toml")]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*command, *own_file, *args.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60

@@ -115,12 +115,13 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
         archive.read_block(0, 5, ["2m_temperature"])
 
 
-@pytest.mark.parametrize(("codec", "workers"), [("zlib", 0), ("zlib", 2), ("lzma", 0), ("lzma", 2)])
-def test_a_loader_says_it_in_one_line_too(tmp_path, codec, workers):
+@pytest.mark.parametrize("codec", ["zlib", "lzma"])
+def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
+    """Its threads, and its processes."""
     damage(store(tmp_path / "data.zarr", codec))
     archive = open_archive(str(tmp_path / "data.zarr"))
     samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
-    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), workers, pin=False)
+    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 2, pin=False)
     with pytest.raises(DataError) as error:
         for _, _ in zip(range(5), loader.iterate(0), strict=False):
             pass
@@ -188,9 +189,8 @@ def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
 
 def test_shared_memory_is_for_the_loaders_of_all_ranks_of_a_host(tmp_path, monkeypatch):
     store(tmp_path / "data.zarr", "lzma")
-    samples = FieldDataset(
-        open_archive(str(tmp_path / "data.zarr")), ["2m_temperature"], np.arange(5)[:, None]
-    )
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
     batch = 4 * int(np.prod(samples.field_shape))
     room = SimpleNamespace(free=3 * batch + 1)
     monkeypatch.setattr("datasets.loader.shutil.disk_usage", lambda _: room)

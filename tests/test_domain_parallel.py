@@ -20,7 +20,6 @@ from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import GridConv2d, UNet
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, choose_tiles
-from tests.distributed import Ranks
 from tests.formulas import halo_traffic
 
 NUM_RANKS = 4
@@ -108,8 +107,9 @@ def domain(layout: tuple[int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", (NUM_RANKS // size, size), mesh_dim_names=("dp", "domain"))["domain"]
 
 
-def check_model(layout: tuple[int, int], periodic: bool, dtype: torch.dtype) -> dict:
-    mesh, model = domain(layout), build_model(periodic, dtype)
+def check_model(layout: tuple[int, int], periodic: bool, precision: str) -> dict:
+    mesh, dtype = domain(layout), getattr(torch, precision)
+    model = build_model(periodic, dtype)
     tiles = build_tiles(mesh, layout, model.padded_shape, model.multiple)
     torch.manual_seed(dist.get_rank() // mesh.size())
     fields = model.from_fields(torch.randn(2, 5, *GRID, dtype=dtype))
@@ -137,14 +137,11 @@ def check_convolution(layout: tuple[int, int], kernel: int, stride: int, periodi
     }
 
 
-def check_one_tile() -> dict:
-    """A group of one rank: the plain model, to the last bit."""
-    result = check_model((1, 1), True, torch.float32)
-    return {key: result[key] for key in ("output", "loss", "input_gradient", "gradients", "forward")}
+def check_wrapped(wrapper: str) -> float:
+    """Difference of gradients with DDP, FSDP2, checkpointing or compile around the split model.
 
-
-def check_wrapped(wrapper: str) -> dict:
-    """DDP, FSDP2, checkpointing or compile around the split model; the first two average over the tiles."""
+    The first two average over the tiles.
+    """
     mesh, model = domain((2, 2)), build_model(True, torch.float32)
     tiles = build_tiles(mesh, (2, 2), model.padded_shape, model.multiple)
     torch.manual_seed(0)
@@ -157,9 +154,9 @@ def check_wrapped(wrapper: str) -> dict:
     loss = (wrapped(tiles.cut_input(fields)) - tiles.cut_output(target)).square().sum()
     (loss * (len(tiles.ranks) if averaging else 1)).backward()
     if not averaging:
-        return {"gradients": gradient_differences(split, plain, tiles)}
+        return gradient_differences(split, plain, tiles)
     pairs = zip(split.parameters(), plain.parameters(), strict=True)
-    return {"gradients": max(difference(whole_gradient(p), whole_gradient(q)) for p, q in pairs)}
+    return max(difference(whole_gradient(p), whole_gradient(q)) for p, q in pairs)
 
 
 def wrap(model: UNet, wrapper: str, mesh: DeviceMesh) -> nn.Module:
@@ -196,79 +193,45 @@ def check_gather() -> dict:
     }
 
 
-def check_all() -> dict[str, dict]:
-    """Every comparison that this file asks about, on one rank; all ranks run it together."""
-    results = {}
-    for layout, periodic, dtype in itertools.product(LAYOUTS, (True, False), TOLERANCE):
-        results[name(layout, periodic, dtype)] = check_model(layout, periodic, getattr(torch, dtype))
-    for (kernel, stride), periodic in itertools.product(CONVOLUTIONS, (True, False)):
-        for layout in ((1, 4), (2, 2)):
-            key = f"conv {name(layout, periodic, kernel, stride)}"
-            results[key] = check_convolution(layout, kernel, stride, periodic)
-    results |= {"one tile": check_one_tile(), "gather": check_gather()}
-    return results | {wrapper: check_wrapped(wrapper) for wrapper in WRAPPERS}
-
-
-def name(*parts: object) -> str:
-    return " ".join(map(str, parts))
-
-
 # -- what the tests ask of it
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[list[dict]]:
-    """The results of every rank; spawned once."""
-    processes = Ranks(NUM_RANKS)
-    yield processes.run(check_all)
-    processes.stop()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("periodic", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_split_grid_equals_the_whole(ranks, layout, periodic, dtype):
-    for result in ranks:
-        found = result[name(layout, periodic, dtype)]
-        assert found["names"]
-        for what in ("output", "loss", "input_gradient"):
-            assert found[what] <= TOLERANCE[dtype], what
-        assert found["gradients"] <= GRADIENT_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("periodic", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_messages_and_bytes_are_the_stated_ones(ranks, layout, periodic):
-    for result in ranks:
-        found = result[name(layout, periodic, "float32")]
+def test_a_split_grid_equals_the_whole(ranks, layout, periodic, precision):
+    """With the messages and bytes that are stated."""
+    for found in ranks(NUM_RANKS).run(check_model, layout, periodic, precision):
+        assert found["names"] and found["forward"][0] > 0
         assert found["forward"] == found["backward"] == found["stated"]
-        assert found["forward"][0] > 0
+        for what in ("output", "loss", "input_gradient"):
+            assert found[what] <= TOLERANCE[precision], what
+        assert found["gradients"] <= GRADIENT_TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("convolution", CONVOLUTIONS)
 def test_strides_and_wide_kernels_cross_borders(ranks, convolution):
     for layout, periodic in itertools.product(((1, 4), (2, 2)), (True, False)):
-        for result in ranks:
-            found = result[f"conv {name(layout, periodic, *convolution)}"]
+        for found in ranks(NUM_RANKS).run(check_convolution, layout, *convolution, periodic):
             assert all(value <= TOLERANCE["float64"] for value in found.values())
 
 
 def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):
-    for result in ranks:
-        assert result["one tile"] == {
-            "output": 0, "loss": 0, "input_gradient": 0, "gradients": 0, "forward": [0, 0]
-        }  # fmt: skip
+    for found in ranks(NUM_RANKS).run(check_model, (1, 1), True, "float32"):
+        assert not any(found[what] for what in ("output", "loss", "input_gradient", "gradients"))
+        assert found["forward"] == [0, 0]
 
 
 def test_tiles_are_cut_and_put_together(ranks):
-    assert all(result["gather"]["same"] and result["gather"]["sum"] for result in ranks)
-    shapes = [result["gather"]["shape"] for result in ranks]
+    results = ranks(NUM_RANKS).run(check_gather)
+    assert all(found["same"] and found["sum"] for found in results)
+    shapes = [found["shape"] for found in results]
     assert shapes == [[2, 3, 16, 24], [2, 3, 16, 20], [2, 3, 12, 24], [2, 3, 12, 20]]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_it_composes(ranks, wrapper):
-    assert all(result[wrapper]["gradients"] <= GRADIENT_TOLERANCE["float32"] for result in ranks)
+    assert max(ranks(NUM_RANKS).run(check_wrapped, wrapper)) <= GRADIENT_TOLERANCE["float32"]
 
 
 def test_uneven_tiles_differ_by_one_unit():
@@ -277,7 +240,7 @@ def test_uneven_tiles_differ_by_one_unit():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape", "tiles"),
+    ("number", "shape", "tiles"),
     [
         (1, (32, 48), (1, 1)),
         (2, (736, 1440), (1, 2)),  # columns are shorter than rows: the shorter halo
@@ -286,8 +249,8 @@ def test_uneven_tiles_differ_by_one_unit():
         (8, (736, 1440), (2, 4)),
     ],
 )
-def test_tiles_are_balanced_and_compact(ranks: int, shape: tuple[int, int], tiles: tuple[int, int]) -> None:
-    assert choose_tiles(ranks, shape, 16) == tiles
+def test_tiles_are_balanced_and_compact(number: int, shape: tuple[int, int], tiles: tuple[int, int]) -> None:
+    assert choose_tiles(number, shape, 16) == tiles
 
 
 def test_more_ranks_than_tiles_are_refused() -> None:

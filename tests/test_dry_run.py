@@ -1,9 +1,6 @@
 """A step of 8 ranks in one process: what a rank holds, and what it sends, against closed forms."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -15,9 +12,9 @@ from parallelisms.degrees import Degrees
 from planning.dry_run import DryRun, StepTracker, dry_run
 from planning.workload import Workload, architecture_of, workload_of
 from tests.collective_formulas import step_collectives
+from tests.planned import run_plan
 from training.config_checks import load_checked
 
-ROOT = Path(__file__).parent.parent
 GRID = (16, 32)
 
 
@@ -83,11 +80,11 @@ def test_accumulated_gradients_stay_sharded(monkeypatch):
     assert sums == {"fsdp": 4 * units, "dp_replicate": units}
 
 
-@pytest.mark.parametrize("depth", (1, 2, 5))
 @pytest.mark.parametrize(
     "layout",
     (
         "",
+        "--model.num_layers=1",
         "--activation_checkpoint.mode=selective --parallelism.tensor_parallel_degree=2",
         "--activation_checkpoint.mode=full --training.global_batch_size=64 --training.local_batch_size=2",
         "--activation_checkpoint.mode=every_n_blocks --parallelism.data_parallel_replicate_degree=8",
@@ -95,11 +92,9 @@ def test_accumulated_gradients_stay_sharded(monkeypatch):
         "--model.name=unet --model.num_heads=2",
     ),
 )
-def test_the_peak_is_that_of_torchs_tracker(monkeypatch, depth: int, layout: str):
+def test_the_peak_is_that_of_torchs_tracker(monkeypatch, layout: str):
     """The tracker leaves out the peaks of modules, which take most of its time, and nothing else."""
-    if depth == 1 and "pipeline" in layout:
-        pytest.skip("a stage has a block")
-    options = [*layout.split(), f"--model.num_layers={depth}"]
+    options = ["--model.num_layers=2", *layout.split()]
     _clear_sharding_prop_cache()  # shapes that DTensor computes for the first time are no memory
     found = run(monkeypatch, *options)
     monkeypatch.setattr(StepTracker, "_update_peak_stats", MemTracker._update_peak_stats)
@@ -126,13 +121,10 @@ def test_the_dry_run_has_what_the_run_has(monkeypatch):
 
 
 def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
-    command = [sys.executable, "plan.py", "--dry_run", "--data.grid_shape=[32,64]"]
-    done = subprocess.run(
-        [*command, "--world_size", "4"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = ["--dry_run", "--data.grid_shape=[32,64]", "--world_size", "4"]
+    done = run_plan(*command)
     assert done.returncode == 0 and "reduce-scatter" in done.stdout, done.stderr
-    command += ["--world_size", "4", "--parallelism.data_parallel_shard_degree", "3"]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    refused = run_plan(*command, "--parallelism.data_parallel_shard_degree", "3")
     assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
     assert "valid: data_parallel_shard_degree = -1 or 4" in refused.stderr
 

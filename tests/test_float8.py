@@ -108,16 +108,6 @@ def test_compile_and_checkpointing_change_nothing(mode: str, recipe: str) -> Non
     assert_same_step(model, build(recipe))
 
 
-def test_built_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = VisionTransformer(2, 2, (8, 16), Model("vit", (1, 1), 64, 2, 2))
-    apply_float8(model, Float8(), "cpu")
-    model.to_empty(device="cpu")
-    fill_with_nan(model)
-    init_weights(model, seed=0)
-    assert_same_step(model, build("tensorwise"))
-
-
 @pytest.mark.parametrize("compiled", (False, True))
 def test_float8_all_gather(compiled: bool, one_rank: torch.device) -> None:
     """Sharded from the meta device, two optimiser steps: as without the all-gather in float8."""
@@ -161,11 +151,6 @@ def test_it_is_emulated_without_cuda_and_says_so(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO)
     layer = build("tensorwise").get_submodule("blocks.0.mlp.up")
     assert layer.config.emulate and "float8: emulated on cpu" in caplog.text  # type: ignore[union-attr]
-
-
-def test_combinations_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match='all_gather = true: "rowwise" has more scales'):
-        check_float8(Float8(recipe="rowwise", enable_fsdp_float8_all_gather=True), "cpu")
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,26 +205,24 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     check_refused([str(tmp_path / "a.json.gz")], capsys)
 
 
-@pytest.mark.parametrize("text", ['{"traceEvents": [', '{"traceEvents": []}', '{"loss": 1}', "[]"])
-def test_what_is_no_trace_is_one_line(tmp_path, capsys, text):
-    (tmp_path / "a.json").write_text(text)
-    check_refused([str(tmp_path / "a.json")], capsys)
+DAMAGES = [  # ... removes a key
+    *({"dur": value} for value in (None, -5, 0)),
+    {"ts": "NaN"},
+    {"name": "forward"},
+    *({key: ...} for key in ("name", "pid", "tid", "ts", "dur")),
+]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"dur": value} for value in (None, -5, 0)),
-        {"ts": "NaN"},
-        {"name": "forward"},
-        *({key: ...} for key in ("name", "pid", "tid", "ts", "dur")),
-    ],
-)
-def test_a_damaged_event_is_one_line(tmp_path, capsys, changes):
-    """... removes a key."""
+def damaged(changes: dict) -> str:
     changed = {key: value for key, value in {**STEP, **changes}.items() if value is not ...}
-    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": [changed]}))
-    check_refused([str(tmp_path / "a.json")], capsys)
+    return json.dumps({"traceEvents": [changed]})
+
+
+def test_what_is_no_trace_is_one_line(tmp_path, capsys):
+    texts = ['{"traceEvents": [', '{"traceEvents": []}', '{"loss": 1}', "[]", *map(damaged, DAMAGES)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.json").write_text(text)
+        check_refused([str(tmp_path / f"{number}.json")], capsys)
 
 
 def test_odd_arguments_of_an_event_are_left_out(gpu):

@@ -76,9 +76,7 @@ def test_dimensions_that_are_not_an_analysis(tmp_path: Path, truth: xr.Dataset):
     np.testing.assert_array_equal(one[:, 0], truth["2m_temperature"].values)
     ds = xr.concat([ds, ds.assign_coords(number=[1])], "number").assign(q=truth.temperature.rename(CDS))
     ds.to_netcdf(tmp_path / "ten.nc", engine="h5netcdf")
-    with pytest.raises(
-        ValueError, match="no variable '2m_temperature': it has a dimension number of size 2;"
-    ):
+    with pytest.raises(ValueError, match="no variable '2m_temperature': .* dimension number of size 2"):
         open_archive(str(tmp_path / "ten.nc")).read(0, ["2m_temperature"])
 
 
@@ -170,12 +168,8 @@ def test_zero_is_not_missing_in_zarr2(tmp_path: Path, truth: xr.Dataset):
     import zarr
 
     path = weatherbench(tmp_path, truth)
-    mask = zarr.open_group(path, mode="a", zarr_format=2, use_consolidated=False).create_array(
-        "lsm",
-        shape=(6, 8),
-        dtype="f4",
-        fill_value=0.0,
-    )
+    group = zarr.open_group(path, mode="a", zarr_format=2, use_consolidated=False)
+    mask = group.create_array("lsm", shape=(6, 8), dtype="f4", fill_value=0.0)
     mask.attrs["_ARRAY_DIMENSIONS"] = ["latitude", "longitude"]
     mask[:] = truth.land_sea_mask.values
     zarr.consolidate_metadata(path)
@@ -185,11 +179,8 @@ def test_zero_is_not_missing_in_zarr2(tmp_path: Path, truth: xr.Dataset):
 def test_tutorial_hdf5(tmp_path: Path, truth: xr.Dataset):
     """The NERSC tutorial's yearly files, cut short: rows of ERA5 without its last one."""
     archive = open_archive(tutorial(tmp_path, truth))
-    assert (
-        archive.variables[0] == U10
-        and archive.variables[14] == "geopotential:500"
-        and len(archive.variables) == 20
-    )
+    names = archive.variables
+    assert len(names) == 20 and names[0] == U10 and names[14] == "geopotential:500"
     assert archive.grid.latitude.tolist() == [90, 45, 0, -45] and archive.grid.periodic
     assert archive.times[3] == np.datetime64("2016-01-01") and archive.index("2016-01-01T12") == 5
     files: list[Any] = [h5py.File(tmp_path / f"{year}.h5") for year in (2015, 2016)]

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config import Config, Job, Training
 from config import Metrics as Settings
 from errors import ConfigError
-from tests.started_jobs import ROOT, losses, records, write_config
+from tests.started_jobs import ROOT, losses, write_config
+from tests.test_metrics import CONTRACT
 from train import train
 from training.config_checks import load_checked
 from training.loggers.opening import EXTRAS, Loggers, check_loggers, open_loggers
@@ -31,7 +31,6 @@ from training.loggers.stored_run import StoredRun
 from training.loggers.tensorboard import Logger as TensorBoard
 
 GRAFANA = ROOT / "docs/grafana"
-EXPORTERS = ("DCGM_", "node_")  # of other programs: GPUs, the host
 
 
 def free_port() -> int:
@@ -203,14 +202,8 @@ def test_open_metrics_are_what_was_told(served, tmp_path):
     before = values_of(url)
     assert before["rossby_last_step"] == 10 and before["rossby_skipped_steps"] == 0
     assert not {"rossby_loss", "rossby_mfu_ratio"} & before.keys()
-    record = {
-        "step": 3,
-        "loss": 0.5,
-        "mfu": None,
-        "memory_gib": 2.0,
-        "step_seconds": 0.4,
-        "data_seconds": 0.1,
-    }
+    record = {"step": 3, "loss": 0.5, "mfu": None, "memory_gib": 2.0}
+    record |= {"step_seconds": 0.4, "data_seconds": 0.1}
     loggers.call("log", record)
     loggers.call("log", {"step": 3, "val/rmse/geopotential:500@24h": 70.0})
     (tmp_path / "checkpoints/step-00000002").mkdir()
@@ -242,61 +235,12 @@ def test_the_rules_fire_when_they_should():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def queries() -> list[tuple[str, str]]:
-    """Title and query of every panel."""
+def test_panels_and_alerts_ask_for_what_is_served(served):
+    """Without those of other programs: GPUs, the host."""
+    loggers, url = served
+    loggers.call("log", dict.fromkeys(CONTRACT, 1.0) | {"val/loss": 1.0})
     panels = json.loads((GRAFANA / "rossby.json").read_text())["panels"]
-    return [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
-
-
-@pytest.fixture
-def prometheus(tmp_path) -> Iterator[tuple[str, int]]:
-    """A Prometheus that scrapes a port each second: its address, and that port."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip("Prometheus is not installed (apt install prometheus)")
-    pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
-    port, scraped = free_port(), free_port()
-    target = f"{{job_name: rossby, static_configs: [{{targets: ['127.0.0.1:{scraped}']}}]}}"
-    (tmp_path / "prometheus.yml").write_text(
-        f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n"
-        f"rule_files: ['{GRAFANA / 'alerts.yml'}']\nscrape_configs: [{target}]\n"
-    )
-    address = f"127.0.0.1:{port}"
-    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
-    with (tmp_path / "prometheus.log").open("w") as log:
-        process = subprocess.Popen([program, *options], cwd=tmp_path, stdout=log, stderr=log)
-    yield f"http://{address}/api/v1", scraped
-    process.terminate()
-    process.wait()
-
-
-def answer(address: str, query: str) -> list[dict]:
-    url = f"{address}/query?query={urllib.parse.quote(query)}"
-    return json.loads(fetched(url))["data"]["result"]
-
-
-@pytest.mark.slow
-def test_a_real_prometheus_has_data_for_every_panel(prometheus, start_job, tmp_path):
-    address, port = prometheus
-    validation = ["--data.train_period", '["2020-01-01","2020-01-07"]', "--validation.lead_hours", "[6]"]
-    validation += ["--data.validation_period", '["2020-01-08","2020-01-10"]']
-    options = ["--metrics.prometheus_port", str(port)]
-    options += ["--validation.enable", "true", "--validation.interval", "20", "--checkpoint.interval", "40"]
-    options += ["--profiling.enable_profiling", "true", "--profiling.profile_freq", "20"]
-    job = start_job(write_config(tmp_path), tmp_path / "run", *validation, *options, NGPU="2")
-    job.wait_for_step(60)
-    asked = [each for each in queries() if not each[1].startswith(EXPORTERS) and "mfu" not in each[1]]
-    end = time.monotonic() + 30
-    while (empty := [each for each in asked if not data_of(address, each[1])]) and time.monotonic() < end:
-        time.sleep(0.5)
-    assert len(asked) > 15 and not empty
-    (loss,) = answer(address, "rossby_loss")
-    (step,) = answer(address, f"rossby_step @ {loss['value'][0]}")
-    assert float(loss["value"][1]) == pytest.approx(losses(tmp_path / "run")[int(step["value"][1])], rel=1e-6)
-    assert answer(address, 'up{job="rossby"}')[0]["value"][1] == "1"
-    assert answer(address, 'ALERTS{alertstate="firing"}') == []
-    assert any("val/loss" in record for record in records(tmp_path / "run"))
-
-
-def data_of(address: str, query: str) -> list[dict]:
-    return answer(address, query.replace("$job", "rossby"))
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked += re.findall(r"expr: (.*)", (GRAFANA / "alerts.yml").read_text())
+    names = set(re.findall(r"\b(?:rossby|process)_\w+", " ".join(asked)))
+    assert len(names) > 15 and names <= {sample.partition(" ")[0] for sample in values_of(url)}

@@ -21,7 +21,7 @@ from verification.baselines import AnalysesForecast, persistence
 from verification.climatology import compute_climatology, describe_shortage, open_climatology
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
-from verification.forecast_layouts import open_forecast
+from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.forecast_writer import FINISHED
 from verification.report import table
 from verification.scorecard import build_scorecard
@@ -34,6 +34,13 @@ HOUR = np.timedelta64(1, "h")
 @pytest.fixture
 def truth() -> xr.Dataset:
     return analyses(grid(6, 8, poles=False), 20)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, truth: xr.Dataset) -> tuple[StoredForecast, Archive]:
+    """Forecasts from four dates, and that truth."""
+    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
+    return forecast, open_archive(write(truth, tmp_path / "truth.zarr"))
 
 
 def rmse(scores: xr.Dataset, name: str) -> np.ndarray:
@@ -97,49 +104,43 @@ def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr
     np.testing.assert_allclose(rmse(found, "2m_temperature"), rmse(whole.scores, "2m_temperature"), rtol=0.01)
 
 
-def test_a_cell_that_the_climatology_lacks_is_left_out_of_anomalies(
-    tmp_path: Path, truth: xr.Dataset
-) -> None:
-    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
-    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+def test_a_cell_that_the_climatology_lacks_has_no_anomaly(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     means = climatology(truth)
     means["2m_temperature"][..., 1, 1] = np.nan
-    found = evaluate(forecast, archive, open_climatology(write(means, tmp_path / "means.zarr"))).scores
-    plain = evaluate(forecast, archive).scores
+    found = evaluate(*opened, climatology=open_climatology(write(means, tmp_path / "means.zarr"))).scores
+    plain = evaluate(*opened).scores
     np.testing.assert_array_equal(rmse(found, "2m_temperature"), rmse(plain, "2m_temperature"))
     assert np.isfinite(found["2m_temperature"].sel(metric=["acc", "truth_activity"])).all()
 
 
-def test_the_table_has_the_number_of_dates_of_every_forecast(tmp_path: Path, truth: xr.Dataset) -> None:
-    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
+def test_the_table_has_the_number_of_dates_of_every_forecast(
+    opened, tmp_path: Path, truth: xr.Dataset
+) -> None:
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][0] = np.nan
     baseline, archive = persisted(lacking, tmp_path / "lacking.zarr")
-    dates = forecast.times
-    parts = {"model": evaluate(forecast, archive).scores}
+    dates = opened[0].times
+    parts = {"model": evaluate(opened[0], archive).scores}
     parts["persistence"] = evaluate(baseline, archive, dates=dates[np.isin(dates, baseline.times)]).scores
     rows = [line.split() for line in table(parts, "rmse", "").splitlines()]
     assert ["2m_temperature", "6", "h", "3-4"] in [row[:4] for row in rows]
     assert ["geopotential:500", "6", "h", "4"] in [row[:4] for row in rows]
 
 
-def test_an_infinite_value_is_no_missing_one(tmp_path: Path, truth: xr.Dataset) -> None:
+def test_an_infinite_value_is_no_missing_one(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     broken = forecasts(truth, 4, LEADS)
     broken["2m_temperature"][1, 1, 2, 2] = np.inf
     forecast = open_forecast(write(broken, tmp_path / "broken.zarr"))
-    found = rmse(
-        evaluate(forecast, open_archive(write(truth, tmp_path / "truth.zarr"))).scores, "2m_temperature"
-    )
+    found = rmse(evaluate(forecast, opened[1]).scores, "2m_temperature")
     assert np.isfinite(found[0]) and not np.isfinite(found[1])
 
 
-def test_spectra_leave_out_rows_with_missing_values(tmp_path: Path, truth: xr.Dataset) -> None:
+def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
-    forecast = open_forecast(write(forecasts(truth, 4, LEADS), tmp_path / "forecast.zarr"))
-    options: dict[str, Any] = {"detailed_hours": LEADS}
-    whole = evaluate(forecast, open_archive(write(truth, tmp_path / "truth.zarr")), **options).spectra
-    found = evaluate(forecast, open_archive(write(lacking, tmp_path / "lacking.zarr")), **options).spectra
+    archive = open_archive(write(lacking, tmp_path / "lacking.zarr"))
+    whole = evaluate(*opened, detailed_hours=LEADS).spectra
+    found = evaluate(opened[0], archive, detailed_hours=LEADS).spectra
     assert found is not None and whole is not None and found.sizes["lead_time"] == len(LEADS)
     assert np.isfinite(found["2m_temperature"]).all()
     same = found.latitude != truth.latitude.values[2]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from planning.step_time import StepTime, Term
 from tests.planned import run_plan
 
 
+@cache
 def plan(*options: str, config: str = "vit1b", code: int = 0) -> str:
     """What plan.py prints; one line on stderr where it refuses."""
     done = run_plan("--job.config_file", f"train_configs/{config}.toml", *options)

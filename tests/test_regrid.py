@@ -48,12 +48,11 @@ GRIDS = [
 
 @pytest.mark.parametrize("source", range(len(GRIDS)))
 @pytest.mark.parametrize("target", range(len(GRIDS)))
-@pytest.mark.parametrize("holes", [False, True])
-def test_regrid_against_brute_force(source: int, target: int, holes: bool):
+def test_regrid_against_brute_force(source: int, target: int):
+    """Of fields with holes."""
     rng = np.random.default_rng(source)
     field = rng.normal(size=GRIDS[source].shape)
-    if holes:
-        field[rng.random(field.shape) < 0.4] = np.nan
+    field[rng.random(field.shape) < 0.4] = np.nan
     ours = regrid(field, GRIDS[source], GRIDS[target])
     np.testing.assert_allclose(ours, overlap_by_hand(GRIDS[source], GRIDS[target], field), atol=1e-12)
 

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,8 +17,9 @@ from datasets.archive import open_archive
 from datasets.options import parse_storage_options
 from datasets.remote import Access
 from errors import ConfigError, DataError, without_secrets
-from tests.s3_server import ROOT, S3Server
+from tests.s3_server import S3Server
 from tests.sample_archives import NAMES, analyses, values, weatherbench, zarr3
+from tests.started_jobs import SMALL_MODEL, records
 from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
 from train import train
@@ -80,18 +79,13 @@ def test_a_missing_chunk_is_missing_there_too(server):
 
 def configuration(folder: Path, run: Path, *options: str) -> list[str]:
     path = folder / "tiny.toml"
-    path.write_text("""
+    path.write_text(f"""
 [data]
 variables = ["geopotential:500", "2m_temperature"]
 train_period = ["2020-01-01", "2020-01-06"]
 validation_period = ["2020-01-07", "2020-01-10"]
 cache_gib = 0.0
-[model]
-attention_backend = "sdpa"
-patch_size = [3, 4]
-dim = 16
-num_layers = 2
-num_heads = 2
+{SMALL_MODEL}
 [training]
 steps = 3
 local_batch_size = 4
@@ -120,7 +114,7 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     for arguments in (local, remote):
         train(load_checked(arguments))
         assert forecast.forecast(load_checked(arguments)) == 0
-    here, there = (json_lines(tmp_path / run / "metrics.jsonl") for run in ("local", "remote"))
+    here, there = (records(tmp_path / run) for run in ("local", "remote"))
     assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
     assert any("val/loss" in each for each in there)
     chunks = [
@@ -148,10 +142,6 @@ def upload(server: S3Server, folder: Path, key: str) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             server.put(f"{key}/{path.relative_to(folder)}", path.read_bytes())
-
-
-def json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # -- what goes wrong
@@ -191,16 +181,6 @@ def test_a_store_that_ends_during_a_run_is_one_line(server, monkeypatch):
     with pytest.raises(DataError, match="s3://bucket/wb.zarr: geopotential at .* cannot be read") as error:
         archive.read_block(0, 5, NAMES)
     assert "\n" not in str(error.value)
-
-
-def test_a_program_ends_with_2(server, tmp_path):
-    began = time.monotonic()
-    options = ["--data.path", "s3://nowhere/x.zarr", *server.arguments]
-    command = [sys.executable, "forecast.py", *configuration(tmp_path, tmp_path / "run", *options)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    lines = [line for line in ended.stderr.splitlines() if line]
-    assert ended.returncode == 2 and len(lines) == 1, ended.stderr
-    assert lines[0].startswith("rossby: cannot read 's3://nowhere/x.zarr'") and time.monotonic() - began < 60
 
 
 # -- options, secrets

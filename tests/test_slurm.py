@@ -115,15 +115,7 @@ SLURM = {
 
 def test_a_task_is_the_rank_of_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = rank_variables(SLURM)
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
     assert [ours[name] for name in names] == ["5", "7", "1", "3", "2", "node07", "11235"]
     for name in names:
         monkeypatch.setenv(name, "")

@@ -34,13 +34,6 @@ def test_the_default_has_its_parameters():
     assert (model.padded_shape, model.multiple) == ((736, 1440), 16)
 
 
-@pytest.mark.parametrize("grid", [(32, 64), (33, 36), (17, 29)])
-@pytest.mark.parametrize("periodic", [True, False])
-def test_any_grid_comes_back_in_its_shape(grid, periodic):
-    model = build(grid, periodic=periodic)
-    assert model.predict(torch.randn(2, 5, *grid)).shape == (2, 3, *grid)
-
-
 def test_flops_are_what_torch_counts():
     model = build()
     with FlopCounterMode(display=False) as counter:
@@ -111,19 +104,6 @@ def test_every_parameter_is_initialised_and_keeps_the_size_of_fields():
     std = model.initial_std("blocks.encoder0.conv1.weight")
     assert std == pytest.approx((16 * 9) ** -0.5)
     assert model.initial_std("blocks.encoder0.norm1.weight") is model.initial_std("stem.bias") is None
-
-
-def test_the_model_trains():
-    model, fields = build((16, 32)), torch.randn(4, 5, 16, 32)
-    target = fields[:, :3].roll(1, dims=3)  # the weather moves east by one cell
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(40):
-        loss = F.mse_loss(model.predict(fields), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_too_many_levels_say_how_many_there_can_be():

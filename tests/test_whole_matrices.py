@@ -15,7 +15,6 @@ from tests.optimizer_references import MOMENTUM, trained
 from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
 from training.bad_steps import step_unless
-from training.config_checks import load_checked
 from training.optimizers.build import build_optimizer, set_lr
 from training.optimizers.trust_ratios import SharedSums
 
@@ -142,20 +141,3 @@ def test_states_of_another_optimiser_are_refused_by_name(one_rank, tmp_path: Pat
         with pytest.raises(ConfigError, match=f'optimizer.name = "{name}": .*initial_load_path'):
             load(Layout(1), tmp_path, name)
     load(Layout(1), tmp_path, "LAMB")
-
-
-# -- errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "--optimizer.name Muon --parallelism.cpu_offload true",
-            "optimizer.name = 'Muon': .*set parallelism.cpu_offload to false",
-        ),
-    ],
-)
-def test_combinations_that_cannot_be(arguments: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_checked(arguments.split())
