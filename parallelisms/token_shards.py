@@ -29,13 +29,17 @@ class TokenShards:
 
     def cut_input(self, tokens: Tensor) -> Tensor:
         """(B, T, C) -> this rank's (B, T'/cp, C)."""
-        missing = self.padded - tokens.shape[1]
-        tokens = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
-        return tokens.chunk(self.cp, dim=1)[self.mesh.rank("cp")]
+        return self._cut(tokens, self.cp, self.mesh.rank("cp"))
 
     def cut_output(self, tokens: Tensor) -> Tensor:
         """(B, T, C) -> this rank's (B, T'/(cp tp), C)."""
-        return self.cut_input(tokens).chunk(self.tp, dim=1)[self.mesh.rank("tp")]
+        return self._cut(tokens, self.cp * self.tp, self.mesh.rank("cp") * self.tp + self.mesh.rank("tp"))
+
+    def _cut(self, tokens: Tensor, num_parts: int, part: int) -> Tensor:
+        missing = self.padded - tokens.shape[1]
+        tokens = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+        # A copy: a view would keep all tokens alive through the step.
+        return tokens.chunk(num_parts, dim=1)[part].clone() if num_parts > 1 else tokens
 
     def gather_output(self, shard: Tensor) -> Tensor:
         """Inverse of `cut_output`, for validation: a training step never has a whole field's tokens."""

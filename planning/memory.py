@@ -60,16 +60,19 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
     step = {
         **always,
+        "buckets of DDP": states["gradients"] * uses_ddp(work),
         "gradients of a pipeline": added_up,
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
         "batches on their way": work.copies_ahead * batch_bytes(work),
         "prediction": prediction,
     }
-    # Gradients of activations in the backward pass of an MLP: of its output, and of GELU's.
-    in_mlp = unit_bytes(work) * (work.degrees.tp + work.model.mlp_dim / work.model.dim)
+    # Gradients of activations in the backward pass of an MLP: of its output, by tensor parallelism before
+    # and after it is gathered, and of GELU's; and that of the last product's weight.
+    tp = work.degrees.tp
+    in_mlp = unit_bytes(work) * (tp + (tp > 1) + work.model.mlp_dim / work.model.dim)
     whole, reducing = reduction_bytes(work)
-    down = whole * work.model.mlp_dim * work.model.dim / max(work.model.block_parameters, 1)
+    down = work.itemsize * work.model.mlp_dim * work.model.dim / tp
     # torch reduces the gradients of a pipeline block by block, but after the last micro-batch.
     meanwhile = 0 if work.reduces_last else reducing
 
@@ -208,11 +211,19 @@ def fresh_gradients(work: Workload) -> bool:
     return (work.reductions if work.uses_fsdp else work.passes) == 1
 
 
+def uses_ddp(work: Workload) -> bool:
+    """Return True if DDP reduces gradients, in buckets that it allocates once and for all.
+
+    Gradients of a single pass are parts of them; those of earlier ones are copied there in the last.
+    """
+    return work.degrees.dp_replicate > 1 and not work.uses_fsdp
+
+
 def gradients_alive(work: Workload, done: int) -> int:
-    """Number of blocks with gradients, when `done` have passed their backward pass."""
+    """Number of blocks with gradients of their own, when `done` have passed their backward pass."""
     if not fresh_gradients(work):
         return work.rank_layers
-    return 0 if work.reduces_last else max(done, 0)
+    return 0 if work.reduces_last or uses_ddp(work) else max(done, 0)
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
@@ -258,14 +269,16 @@ def block_activations(work: Workload, mode: str) -> float:
     normed = 3 if model.qk_norm or (model.axial and not sent) else 0
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
+    if work.method == "all_gather":  # keys and values of all ranks instead
+        exchanged = (qkv - 1) * work.degrees.cp * (work.degrees.cp > 1)
     statistics = 16 * work.states_at_once * work.rank_tokens
     units = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
 
 def scores_bytes(work: Workload) -> float:
-    """The "math" kernel keeps T x T numbers a head."""
-    if work.attention != "math":
+    """The "math" kernel keeps T x T numbers a head, but computes them again around a ring."""
+    if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
     queries = work.rank_tokens * work.degrees.tp
     heads = work.model.heads / work.degrees.tp

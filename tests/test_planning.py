@@ -80,6 +80,7 @@ def test_flops_of_fused_attention_are_those_that_torch_states():
 
 SLOW = pytest.mark.slow  # what differs least from another row
 PIPELINE = {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}  # with FSDP
+RING = {"parallelism.context_parallel_degree": "2", "parallelism.context_parallel_method": "ring"}
 LAYOUTS = [
     (1, {}),
     (1, {"activation_checkpoint.mode": "selective"}),
@@ -90,6 +91,10 @@ LAYOUTS = [
     (8, {"parallelism.fsdp_reshard_after_forward": "never", "training.mixed_precision_param": "bfloat16"}),
     pytest.param(8, {"model.dim": "512", "training.local_batch_size": "1"}, marks=SLOW),
     (4, {"parallelism.context_parallel_degree": "4"}),
+    (2, RING | {"parallelism.context_parallel_method": "all_gather"}),
+    (2, RING | {"model.attention_backend": "math"}),
+    (2, {"parallelism.data_parallel": "ddp", "training.global_batch_size": "32"}),
+    pytest.param(2, {"parallelism.data_parallel": "zero1"}, marks=SLOW),
     (2, {"parallelism.pipeline_parallel_degree": "2", "training.local_batch_size": "8"}),
     (4, PIPELINE),
     (8, PIPELINE | {"training.mixed_precision_param": "bfloat16", "training.global_batch_size": "64"}),
@@ -102,14 +107,7 @@ LAYOUTS = [
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
     (1, {"model.position": "rotary"}),
     pytest.param(2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}, marks=SLOW),
-    (
-        2,
-        {
-            "model.position": "rotary",
-            "parallelism.context_parallel_degree": "2",
-            "parallelism.context_parallel_method": "ring",
-        },
-    ),
+    (2, RING | {"model.position": "rotary"}),
 ]
 
 
