@@ -118,7 +118,8 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
     assert any("val/loss" in each for each in there)
     chunks = [
-        (tmp_path / run / "forecast.zarr/geopotential/c/0/0/0/0/0").read_bytes() for run in ("local", "remote")
+        (tmp_path / run / "forecast.zarr/geopotential/c/0/0/0/0/0").read_bytes()
+        for run in ("local", "remote")
     ]
     assert chunks[0] == chunks[1]
 
