@@ -115,8 +115,7 @@ class OneStep(nn.Module):
     @property
     def inputs(self) -> list[str]:
         """Names of the arguments of `forward` that this model takes."""
-        conditions, normalizer = self.conditions, self.normalizer
-        later = normalizer.boundary is not None or normalizer.forcings_of_target
+        conditions, later = self.conditions, self.normalizer.has_known_inputs
         further = {"keys": bool(conditions.noise), "steps": conditions.has_lead, "later": later}
         return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
 
@@ -160,9 +159,7 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
             "units": archive.units(name),
             "role": role[index],
             **{column: values[index] for column, values in columns.items()},
-            **(
-                {"log1p": scales[index]} if scales[index] else {}
-            ),  # mean and deviations are of log(1 + x / s)
+            "log1p": scales[index],  # s, if mean and deviations are of log(1 + x / s), else 0
         }
         for index, name in enumerate(selection.variables)
     ]

@@ -27,8 +27,8 @@ from models.registry import registered
 
 LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
-INPUTS = ("static_variables", "forcings", "history", "boundary_width", "forcings_of_target")
-DATA = (*INPUTS, "step_hours", "log1p")
+DATA = ("static_variables", "forcings", "step_hours", "history")
+DATA += ("boundary_width", "forcings_of_target", "log1p")
 UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 

@@ -115,12 +115,19 @@ class Normalizer(nn.Module):
         """True if something of the next state is known: forcing variables, or a boundary."""
         return self.num_forcing > 0 or self.boundary is not None
 
+    @property
+    def has_known_inputs(self) -> bool:
+        """True if something of the next state is an input of the step that leads there."""
+        return self.boundary is not None or self.forcings_of_target
+
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
         """Return a normalised window (B, h V, H, W) followed by what is an input of the next state.
 
         That is predicted variables on the boundary, 0 inside and where a value is missing, and forcing
         variables. known: as for `advance`; None: a boundary is 0, forcing variables do not change.
         """
+        if not self.has_known_inputs:
+            return window
         parts = [window]
         if self.boundary is not None:
             zeros = torch.zeros_like(self.newest(window))
@@ -128,7 +135,7 @@ class Normalizer(nn.Module):
             parts.append(ahead[:, self.predicted])
         if self.forcings_of_target:
             parts.append(self._forcing_after(window, known))
-        return torch.cat(parts, dim=1) if len(parts) > 1 else window
+        return torch.cat(parts, dim=1)
 
     def _on_boundary(self, state: Tensor, known: Tensor) -> Tensor:
         """Return a normalised state (B, V, H, W) with what is known of its boundary."""

@@ -46,7 +46,7 @@ class Sums:
     variables: np.ndarray  # (V,) names
     # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
     shift: np.ndarray
-    log_scales: np.ndarray  # (V,) of `compress`
+    log_scales: np.ndarray  # (V,) of `to_logarithm`
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
     dates: list[np.datetime64] = field(default_factory=list)  # in the order in which they were read
@@ -72,7 +72,7 @@ class Sums:
         if not has_values:
             columns[:, STATE] = 0
         elif before is not None:
-            pairs = (map(compress, each, self.log_scales) for each in (now, before))
+            pairs = (map(to_logarithm, each, self.log_scales) for each in (now, before))
             columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), *pairs))
         self.dates.append(date)
         self.rows.append(columns)
@@ -101,18 +101,18 @@ class Sums:
 
     def mean_field(self) -> np.ndarray:
         """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
-        mean = expand(self.moments()[0], self.log_scales)[:, None, None]
+        mean = from_logarithm(self.moments()[0], self.log_scales)[:, None, None]
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
 
 
-def compress(values: np.ndarray, scale: float) -> np.ndarray:
+def to_logarithm(values: np.ndarray, scale: float) -> np.ndarray:
     """Return log(1 + x / scale) of the values x of a variable; scale 0: the values (data.log1p)."""
     return np.log1p(np.maximum(values, 0) / values.dtype.type(scale)) if scale else values
 
 
-def expand(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values (V,) whose `compress` these are."""
+def from_logarithm(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the values (V,) whose `to_logarithm` these are."""
     return np.where(scales > 0, np.expm1(values * (scales > 0)) * scales, values)
 
 
@@ -123,7 +123,7 @@ def state_columns(
     refuse_fills(values[None], [name], date)
     finite = values[np.isfinite(values)]
     missing = values.size - finite.size
-    moments = sum_moments(compress(values, log_scale), shift, area)
+    moments = sum_moments(to_logarithm(values, log_scale), shift, area)
     return [missing, *count_implausible(values, finite, name), *moments]
 
 
@@ -379,7 +379,7 @@ class Counting:
 def first_shift(source: Source) -> np.ndarray:
     """Return (V,): the means of the first date that counts, around which all squares are taken."""
     first = source.fields.read(int(source.dates[0]), source.variables)
-    first = np.stack([compress(*each) for each in zip(first, source.log_scales, strict=True)])
+    first = np.stack([to_logarithm(*each) for each in zip(first, source.log_scales, strict=True)])
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)

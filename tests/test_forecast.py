@@ -25,6 +25,7 @@ from errors import UserError
 from models.attention import Kernel
 from models.vit import VisionTransformer
 from tests.sample_archives import zarr_chunked
+from tests.started_jobs import SMALL_MODEL
 from train import train
 from training.config_checks import load_checked
 from verification.forecast_layouts import open_forecast
@@ -38,7 +39,7 @@ EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this da
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder of a short training with averaged weights; beside it the archive and the configuration."""
+    """The folder of a short training with averaged weights, with the archive and the configuration."""
     folder = tmp_path_factory.mktemp("forecast")
     (folder / "tiny.toml").write_text(f"""
 [data]
@@ -47,12 +48,7 @@ variables = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temp
 forcings = ["toa_incident_solar_radiation"]
 train_period = ["2020-01-01", "2020-01-06"]
 validation_period = ["2020-01-07", "2020-01-10"]
-[model]
-attention_backend = "sdpa"
-patch_size = [3, 4]
-dim = 16
-num_layers = 2
-num_heads = 2
+{SMALL_MODEL}
 [training]
 steps = 4
 local_batch_size = 2
