@@ -205,10 +205,8 @@ def large_batch(options: Options) -> int:
     for (name, rule), jobs_of_rule in scaled.items():
         small, larger = {**tuned[name], "rule": rule}, [job.result() for job in jobs_of_rule]
         rows += [small, *larger]
-        ratios, critical = (
-            {row["batch"]: row["score"] / small["score"] for row in larger},
-            small["critical_batch"],
-        )
+        ratios = {row["batch"]: row["score"] / small["score"] for row in larger}
+        critical = small["critical_batch"]
         kept |= max(ratios.values()) <= WITHIN
         needs = {f"samples at {n}": (1 + n / critical) / (1 + SMALL / critical) for n in LARGER if critical}
         lines.append({key: small[key] for key in ("optimizer", "rule", "lr", "score", "critical_batch")})
@@ -397,15 +395,14 @@ def ten_days(options: Options) -> int:
 def limited_area(options: Options) -> int:
     """Both are forecast to 48 h and scored where the boundary is not."""
     runs: Runs = LISTS["limited_area"]
-    (boundary,) = {word for _, *words in runs.values() for word in words if "boundary" in word}
+    boundary = runs["with"][-1]
 
     def score(_: list[Row], config: str, folder: str, words: list[str]) -> Row:
         start("forecast.py", config, folder, *words, "--forecast.num_steps=8")
         start("evaluate.py", config, folder, *words, boundary, "--baselines=persistence")
         with xr.open_dataset(f"{folder}/evaluation/scores.nc", decode_timedelta=True) as whole:
-            errors = (
-                whole[list(WINDS)].sel(metric="rmse").isel(forecast=0, region=0).to_array().mean("variable")
-            )
+            of_model = whole[list(WINDS)].sel(metric="rmse").isel(forecast=0, region=0)
+            errors = of_model.to_array().mean("variable")
             hours = (errors.lead_time / np.timedelta64(1, "h")).values.astype(int)
             return {"rmse": dict(zip(map(str, hours), errors.values.tolist(), strict=True))}
 
