@@ -239,7 +239,9 @@ def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
     assert 1 <= len(done) < 6
     assert 0 < int(xr.open_zarr(path)["2m_temperature"].isnull().sum()) < 6 * 60 * 48  # opens as it is
     written = (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns
-    (path / "geopotential/c/5/0/0/0/0.partial").write_bytes(b"half")  # what a kill inside a write leaves
+    half_written = path / "geopotential/c/5/0/0/0/0.partial"  # what a kill inside a write leaves
+    half_written.parent.mkdir(parents=True, exist_ok=True)
+    half_written.write_bytes(b"half")
     store(run, path, *options)
     assert files(path) == files(tmp_path / "whole.zarr")
     assert (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns == written
