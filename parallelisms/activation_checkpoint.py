@@ -47,6 +47,8 @@ ATTENTIONS = {
     "rossby::ring_attention",  # its sends are not repeated either
 }
 
+THIN = 8  # a matrix with so many times more features out than in; MLPs have 4
+
 
 def apply_activation_checkpoint(
     model: nn.Module, settings: ActivationCheckpoint, *, compiled: bool = False
@@ -101,7 +103,8 @@ def _save(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -
 def _save_unless_reducing(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save outputs of attention and of matmuls without more features in than out.
+    """Save outputs of attention and of matmuls without more features in than out, but for thin ones: an
+    adapter's output is as large as that of the matrix it adapts, and costs next to nothing.
 
     `mlp.down` is no such matmul: its output is part of the next block's input, which is saved anyway, and
     recomputation ends with its input: neither its output nor a second run of it is ever needed.
@@ -109,7 +112,8 @@ def _save_unless_reducing(
     name = op.name().partition(".")[0]
     if name in MATMULS:
         first, second = args[MATMULS[name] : MATMULS[name] + 2]
-        if first.shape[-1] > second.shape[0 if name == "aten::linear" else -1]:
+        features, results = first.shape[-1], second.shape[0 if name == "aten::linear" else -1]
+        if features > results or features * THIN < results:
             return CheckpointPolicy.PREFER_RECOMPUTE
     return _save(ctx, op, *args, **kwargs)
 

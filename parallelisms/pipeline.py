@@ -135,9 +135,9 @@ class Pipeline:
         arguments = (inputs,) if self.has_first else ()
         if self.has_last:
             packed = torch.stack(list(targets.values()), dim=1)  # (B, n, t, C): schedules take one tensor
-            self.runner.step(*arguments, target=packed, losses=losses)
+            self.runner.step(*arguments, target=packed, losses=losses, return_outputs=False)
             return torch.stack(losses).sum().detach() / scale
-        self.runner.step(*arguments)
+        self.runner.step(*arguments, return_outputs=False)
         return torch.zeros((), device=self.device)
 
     @torch.no_grad()

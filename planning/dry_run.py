@@ -7,7 +7,7 @@ MemTracker's, collectives are the Recorder's.
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +34,7 @@ from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import LossPart, ParallelModel
-from planning.workload import Workload, workload_of
+from parallelisms.pipeline import Pipeline
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -106,14 +110,14 @@ def _run(config: Config, fields: Fields) -> DryRun:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
     if model.pipeline:
-        work = workload_of(config, mesh.degrees.world, fields.grid.shape, len(fields.variables))
-        model.pipeline = FirstStage(work, model, tracker)  # type: ignore[assignment]
+        size = config.parallelism.pipeline_parallel_microbatch_size * max(config.training.members, 1)
+        model.pipeline = FirstRank(model.pipeline, size)  # type: ignore[assignment]
     with fake:
         make_states(model, state)
         tracker.track_external(*model.parts, state.optimizer)
+        for part in model.parts:
+            tracker._track_module_params_and_buffers(part)
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
-        for name in ("predict", "forward_backward"):
-            setattr(model, name, followed(tracker, getattr(model, name)))
         smallest = config.training.local_batch_size * mesh.degrees.dp
         run = Run.of(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
         run.noise_scale = None  # which looks at values
@@ -142,14 +146,30 @@ def _run(config: Config, fields: Fields) -> DryRun:
     )
 
 
+class ModulesWithoutHooks(ModTracker):
+    """torch's tracker of modules without its hooks: they keep gradients and whole graphs, so that the peak of
+    a rollout, or of a backward pass in two parts, came out as up to three times the real one.
+    """
+
+    def __enter__(self) -> "ModulesWithoutHooks":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
 class StepTracker(MemTracker):
-    """torch's tracker of memory, for one step of a layout.
+    """torch's tracker of memory, for one step of a layout. What FSDP gathers counts as activations.
 
     torch waits for every parameter's gradient: a frozen one (LoRA) has none. DTensor computes the shape of a
     result that it has not seen before on whole tensors, under the same FakeTensorMode: these are no memory.
     """
 
     in_propagation = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = ModulesWithoutHooks()
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -198,16 +218,6 @@ def tracking(tracker: StepTracker) -> Iterator[None]:
         ShardingPropagator._fake_mode_lock = lock
 
 
-def followed(tracker: MemTracker, passes: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Reset the tracker before each pass: it follows one pass through each module."""
-
-    def run(*arguments: Any, **options: Any) -> Tensor:
-        tracker.reset_mod_stats()
-        return passes(*arguments, **options)
-
-    return run
-
-
 class FakeBatches:
     """The micro-batches of a step. Those that only accumulate are alike: the first stands for all of them."""
 
@@ -233,33 +243,80 @@ class FakeBatches:
             self.record.calls[call] += number * (self.accumulation - 2)
 
 
-class FirstStage:
-    """In place of a pipeline: its first stage alone, with the micro-batches that it holds, nothing sent."""
+class FirstRank:
+    """In place of a pipeline: the stages of its first rank in their schedule's order, nothing sent."""
 
-    def __init__(self, work: Workload, model: ParallelModel, tracker: MemTracker) -> None:
-        assert model.pipeline
-        self.stage, self.tracker = model.pipeline.stages[0], tracker
-        self.size, self.in_flight = work.states_at_once, work.in_flight
+    def __init__(self, pipeline: Pipeline, micro_batch: int) -> None:
+        self.stages = dict(zip(pipeline.indices, pipeline.stages, strict=True))
+        self.micro_batch = micro_batch
+        runner = pipeline.runner
+        self.waits = isinstance(runner, PipelineScheduleSingle)  # others keep what they send for the step
+        if isinstance(runner, PipelineScheduleSingle):
+            order = runner._get_pipeline_order()  # the only place where torch 2.13 tells it
+            assert order
+            self.actions = [action for action in order[0] if action]
+        else:
+            self.actions = runner.pipeline_order_with_comms[0]  # type: ignore[union-attr]
 
     def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: LossPart, scale: float) -> Tensor:
-        waiting: list[tuple[Tensor, Tensor]] = []
-        for micro_batch in inputs.split(self.size):
-            self.tracker.reset_mod_stats()
-            waiting.append((micro_batch, self.stage.submod(micro_batch)))
-            if len(waiting) == self.in_flight:
-                self._backward(*waiting.pop(0))
-        while waiting:
-            self._backward(*waiting.pop(0))
-        self.stage.perform_reduce_grad(1)
+        """Forward and backward passes as torch's schedules run them, and what FSDP does between them."""
+        micro_batches = inputs.split(self.micro_batch)
+        truths = [each.split(self.micro_batch) for each in targets.values()]
+        self.received: list[Tensor] = []  # torch has a buffer for each micro-batch that a stage receives
+        self.sent: list[Tensor | None] = []
+        self.forwarded: dict[tuple[PipelineStage, int], dict[str, Any]] = {}
+        for action in self.actions:
+            stage, number = self.stages[action.stage_index], action.microbatch_index or 0
+            kind = action.computation_type.name
+            if kind == "FORWARD":
+                output = self._forward(stage, number, micro_batches)
+                if stage.is_last:
+                    truth = {name: each[number] for name, each in zip(targets, truths, strict=True)}
+                    self.forwarded[stage, number]["stage_output"] = (loss(output, truth) * scale,)
+            elif "BACKWARD" in kind:
+                self._backward(stage, number, kind)
+            elif kind == "REDUCE_GRAD":
+                stage.perform_reduce_grad(1)
+            elif kind in ("UNSHARD", "RESHARD"):
+                for module in stage.submod.modules():
+                    if isinstance(module, FSDPModule):
+                        module.unshard() if kind == "UNSHARD" else module.reshard()
+        del self.received, self.sent, self.forwarded
         return torch.zeros(())
 
-    def _backward(self, inputs: Tensor, output: Tensor) -> None:
+    def _forward(self, stage: PipelineStage, number: int, micro_batches: Sequence[Tensor]) -> Tensor:
+        x = micro_batches[number] if stage.is_first else self.received[0].detach().requires_grad_()
+        output = stage.submod(x)
+        if not self.received:
+            exchanges = sum((not each.is_first) + (not each.is_last) for each in self.stages.values())
+            self.received = [torch.empty_like(output) for _ in range(exchanges * len(micro_batches))]
+        self.sent += [] if stage.is_last or self.waits else [output.detach()]
+        self.forwarded[stage, number] = {
+            "stage_output": (output,),
+            "output_grads": None,
+            "input_values": (x,),
+        }
+        return output
+
+    def _backward(self, stage: PipelineStage, number: int, kind: str) -> None:
         """torch's own, which tells FSDP to keep what it has gathered and to reduce nothing yet."""
-        tensors = {"stage_output": (output,), "output_grads": (torch.empty_like(output),)}
-        self.stage.backward_maybe_with_nosync("full", tensors | {"input_values": (inputs,)})
+        passes = self.forwarded.pop((stage, number))
+        if kind != "BACKWARD_WEIGHT" and not stage.is_last:
+            passes["output_grads"] = (self.received[-1],)
+        gradients: tuple[Tensor | None, ...] = ()
+        if kind == "BACKWARD_INPUT":
+            self.forwarded[stage, number] = passes
+            if not stage.is_first:  # which has both passes at once, at the time of the second
+                gradients, passes["param_groups"] = stage.backward_maybe_with_nosync("input", passes)
+                del passes["input_values"], passes["output_grads"]
+        else:
+            part = "weight" if "param_groups" in passes else "full"
+            gradients, _ = stage.backward_maybe_with_nosync(part, passes)
+        self.sent += [] if self.waits else gradients
 
     def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
-        self.stage.submod(inputs)
+        for stage in self.stages.values():
+            stage.submod(inputs if stage.is_first else torch.empty(tokens_shape))
         return torch.empty(output_shape)
 
 

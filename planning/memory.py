@@ -39,14 +39,16 @@ def memory(work: Workload) -> Memory:
     """Memory of the rank that needs most: with a pipeline the first stage or the last."""
     if work.degrees.pp == 1:
         return stage_memory(work, first=True, last=True)
-    ends = [stage_memory(work, first=True, last=False), stage_memory(work, first=False, last=True)]
-    return max(ends, key=lambda stage: stage.peak)
+    ends = [(True, False), (False, True)]
+    if work.schedule == "ZBVZeroBubble":  # the first rank has the first stage and the last
+        ends = [(True, True), (False, False)]
+    return max((stage_memory(work, *end) for end in ends), key=lambda stage: stage.peak)
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     """The moments at which a step can be at its peak, going through the backward pass block by block."""
     states, fields = state_bytes(work, first, last), field_bytes(work, last)
-    copies = work.in_flight if first else 1  # micro-batches on their way through a pipeline
+    copies = work.in_flight(first)  # micro-batches on their way through a pipeline
     stored = stored_bytes(work) * copies
     tokens = work.states_at_once * work.rank_tokens * work.itemsize * copies
     prediction = tokens * work.model.out_features * last
@@ -62,6 +64,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         **always,
         "buckets of DDP": states["gradients"] * uses_ddp(work),
         "gradients of a pipeline": added_up,
+        "messages of a pipeline": message_bytes(work, first, last),
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
         "batches on their way": work.copies_ahead * batch_bytes(work),
@@ -101,6 +104,23 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         moments["reduction of the first block"] = backward(1, 2, False, both)
         moments["reduction of the last block but one"] = backward(max(number - 2, 0), 2, False, both)
     moments["backward of the last block"] = backward(number - 1, 1, True, down + meanwhile)
+    if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
+        units = 3 + tp + 2 * work.model.mlp_dim / work.model.dim
+        moments["forecast of a rollout"] = step | {
+            "gradients": states["gradients"] * (work.accumulation > 1),
+            "gathered parameters": loss["gathered parameters"],
+            "fields": forecast_field_bytes(work),
+            "activations": work.micro_batches * unit_bytes(work) * units,
+            "prediction": 0,
+            "gradients of a pipeline": 0,
+            "messages of a pipeline": 0,
+        }
+    if "ZeroBubble" in work.schedule and work.degrees.pp > 1:
+        # Gradients of a stage's inputs are complete, and those of its weights wait for their own pass.
+        waiting = unit_bytes(work) * (work.model.qkv_features + work.model.mlp_dim) / work.model.dim
+        split = backward(0, 2, False, 0) | {"gradients": states["gradients"]}
+        split["gradients of activations"] = waiting * number / work.stages_of_rank
+        moments["between backward passes of inputs and of weights"] = split
     if work.reduces_last:
         moments["reduction after the pipeline"] = {
             **step,
@@ -241,6 +261,16 @@ def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
     return itemsize * sum(number * count(unit) for unit, number in stage_shapes(work, first, last))
 
 
+def message_bytes(work: Workload, first: bool, last: bool) -> float:
+    """Tokens and gradients between a rank's stages and others: torch has a buffer for each that is received,
+    and where a rank has two stages it keeps what it sends to the end of the step.
+    """
+    if work.degrees.pp == 1:
+        return 0
+    stages = work.stages_of_rank
+    return (2 * stages - first - last) * stages * work.micro_batches * unit_bytes(work)
+
+
 # -- activations
 
 
@@ -265,15 +295,27 @@ def block_activations(work: Workload, mode: str) -> float:
         return s / work.every_n
     if mode == "selective":
         return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
-    sent = work.degrees.cp > 1 and work.method == "ulysses"  # what came back is kept, not what was turned
-    normed = 3 if model.qk_norm or (model.axial and not sent) else 0
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
-    if work.method == "all_gather":  # keys and values of all ranks instead
-        exchanged = (qkv - 1) * work.degrees.cp * (work.degrees.cp > 1)
+    if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
+        exchanged = (qkv - 1) * work.degrees.cp
+        qkv = 0 if model.axial else qkv  # which are turned before, and queries with them
     statistics = 16 * work.states_at_once * work.rank_tokens
-    units = 1 + qkv + normed + 1 + exchanged + 1 + 2 * hidden
+    units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden + modulated(work)
     return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
+
+
+def normed(work: Workload) -> int:
+    """Queries, keys and values that are not parts of the qkv product's output, in units: normed or turned."""
+    around = work.method if work.degrees.cp > 1 else ""
+    if not work.model.qk_norm and (not work.model.axial or around == "ulysses"):
+        return 0  # what came back is kept, not what was turned
+    return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
+
+
+def modulated(work: Workload) -> int:
+    """Both norms of a block before conditions scale and shift them, in units."""
+    return 2 if work.model.features else 0
 
 
 def scores_bytes(work: Workload) -> float:
@@ -298,7 +340,7 @@ def recomputed(work: Workload) -> float:
     """
     s, tp = unit_bytes(work), work.degrees.tp
     if work.ac_mode == "selective":
-        return s * (1 + tp + work.model.mlp_dim / work.model.dim)
+        return s * (1 + tp + work.model.mlp_dim / work.model.dim + normed(work) + modulated(work))
     if work.ac_mode in ("full", "every_n_blocks"):
         number = min(work.every_n if work.ac_mode == "every_n_blocks" else 1, work.rank_layers)
         return number * block_activations(work, "none") - s
@@ -317,6 +359,15 @@ def field_bytes(work: Workload, last: bool = True) -> float:
     windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
     whole = work.states_read + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
+
+
+def forecast_field_bytes(work: Workload) -> float:
+    """float32, of a rollout's forecast: the states as read, the windows so far, and of the last one the state
+    in physical units and as normalised, and the input before and after it is cut into patches.
+    """
+    windows = work.history * (work.rollout_steps - 1) + 2
+    of_member = windows * work.field_values + 2 * work.input_values
+    return FLOAT32 * work.local_batch * (work.states_read * work.field_values + work.members * of_member)
 
 
 def batch_bytes(work: Workload) -> float:

@@ -132,14 +132,18 @@ class Workload:
         """Blocks of the rank that has most."""
         return math.ceil(self.model.layers / self.degrees.pp)
 
-    @property
-    def in_flight(self) -> int:
-        """Number of micro-batches with activations in the first stage of a pipeline at once."""
-        if self.degrees.pp == 1:
-            return 1
-        if self.schedule == "GPipe":
-            return self.micro_batches
-        return min(self.micro_batches, math.ceil(self.degrees.pp * (1 + (self.stages_of_rank > 1) * 0.5)))
+    def in_flight(self, first: bool) -> float:
+        """Micro-batches with activations in the first or the last rank of a pipeline at once, as torch 2.13
+        schedules them; a stage's part of a micro-batch counts as that part.
+        """
+        pp, stages, number = self.degrees.pp, self.stages_of_rank, self.micro_batches
+        if pp == 1 or self.schedule == "GPipe":
+            return number
+        if self.schedule == "ZBVZeroBubble":
+            return min(pp, number)
+        in_a_round = number // max(number // pp, 1)
+        hops = (2 if self.schedule == "Interleaved1F1B" else 1) * (pp - 1) * first
+        return min(stages * number, (stages - 1) * in_a_round + hops + 1) / stages
 
     @property
     def casts_norms(self) -> bool:

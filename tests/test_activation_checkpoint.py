@@ -9,8 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import ActivationCheckpoint, Float8, Model
+from config import ActivationCheckpoint, Float8, Lora, Model
 from models.initialization import init_weights
+from models.lora import apply_lora
 from models.vit import VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
@@ -116,6 +117,19 @@ def test_units_of_other_blocks(mode: str) -> None:
 
 def test_selective_keeps_at_most_ten_units() -> None:
     assert stated_units("selective") == 10 and stated_units("none") == 16
+
+
+def test_outputs_of_adapters_are_computed_again() -> None:
+    """They are as large as those of the matrices: with both, "selective" kept more than "none"."""
+
+    def kept(layers: int) -> int:
+        model = build("none", layers)
+        apply_lora(model, Lora(True, rank=4))
+        apply_activation_checkpoint(model, ActivationCheckpoint("selective"))
+        return bytes_alive(model, patches(), False)
+
+    units = (kept(4) - kept(2)) / 2 / (B * T * D * 4)
+    assert units == pytest.approx(stated_units("selective"), abs=0.3)
 
 
 def test_float8_keeps_one_unit_more() -> None:

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.layout_parity import layout_workload
 from parallelisms.collectives import Collective, Recorder
-from planning.memory import gathered_bytes, pipeline_gradient_bytes
+from planning.memory import gathered_bytes, message_bytes, pipeline_gradient_bytes
 from tests.parity import Layout, SmallRun, pp
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -29,8 +29,21 @@ def unsharded_bytes(stage: nn.Module) -> tuple[int, int]:
     return parameters, gradients
 
 
-def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collective, int]]:
-    """Unsharded bytes of each of this rank's stages before their reduction, and a step's collectives."""
+def buffer_bytes(stage: PipelineStage) -> int:
+    """Bytes of the buffers that a stage receives tokens and gradients in."""
+    buffers = [
+        info.buffer
+        for received in (stage.args_recv_info, stage.grad_recv_info)
+        for infos in received.values()
+        for info in infos
+    ]
+    return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+
+def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collective, int], int]:
+    """Unsharded bytes of each of this rank's stages before their reduction, a step's collectives, and bytes
+    of the buffers for messages. No output of a micro-batch outlives the step: it would keep a graph.
+    """
     run, found, reduce = SmallRun(layout), [], PipelineStage.perform_reduce_grad
 
     def counted(stage: PipelineStage, factor: int) -> None:
@@ -42,7 +55,8 @@ def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collect
     run.watch = record = Recorder(run.mesh)
     with patch.object(PipelineStage, "perform_reduce_grad", counted):
         run.step(1)
-    return found, dict(record.calls)
+    assert run.model.pipeline and not any(stage.output_chunks for stage in run.model.pipeline.stages)
+    return found, dict(record.calls), sum(map(buffer_bytes, run.model.pipeline.stages))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -56,13 +70,14 @@ def test_a_stage_stays_unsharded_to_its_last_micro_batch(ranks, schedule: str, d
         planned = [(True, True), (False, False)]
     else:
         planned = [(True, False), (False, True)]
-    for (stages, calls), ends in zip((found[0], found[2]), planned, strict=True):
+    for (stages, calls, buffers), ends in zip((found[0], found[2]), planned, strict=True):
         parameters, gradients = (sum(sizes) for sizes in zip(*stages, strict=True))
         assert parameters == gathered_bytes(work, *ends, blocks=1)
         planned_gradients = pipeline_gradient_bytes(work, *ends)
         assert gradients <= planned_gradients
         if "ZeroBubble" not in schedule or dtype == "float32" or ends[1]:
             assert gradients >= (1 if ends != (True, True) else 0.8) * planned_gradients
+        assert buffers * work.stages_of_rank == message_bytes(work, *ends)  # what is sent is kept, too
         units = work.rank_layers + (2 if ends == (True, True) else 1 if any(ends) else 0)
         for kind in ("all-gather", "reduce-scatter"):
             assert sum(number for call, number in calls.items() if call.kind == kind) == units, (kind, calls)

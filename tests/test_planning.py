@@ -112,20 +112,25 @@ LAYOUTS = [
     (1, {"model.position": "rotary"}),
     pytest.param(2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}, marks=SLOW),
     (2, RING | {"model.position": "rotary"}),
+    (1, {"model.conditions": '["time_of_day"]', "activation_checkpoint.mode": "selective"}),
+    (2, PIPELINE | {"training.rollout_steps": "[2]"}),
+    (4, PIPELINE | {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+    (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}),
+    (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "model.num_layers": "8"}),
 ]
 
 
 @pytest.mark.parametrize("world, options", LAYOUTS)
 def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
-    """Peak within 4 %, of a rollout 5 %, states exactly; of a pipeline its first stage."""
+    """Peak within 2.5 %, with a pipeline 5 %, states exactly; of a pipeline its first rank."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = configuration(**options)
     work = workload_of(config, world, GRID, 7)
-    found = stage_memory(work, first=True, last=work.degrees.pp == 1)
+    last = work.degrees.pp == 1 or work.schedule == "ZBVZeroBubble"
+    found = stage_memory(work, first=True, last=last)
     real = dry_run(config, world, global_grid(GRID), 7)
-    assert 4 * shard_parameters(work, last=work.degrees.pp == 1) == real.parameters
-    tolerance = 0.05 if work.rollout_steps > 1 else 0.04
-    assert found.peak == pytest.approx(real.peak["Total"], rel=tolerance)
+    assert 4 * shard_parameters(work, last=last) == real.parameters
+    assert found.peak == pytest.approx(real.peak["Total"], rel=0.05 if work.degrees.pp > 1 else 0.025)
 
 
 def test_states_of_a_shard_by_hand():
