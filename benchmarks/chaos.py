@@ -33,7 +33,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -45,11 +45,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 import xarray as xr
+import zarr
+from numcodecs import Blosc
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.attack import descendants
-from benchmarks.loader import write_tiled
+from benchmarks.loader import DIMS, Shape, weather
 from benchmarks.results_file import ROOT, clock, parse, record, table
 from checkpoints.files import DELETING, INCOMPLETE, MANIFEST, check_files, complete_steps, step_folder
 from command_line import text_table
@@ -333,13 +335,48 @@ def run_stage(
     return stage
 
 
+WRITTEN = 8  # dates of a large archive, which has links to them
+
+
+def write_tiled(path: Path, variables: Iterable[str], levels: list[int], grid: Any, hours: list[int]) -> None:
+    """Write analyses in WeatherBench2's layout at these hours after 2000-01-01, all levels in a chunk.
+
+    721 rows have the poles, 1,024 have none; from north to south.
+    """
+    root, half = zarr.open_group(str(path), mode="w", zarr_format=2), 0 if grid[0] % 2 else 90 / grid[0]
+    latitude, dates = np.linspace(90 - half, half - 90, grid[0]), len(hours)
+    for number, name in enumerate(variables):
+        # As in WeatherBench2: surface variables have their height in their names, or none.
+        surface = name.startswith(("2m_", "10m_", "mean_sea", "total_", "surface_"))
+        factors = np.ones(()) if surface else 1 + 0.01 * np.arange(len(levels))  # equal levels would compress
+        dims, shape = ["time", *(() if surface else ("level",)), *DIMS[1:]], (*factors.shape, *grid)
+        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": dims}
+        mean, deviation = LISTS["scales"].get(name, (3.0, 8.0))
+        about: dict[str, Any] = {"shape": (dates, *shape), "chunks": (1, *shape), "dtype": "f4"}
+        compressor = Blosc("lz4", clevel=5, shuffle=Blosc.SHUFFLE)
+        root.create_array(name, compressors=[compressor], attributes=attributes, **about)
+        array: Any = root[name]
+        for date in range(min(WRITTEN, dates)):
+            # South differs from north: a field that is upside down would be seen.
+            field = 2 * np.linspace(0, 1, grid[0])[:, None]
+            field = mean + deviation * (field + 0.3 * weather(Shape("", 1, grid, "f4", 1), date, number))
+            array[date] = field * factors[..., None, None]
+        rest = ".0" * (len(shape))
+        for date in range(WRITTEN, dates):
+            (path / name / f"{date}{rest}").symlink_to(path / name / f"{date % WRITTEN}{rest}")
+    axes = {"time": np.array(hours), "level": np.array(levels), "latitude": latitude}
+    for name, numbers in (axes | {"longitude": np.arange(grid[1]) * 360 / grid[1]}).items():
+        units: Any = {"units": "hours since 2000-01-01"} if name == "time" else {}
+        root.create_array(name, data=numbers, attributes={"_ARRAY_DIMENSIONS": [name], **units})
+
+
 def rehearse_one(name: str, folder: Path) -> list[Stage]:
     config = load_checked(["--job.config_file", str(ROOT / name)])
     store, outputs, started, data = folder / "era5.zarr", folder / "run", time.monotonic(), config.data
     # Hours after 2000: dates to train on, a start, the truth at every lead of it.
     step, start = data.step_hours, data.step_hours * TRAIN_DATES
     hours = [*range(0, start, step), start, *(start + lead for lead in sorted(config.validation.lead_hours))]
-    write_tiled(store, data.variables, list(data.levels), data.grid_shape, hours, "f4")
+    write_tiled(store, data.variables, list(data.levels), data.grid_shape, hours)
     date = lambda hour: str(np.datetime64("2000-01-01T00") + np.timedelta64(hour, "h"))  # noqa: E731
     periods = {
         "data.train": (0, start - step),

@@ -418,7 +418,7 @@ def optimizers(session: Session) -> None:
 
 def activations(session: Session) -> None:
     def count(session: Session, what: str, case: KeptCase) -> None:
-        session.add(what, units(case, session.device), "", stated=case.stated, planned=case.planned)
+        session.add(what, units(case, session.device), "", planned=case.planned)
 
     for mode in ("none", "selective"):
         case = KeptCase(max(session.sizes.dim, 64), 2, mode, compiled=session.sizes.compiled)

@@ -33,16 +33,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.results_file import clock, in_turns, parse, record, table
-from config import Parallelism
-from models.registry import num_features
-from parallelisms.degrees import Degrees, resolve_degrees
-from planning.architecture import vit_architecture
-from planning.workload import ITEMSIZE, Workload
+from parallelisms.degrees import resolve_degrees
+from planning.workload import Workload, workload_of
 from tests import parity
 from tests.collective_formulas import step_collectives
 from tests.distributed import Ranks
 from tests.optimizer_references import trained
-from tests.parity import GLOBAL_BATCH, TABLE, Layout, Outcome, SmallRun, reference_of, three_steps
+from tests.parity import (
+    GLOBAL_BATCH,
+    TABLE,
+    VARIABLES,
+    Layout,
+    Outcome,
+    SmallRun,
+    config_of,
+    reference_of,
+    three_steps,
+)
 from tests.resharding import KINDS, differences, load, save, tolerance
 from tests.test_whole_matrices import NAMES, TOLERANCE, train
 
@@ -102,10 +109,10 @@ def judge(name: str, layout: Layout, outcomes: list[Outcome], reference: Outcome
 
 def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
     """ "equal", "no formula", or how what was counted on a rank differs from the formula."""
-    work = layout_workload(layout)
-    if not has_formula(layout, work.degrees, work.schedule):
+    if not has_formula(layout):
         return "no formula"
-    counted, expected = Counter(outcome.collectives), step_collectives(work, rank, layout.loss)
+    expected = step_collectives(layout_workload(layout), rank, layout.loss)
+    counted = Counter(outcome.collectives)
     if counted == expected:
         return "equal"
     show = lambda calls: ", ".join(f"{n} x {c.kind} {c.axis} {c.size}" for c, n in calls.items())  # noqa: E731
@@ -113,33 +120,21 @@ def compare(layout: Layout, outcome: Outcome, rank: int) -> str:
 
 
 def layout_workload(layout: Layout) -> Workload:
-    options, parallelism = dict(layout.model), Parallelism(**layout.parallelism)
-    given = 3 * layout.history + 3 * layout.boundary + layout.roles + 2 + layout.noise_dim
-    shape = (given, 3, 32, 4, 4)  # channels in and out, width, blocks, heads
-    own = {"qkv_bias": options.get("qkv_bias", True), "qk_norm": options.get("qk_norm", False)}
-    own["learned_position"] = options.get("position", "learned") == "learned"
-    model = vit_architecture(layout.grid, (4, 4), *shape, **own)
-    degrees = resolve_degrees(layout.ranks, parallelism)
-    return Workload(
-        model=replace(model, features=num_features(options.get("conditions", ()))),
-        degrees=degrees,
-        local_batch=GLOBAL_BATCH // (degrees.dp * layout.accumulation),
-        global_batch=GLOBAL_BATCH,
-        dtype=layout.dtype,
-        reduce_itemsize=ITEMSIZE[layout.reduce],
-        reshard=parallelism.fsdp_reshard_after_forward,
-        method=parallelism.context_parallel_method,
-        schedule=parallelism.pipeline_parallel_schedule,
-        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        members=layout.members,
-    )
+    config = config_of(layout, 0)
+    degrees = resolve_degrees(layout.ranks, config.parallelism)
+    sizes = {"local_batch_size": GLOBAL_BATCH // (degrees.dp * layout.accumulation)}
+    training = replace(config.training, **sizes, global_batch_size=GLOBAL_BATCH)
+    config = replace(config, training=training)
+    return workload_of(config, layout.ranks, layout.grid, len(VARIABLES))
 
 
-def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
+def has_formula(layout: Layout) -> bool:
     """Return whether there is a closed form: not of what repeats collectives or adds some of its own.
 
     Those of the U-Net's halos are counted in tests/test_domain_parallel.py.
     """
+    parallelism = config_of(layout, 0).parallelism
+    degrees = resolve_degrees(layout.ranks, parallelism)
     if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
         return False
     if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
@@ -147,7 +142,7 @@ def has_formula(layout: Layout, degrees: Degrees, schedule: str) -> bool:
     if (layout.activation_checkpoint != "none" or layout.spectral) and degrees.cp * degrees.tp > 1:
         return False
     plain = degrees.world == degrees.pp * degrees.dp_shard and layout.loss == "mse"
-    return degrees.pp == 1 or (plain and schedule in ("GPipe", "1F1B"))
+    return degrees.pp == 1 or (plain and parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B"))
 
 
 def compare_optimizers(options: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
-"""Reading of batches against the codec and other readers, of a run against fields in memory, of statistics.
+"""Reading of batches against the codec and other readers, and of a run against fields in memory.
 
     .venv/bin/python benchmarks/loader.py [words] [--rounds 3] [--quick]
     .venv/bin/python benchmarks/loader.py training [--rounds 3] [--steps 100]
-    .venv/bin/python benchmarks/loader.py statistics [--dates 300]
 
 The first: archives of simulated fields, 17 x 1024 x 2048 as float16 and 20 x 181 x 360 as float32, each with
 lz4 and zstd (blosc, bit shuffle) and chunks of 1 and 24 dates, read at random dates with a warm page cache by
@@ -11,9 +10,7 @@ stored; all take turns, medians.
 Words choose rows: "float16" "lz4" "1". 8 GB below --scratch, 30 minutes; --quick: small, nothing recorded.
 
 training: train.py on 20 x 180 x 360 float32 with validations, from the store by one reading thread, and from
-memory (data.cache_gib); the model computes with one thread. statistics: of vit1b.toml's variables on
-1024 x 2048 float16, by one rank and by four. 2 GB of disk, 16 GB of memory, ten minutes. Each ends with 1
-where losses or moments are not the same.
+memory (data.cache_gib); the model computes with one thread. It ends with 1 where losses are not the same.
 """
 
 import argparse
@@ -23,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,17 +36,11 @@ import zarr
 from numcodecs import Blosc
 from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec
 
-from benchmarks.results_file import ROOT, in_turns, parse, record, require, table
+from benchmarks.results_file import in_turns, parse, record, require, table
 from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.grid import area_weights
 from datasets.loader import EvaluationSampler, build_loader
-from datasets.statistics import Source, Statistics
-from datasets.variables import expand_levels
-from tests.distributed import Ranks
 from tests.started_jobs import Job, losses, records
-from training.config_checks import load_checked
-from training.shared_statistics import load_or_count
 
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 THREADS, BATCH, STARTING = 2, 4, 3
@@ -243,79 +234,9 @@ def run(config: Path, folder: Path, cache_gib: str, steps: int) -> dict[str, Any
     return {"seconds": 10 * sum(taken) + sum(validations), "losses": losses(folder), **medians}
 
 
-WRITTEN = 8  # dates of a large archive, which has links to them
-
-
-def write_tiled(
-    path: Path, variables: Iterable[str], levels: list[int], grid: Any, hours: list[int], dtype: str
-) -> None:
-    """Write analyses in WeatherBench2's layout at these hours after 2000-01-01, all levels in a chunk.
-
-    float32, or packed as float16. 721 rows have the poles, 1,024 have none; from north to south.
-    """
-    root, half = zarr.open_group(str(path), mode="w", zarr_format=2), 0 if grid[0] % 2 else 90 / grid[0]
-    latitude, dates = np.linspace(90 - half, half - 90, grid[0]), len(hours)
-    for number, name in enumerate(variables):
-        # As in WeatherBench2: surface variables have their height in their names, or none.
-        surface = name.startswith(("2m_", "10m_", "mean_sea", "total_", "surface_"))
-        factors = np.ones(()) if surface else 1 + 0.01 * np.arange(len(levels))  # equal levels would compress
-        dims, shape = ["time", *(() if surface else ("level",)), *DIMS[1:]], (*factors.shape, *grid)
-        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": dims}
-        mean, deviation = LISTS["scales"].get(name, (3.0, 8.0))
-        attributes |= {"scale_factor": deviation, "add_offset": mean} if dtype == "f2" else {}
-        about: dict[str, Any] = {"shape": (dates, *shape), "chunks": (1, *shape), "dtype": dtype}
-        compressor = Blosc("lz4", clevel=5, shuffle=Blosc.SHUFFLE)
-        root.create_array(name, compressors=[compressor], attributes=attributes, **about)
-        array: Any = root[name]
-        for date in range(min(WRITTEN, dates)):
-            # South differs from north: a field that is upside down would be seen.
-            field = 2 * np.linspace(0, 1, grid[0])[:, None]
-            field = field + 0.3 * weather(Shape("", 1, grid, "f4", 1), date, number)
-            field = field if dtype == "f2" else mean + deviation * field
-            array[date] = field * factors[..., None, None]
-        rest = ".0" * (len(shape))
-        for date in range(WRITTEN, dates):
-            (path / name / f"{date}{rest}").symlink_to(path / name / f"{date % WRITTEN}{rest}")
-    axes = {"time": np.array(hours), "level": np.array(levels), "latitude": latitude}
-    for name, numbers in (axes | {"longitude": np.arange(grid[1]) * 360 / grid[1]}).items():
-        units: Any = {"units": "hours since 2000-01-01"} if name == "time" else {}
-        root.create_array(name, data=numbers, attributes={"_ARRAY_DIMENSIONS": [name], **units})
-
-
-def measure_statistics(options: argparse.Namespace) -> int:
-    data = load_checked(["--job.config_file", str(ROOT / "train_configs/vit1b.toml")]).data
-    names, hours = expand_levels(data.variables, data.levels), [6 * n for n in range(options.dates)]
-    rows, found = [], {}
-    with tempfile.TemporaryDirectory() as text:
-        path, grid = f"{text}/era5.zarr", options.grid
-        write_tiled(Path(path), data.variables, list(data.levels), grid, hours, "f2")
-        for ranks in (1, 4):
-            group, cache = Ranks(ranks), Path(text) / f"run-{ranks}" / "statistics.npz"
-            found[ranks], seconds = group.run(count, path, names, cache, timeout=1800)[0]
-            group.stop()
-            gigabytes = 4 * len(names) * grid[0] * grid[1] * options.dates / 1e9  # as float32
-            rows.append({"ranks": ranks, "dates": options.dates, "seconds": seconds, "GB": gigabytes})
-    pairs = [[getattr(found[n], name) for n in (4, 1)] for name in ("mean", "std", "change_std")]
-    difference = max(float((np.abs(a - b) / np.array(found[1].std)).max()) for a, b in pairs)
-    record("statistics_start", [row | {"largest difference": difference} for row in rows])
-    print(table(rows, ranks=">5", dates=">7", GB=">8.1f", seconds=">9.1f"))
-    print(f"moments of 4 ranks and of 1 differ by {difference:.1e} deviations")
-    return int(difference > 1e-5)
-
-
-def count(path: str, names: list[str], cache: Path) -> tuple[Statistics, float]:
-    archive, step = open_archive(path), np.timedelta64(6 * 3600, "s")
-    dates, area = np.arange(len(archive.times)), area_weights(archive.grid.latitude)
-    started = time.monotonic()
-    statistics = load_or_count(cache, Source(archive, names, dates, step, area))
-    return statistics, time.monotonic() - started
-
-
 def main() -> int:
-    own: dict[str, Any] = {"steps": 100, "dates": 300, "grid": (1024, 2048)}
-    options = parse(__doc__, words=(), rounds=3, quick=False, scratch="", **own)
-    commands = {"training": measure_training, "statistics": measure_statistics}
-    return commands.get(" ".join(options.words), measure_readers)(options)
+    options = parse(__doc__, words=(), rounds=3, quick=False, scratch="", steps=100)
+    return measure_training(options) if options.words == ["training"] else measure_readers(options)
 
 
 if __name__ == "__main__":

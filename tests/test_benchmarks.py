@@ -33,7 +33,6 @@ SLOW = [
     ("chaos convert --trials 1", "1 of 1 ended with equal values", (0,)),
     ("loader --quick --rounds=1 lz4 180 1", "180", (0,)),
     ("loader training --rounds=1 --steps=41", "losses are the same", (0,)),
-    ("loader statistics --dates 20 --grid 64 128", "moments of 4 ranks", (0,)),
     ("attack --cases 12 --kind keys", " s", (0,)),
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
     ("trainer_overhead --rounds=1 --steps=20 --dim=12", "asked", (0, 1)),
