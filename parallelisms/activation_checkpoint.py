@@ -47,7 +47,7 @@ ATTENTIONS = {
     "rossby::ring_attention",  # its sends are not repeated either
 }
 
-THIN = 8  # a matrix with so many times more features out than in; MLPs have 4
+THIN = 8  # a matrix is thin if its features out are more than 8 times those in: adapters; an MLP has 4 times
 
 
 def apply_activation_checkpoint(
@@ -103,8 +103,8 @@ def _save(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -
 def _save_unless_reducing(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save outputs of attention and of matmuls without more features in than out, but for thin ones: an
-    adapter's output is as large as that of the matrix it adapts, and costs next to nothing.
+    """Save outputs of attention and of matmuls, except of matrices with more features in than out and of thin
+    ones: an adapter's output is as large as that of the matrix it adapts, and cheap to compute again.
 
     `mlp.down` is no such matmul: its output is part of the next block's input, which is saved anyway, and
     recomputation ends with its input: neither its output nor a second run of it is ever needed.

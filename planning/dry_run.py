@@ -250,9 +250,10 @@ class FirstRank:
         self.stages = dict(zip(pipeline.indices, pipeline.stages, strict=True))
         self.micro_batch = micro_batch
         runner = pipeline.runner
-        self.waits = isinstance(runner, PipelineScheduleSingle)  # others keep what they send for the step
+        # A rank with one stage waits for its messages; with two it keeps them to the end of the step.
+        self.waits = isinstance(runner, PipelineScheduleSingle)
         if isinstance(runner, PipelineScheduleSingle):
-            order = runner._get_pipeline_order()  # the only place where torch 2.13 tells it
+            order = runner._get_pipeline_order()  # torch 2.13 has no public name for it
             assert order
             self.actions = [action for action in order[0] if action]
         else:
