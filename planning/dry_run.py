@@ -35,6 +35,7 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import LossPart, ParallelModel
 from parallelisms.pipeline import Pipeline
+from parallelisms.token_shards import TokenShards
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -110,8 +111,14 @@ def _run(config: Config, fields: Fields) -> DryRun:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
     if model.pipeline:
-        size = config.parallelism.pipeline_parallel_microbatch_size * max(config.training.members, 1)
-        model.pipeline = FirstRank(model.pipeline, size)  # type: ignore[assignment]
+        assert isinstance(model.shards, TokenShards)
+        micro_batch = config.parallelism.pipeline_parallel_microbatch_size
+        with fake:
+            shape = (micro_batch * config.training.members, model.shards.output_tokens, config.model.dim)
+            tokens = torch.empty(shape, dtype=model.recipe.param_dtype)
+            rank = FirstRank(model.pipeline, tokens, config.training.local_batch_size // micro_batch)
+        model.pipeline = rank  # type: ignore[assignment]
+        tracker.track_external(*rank.received)
     with fake:
         make_states(model, state)
         tracker.track_external(*model.parts, state.optimizer)
@@ -162,7 +169,7 @@ class StepTracker(MemTracker):
     """torch's tracker of memory, for one step of a layout. What FSDP gathers counts as activations.
 
     torch waits for every parameter's gradient: a frozen one (LoRA) has none. DTensor computes the shape of a
-    result that it has not seen before on whole tensors, under the same FakeTensorMode: these are no memory.
+    result that it has not seen before on whole tensors, under the same FakeTensorMode: they take no memory.
     """
 
     in_propagation = False
@@ -246,10 +253,13 @@ class FakeBatches:
 class FirstRank:
     """In place of a pipeline: the stages of its first rank in their schedule's order, nothing sent."""
 
-    def __init__(self, pipeline: Pipeline, micro_batch: int) -> None:
+    def __init__(self, pipeline: Pipeline, tokens: Tensor, micro_batches: int) -> None:
+        """tokens (B, t, D): of a micro-batch between two stages."""
         self.stages = dict(zip(pipeline.indices, pipeline.stages, strict=True))
-        self.micro_batch = micro_batch
-        runner = pipeline.runner
+        self.micro_batch, runner = len(tokens), pipeline.runner
+        # A stage has a buffer for each micro-batch's tokens, and gradients, that it receives, in all steps.
+        messages = sum((not stage.is_first) + (not stage.is_last) for stage in pipeline.stages)
+        self.received = [torch.empty_like(tokens) for _ in range(messages * micro_batches)]
         # A rank with one stage waits for its messages; with two it keeps them to the end of the step.
         self.waits = isinstance(runner, PipelineScheduleSingle)
         if isinstance(runner, PipelineScheduleSingle):
@@ -263,7 +273,6 @@ class FirstRank:
         """Forward and backward passes as torch's schedules run them, and what FSDP does between them."""
         micro_batches = inputs.split(self.micro_batch)
         truths = [each.split(self.micro_batch) for each in targets.values()]
-        self.received: list[Tensor] = []  # torch has a buffer for each micro-batch that a stage receives
         self.sent: list[Tensor | None] = []
         self.forwarded: dict[tuple[PipelineStage, int], dict[str, Any]] = {}
         for action in self.actions:
@@ -282,15 +291,13 @@ class FirstRank:
                 for module in stage.submod.modules():
                     if isinstance(module, FSDPModule):
                         module.unshard() if kind == "UNSHARD" else module.reshard()
-        del self.received, self.sent, self.forwarded
+        del self.sent, self.forwarded
         return torch.zeros(())
 
     def _forward(self, stage: PipelineStage, number: int, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Return the output of micro-batch `number`; store what its backward pass needs."""
         x = micro_batches[number] if stage.is_first else self.received[0].detach().requires_grad_()
         output = stage.submod(x)
-        if not self.received:
-            exchanges = sum((not each.is_first) + (not each.is_last) for each in self.stages.values())
-            self.received = [torch.empty_like(output) for _ in range(exchanges * len(micro_batches))]
         self.sent += [] if stage.is_last or self.waits else [output.detach()]
         self.forwarded[stage, number] = {
             "stage_output": (output,),
@@ -300,7 +307,7 @@ class FirstRank:
         return output
 
     def _backward(self, stage: PipelineStage, number: int, kind: str) -> None:
-        """torch's own, which tells FSDP to keep what it has gathered and to reduce nothing yet."""
+        """Run torch's backward pass, in which FSDP keeps what it has gathered and reduces nothing yet."""
         passes = self.forwarded.pop((stage, number))
         if kind != "BACKWARD_WEIGHT" and not stage.is_last:
             passes["output_grads"] = (self.received[-1],)

@@ -36,7 +36,7 @@ class Memory:
 
 
 def memory(work: Workload) -> Memory:
-    """Memory of the rank that needs most: with a pipeline the first stage or the last."""
+    """Memory of the rank that needs most: of a pipeline the first or the last."""
     if work.degrees.pp == 1:
         return stage_memory(work, first=True, last=True)
     ends = [(True, False), (False, True)]
@@ -57,6 +57,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
     number = work.rank_layers  # of blocks that backward goes through
     added_up = pipeline_gradient_bytes(work, first, last)
+    messages = message_bytes(work, first, last)
     if work.schedule == "GPipe":  # whose first backward pass has no gradients yet, and the next less stored
         added_up = max(added_up - stored / copies, 0.0)
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
@@ -64,7 +65,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         **always,
         "buckets of DDP": states["gradients"] * uses_ddp(work),
         "gradients of a pipeline": added_up,
-        "messages of a pipeline": message_bytes(work, first, last),
+        # Where a rank has two stages, torch keeps what it sends to the end of the step.
+        "messages of a pipeline": messages * work.stages_of_rank,
         "copies of weights": weight_copies(work, first, last),
         "fields": fields,
         "batches on their way": work.copies_ahead * batch_bytes(work),
@@ -113,7 +115,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
             "activations": work.micro_batches * unit_bytes(work) * units,
             "prediction": 0,
             "gradients of a pipeline": 0,
-            "messages of a pipeline": 0,
+            "messages of a pipeline": messages,
         }
     if "ZeroBubble" in work.schedule and work.degrees.pp > 1:
         # Gradients of a stage's inputs are complete, and those of its weights wait for their own pass.
@@ -132,6 +134,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         **always,
         "gradients": states["gradients"],
         "fields": fields,
+        "messages of a pipeline": messages,
         "batches on their way": step["batches on their way"],
         "matrix made orthogonal": orthogonal_bytes(work),
     }
@@ -262,13 +265,12 @@ def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
 
 
 def message_bytes(work: Workload, first: bool, last: bool) -> float:
-    """Tokens and gradients between a rank's stages and others: torch has a buffer for each that is received,
-    and where a rank has two stages it keeps what it sends to the end of the step.
+    """Buffers of what a rank's stages receive, one for each micro-batch's tokens and one for its gradients.
+
+    torch keeps them from step to step.
     """
-    if work.degrees.pp == 1:
-        return 0
-    stages = work.stages_of_rank
-    return (2 * stages - first - last) * stages * work.micro_batches * unit_bytes(work)
+    kinds = 2 * work.stages_of_rank - first - last if work.degrees.pp > 1 else 0
+    return kinds * work.micro_batches * unit_bytes(work)
 
 
 # -- activations
