@@ -661,7 +661,7 @@ def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
         yield stage.resumed("files", f"{name}, {how}", damaging(name, how))
     for verb in stored_files:
         for name, how in itertools.product(stored_files[verb], DAMAGES):
-            # Zarr 2 has no checksums: other bits of a chunk are other values, which only the disk can know.
+            # Chunks have no checksums: other bits of a chunk are other values, which only the disk can know.
             if not (how in ("one bit", "zeros", "another's") and re.search(r"\.zarr/.*/[\d.]+$", name)):
                 yield stored(stage, verb, f"{name}, {how}", damaging(name, how))
     for name in (*resumed, "checkpoints", "best"):

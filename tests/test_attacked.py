@@ -1,5 +1,7 @@
 """What benchmarks/attack.py found: each failed before it was mended."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -86,16 +88,27 @@ def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):
     assert caplog.text.count("left alone") == 1 and "step-backup" in caplog.text
 
 
-def test_damaged_consolidated_metadata_of_a_forecast_are_written_again(tmp_path):
+def forecast_store(path: Path, zarr_format: int) -> ForecastStore:
     grid = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0))
-    index = StoreIndex(
-        ["2m_temperature"], grid, np.array(["2020-01-01"], "datetime64[s]"), [6], zarr_format=2
-    )
-    store = ForecastStore(tmp_path / "forecast.zarr", index)
+    dates = np.array(["2020-01-01"], "datetime64[s]")
+    store = ForecastStore(path, StoreIndex(["2m_temperature"], grid, dates, [6], zarr_format=zarr_format))
     store.create({"weights": 1})
+    return store
+
+
+def test_damaged_consolidated_metadata_of_a_forecast_are_written_again(tmp_path):
+    store = forecast_store(tmp_path / "forecast.zarr", 2)
     (store.path / ".zmetadata").write_bytes(b"{")
     store.create({"weights": 1})
     assert xr.open_zarr(store.path)["2m_temperature"].shape == (1, 1, 2, 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x82", b"{}"])
+def test_damaged_metadata_of_an_array_of_a_forecast_are_one_line(tmp_path, content: bytes):
+    store = forecast_store(tmp_path / "forecast.zarr", 3)
+    (store.path / "2m_temperature/zarr.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="forecast.zarr"):
+        store.create({"weights": 1})
 
 
 def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):

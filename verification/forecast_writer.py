@@ -68,7 +68,10 @@ class ForecastStore:
         """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
         if self.path.exists():
             self._check_same(about)
-            consolidate(self.path, self.index.zarr_format)  # it may be damaged
+            try:
+                consolidate(self.path, self.index.zarr_format)  # it may be damaged
+            except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+                raise self._error("metadata of an array is damaged") from None
             self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
@@ -99,8 +102,11 @@ class ForecastStore:
             reason = f"contains another forecast: {other} is {there} there and {here} here"
         except (OSError, ValueError, KeyError, TypeError):
             pass
+        raise self._error(reason)
+
+    def _error(self, reason: str) -> ConfigError:
         fix = "remove it, or name another forecast.path"
-        raise ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
+        return ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
 
     # -- what is finished ----------------------------------------------------------------------------
 
