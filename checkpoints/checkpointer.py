@@ -139,7 +139,10 @@ class Checkpointer:
         if on_gpu:
             torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
         shared = self.process is not None
-        self.stager = self.stager or DefaultStager(StagingOptions(on_gpu, shared, shared, on_gpu))
+        if not self.stager:
+            self.stager = DefaultStager(StagingOptions(on_gpu, shared, shared, on_gpu))
+            # torch 2.11 and 2.12 call it after every copy, and then cannot copy again.
+            self.stager._state_dict_stager.close = lambda: None
 
     def wait_for_staging(self) -> None:
         """Wait until the tensors are copied: to be called before the weights change."""
