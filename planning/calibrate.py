@@ -146,8 +146,9 @@ def operations(
                 yield from attention_operations(*shape, dtype, backend, device)
         for rows, width in activations:
             yield from elementwise_operations(rows, width, dtype, device)
+        usual = backends[0] if has_kernel(backends[0], device.type, dtype) else "sdpa"
         for block in blocks:
-            yield block_operation(block, dtype, backends[0], device)
+            yield block_operation(block, dtype, usual, device)
     yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in linears), device)
 
 

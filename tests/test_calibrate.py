@@ -248,6 +248,12 @@ def test_a_backend_without_a_kernel_here() -> None:
         calibrate(TINY, ["cudnn"], CPU, threads=1)
 
 
+def test_blocks_take_a_kernel_of_their_precision() -> None:
+    """cuDNN has none for float32; here it has none at all."""
+    kinds = {operation.kind for operation in module.operations(TINY, ["cudnn", "sdpa"], CPU)}
+    assert "blocks/sdpa" in kinds and not any("cudnn" in kind for kind in kinds)
+
+
 def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
     timings, launch = measure(TINY, ["sdpa"], CPU, threads=before + 1, seconds=0.0)
