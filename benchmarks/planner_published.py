@@ -167,6 +167,7 @@ class PublishedRun(Workload):
     """A job of another program, whose pipelines may have more than two stages a rank."""
 
     virtual_stages: int = 0  # of a rank; 0: as many as the schedule has here
+    attention: str = "flash"  # FlashAttention-2, of their time
 
     @property
     def casts_norms(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 from errors import ConfigError
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
-# Of model.attention_backend: cuDNN's and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
-HOPPER_KERNELS = ("auto", "cudnn", "flash3", "flash4")
+# Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa", benchmarks/gpu.sh on an H100), and
+# FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
+HOPPER_KERNELS = ("auto", "sdpa", "cudnn", "flash3", "flash4")
 # clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
 # TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
 # 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
@@ -63,10 +64,7 @@ class Device:
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products.
-
-        "sdpa" is FlashAttention-2, which torch chooses on every GPU.
-        """
+        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
         if backend == "math":  # each product writes or reads all T^2 scores, and so does every pass between
             shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
             products = sum(self.product_seconds(batch * heads, *shape, dtype) for shape in shapes)

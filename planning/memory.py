@@ -200,10 +200,15 @@ def orthogonal_bytes(work: Workload) -> float:
 
 
 def weight_copies(work: Workload, first: bool, last: bool) -> float:
-    """Autocast's copy of each matrix; FSDP gathers in that precision instead."""
+    """Autocast's copy of each matrix; FSDP gathers in that precision instead.
+
+    Compiled blocks that are computed again cast theirs again: one block's are alive.
+    """
     if work.uses_fsdp or work.itemsize == FLOAT32:
         return 0
-    units = stage_shapes(work, first, last)
+    (block, number), (rest, _) = stage_shapes(work, first, last)
+    again = work.compiled and work.ac_mode != "none"
+    units = [(block, 1 if again else number), (rest, 1)]
     matrices = sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)
     return work.itemsize * matrices
 
@@ -296,7 +301,8 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode == "every_n_blocks":
         return s / work.every_n
     if mode == "selective":
-        return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
+        casts = work.float8 and not work.compiled  # the compiler computes them again, too
+        return s * (1 + qkv + 1 + hidden + casts) + s * tp + scores_bytes(work) + sums
     turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
