@@ -235,7 +235,6 @@ def steps(session: Session) -> None:
     sizes, backends = session.sizes, {}
     done = [tuple(map(row.get, NAMES)) for row in session.earlier() if row["part"] == "steps"]
     todo = [case for case in cases(sizes) if tuple(map(case.about(sizes).get, NAMES)) not in done]
-    shown = {""} if done else set()  # precisions whose kernels are printed already
     for case in todo:
         if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
             return
@@ -245,8 +244,7 @@ def steps(session: Session) -> None:
         free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
         while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
             case = replace(case, batch=case.batch // 2)
-        session.attempt(case.label(sizes), time_steps, case, case.float8 not in shown)
-        shown.add(case.float8)
+        session.attempt(case.label(sizes), time_steps, case, not done)
 
 
 def fastest_backend(case: Case, session: Session) -> str:
@@ -303,8 +301,7 @@ def planner(session: Session) -> None:
     backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
     shapes = [(patch, heads) for patch in sizes.patches for heads in sizes.heads]
     blocks = [BlockShape(4, sizes.tokens(p), sizes.dim, heads, 4 * sizes.dim) for p, heads in shapes]
-    threads = torch.get_num_threads()
-    rates = calibrate(blocks, backends, device, threads, seconds=sizes.calibration_seconds)
+    rates = calibrate(blocks, backends, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
     print("\n".join(rates.table().splitlines()[:2]))
     # With the rows where the caller says where these go, or they are a rehearsal's.
     near = session.rows if session.rehearse or "OUT" in os.environ else None
@@ -683,8 +680,7 @@ def figures(rows: list[Row]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     bf16 = [best_step(rows, length, 0) for length in (0, 1)]
     for length in (0, 1):
-        fast = best_step(rows, length, 0, precision="float8")
-        found |= {f"float8 {length}": ratio(fast, bf16[length])}
+        found[f"float8 {length}"] = ratio(best_step(rows, length, 0, precision="float8"), bf16[length])
         found |= {f"mfu {length} {head}": best_step(rows, length, head, "mfu") for head in (0, 1)}
     none, selective = (best_step(rows, 0, 0, mode=mode) for mode in ("none", "selective"))
     found["selective"] = ratio(none, selective, 1.0)

@@ -188,6 +188,7 @@ class PublishedRun(Workload):
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     degrees = Degrees(**run.get("degrees", {}))
     own = {key: value for key, value in run.items() if key not in LISTS["about"]}
+    own["fused_casts"] = "nvidia" in run["source"].lower()
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
     values = model.tokens * model.out_features * (not model.reads_words)
     return PublishedRun(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)

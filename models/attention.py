@@ -61,7 +61,7 @@ def use_backend(model: nn.Module, backend: str) -> None:
 def preferred_backend(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for `auto` without a measurement: cuDNN's from Hopper on, else torch's choice.
 
-    Torch chooses FlashAttention-2 on every GPU; Shah et al. 2024, arXiv 2407.08608, figure 5.
+    Older versions of torch chose FlashAttention-2 there, too; 2.11 cuDNN's (benchmarks/gpu.sh).
     """
     is_half = dtype != torch.float32 and device.type == "cuda"
     is_hopper = is_half and torch.cuda.get_device_capability(device) >= HOPPER

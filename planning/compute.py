@@ -24,8 +24,10 @@ UPDATE_BYTES = {"AdamW": 28, "LAMB": 60, "SGD": 32, "LARS": 48, "Muon": 28}
 MUON_BYTES, CLIP_BYTES, AVERAGE_BYTES = 70, 12, 12
 ITERATIONS = 5  # of Newton and Schulz: training/optimizers/muon.py, which takes seconds to import
 # float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
-# too; each is then transposed for the gradient of weights (1 + 1).
+# too; each is then transposed for the gradient of weights (1 + 1). Kernels that the compiler makes of
+# torchao's casts reach 0.62 of the bandwidth: vit1b's, profiled by benchmarks/gpu.sh on an H100.
 FLOAT8_CAST, FLOAT8_TRANSPOSE = 2.5, 1.0
+FLOAT8_BANDWIDTH = 0.62
 # Reads and writes of the predicted float32 fields of a sample, as training/objective.py makes them, operator
 # by operator: normalising two dates 15, the change 5, weights 8, inputs 2, patches of three 6, loss 9 and its
 # gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
@@ -116,6 +118,7 @@ def float8_time(work: Workload, rates: Rates, name: str, backward: bool) -> floa
     inputs, outputs = rank_matrices(work.model, work.degrees.tp)[name]
     passes = FLOAT8_CAST * (outputs if backward else inputs)
     passes += FLOAT8_TRANSPOSE * (inputs + outputs) if backward else 0
+    passes /= 1.0 if work.fused_casts else FLOAT8_BANDWIDTH
     return rates.elementwise_seconds(work.itemsize * rank_rows(work) * passes, work.dtype)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from errors import ConfigError
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
-# Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa", benchmarks/gpu.sh on an H100), and
-# FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
+# Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa": benchmarks/gpu.sh on an
+# H100), and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
 HOPPER_KERNELS = ("auto", "sdpa", "cudnn", "flash3", "flash4")
 # clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
 # TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of

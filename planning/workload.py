@@ -33,6 +33,7 @@ class Workload:
     every_n: int = 1
     compiled: bool = False
     float8: bool = False
+    fused_casts: bool = False  # to float8, by kernels of Transformer Engine: other programs than this
     attention: str = "sdpa"
     reshard: str = "default"
     zero1: bool = False
