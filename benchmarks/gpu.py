@@ -540,13 +540,13 @@ def time_rank(session: Session, what: str, world: int, layout: Parallelism) -> N
     degrees = resolve_degrees(world, layout)
     way: Row = {"method": layout.context_parallel_method, "global_batch": case.batch * degrees.dp}
     work = case.workload(sizes).replace(degrees=degrees, **way)
-    cluster = load_cluster("h200" if session.on_gpu else "cpu").with_devices(world)
-    planned, planned_peak = step_time(work, cluster).computation, memory(work).peak
+    found = step_time(work, load_cluster("h200" if session.on_gpu else "cpu").with_devices(world))
+    planned = found.computation + found.classes.get("host", 0.0)
     about: Row = {"world": world, "planned": planned, "kind": "time", "error": planned / seconds - 1}
     session.add(f"{what}: seconds of computation", seconds, "s", **about)
     if session.on_gpu:
-        peak = torch.cuda.max_memory_allocated()
-        about = {"world": world, "planned": planned_peak, "kind": "memory", "error": planned_peak / peak - 1}
+        peak, planned = torch.cuda.max_memory_allocated(), memory(work).peak
+        about = {"world": world, "planned": planned, "kind": "memory", "error": planned / peak - 1}
         session.add(f"{what}: peak memory", peak / 2**30, "GiB", **about)
 
 

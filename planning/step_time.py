@@ -30,6 +30,9 @@ from planning.workload import Workload
 
 OPERATORS = (22, 48)  # of a block, forward and backward, uncompiled
 OPERATORS_COMPILED = (8, 20)
+# Seconds that Python takes for a block forward and backward, uncompiled, with DTensor's dispatch: ranks of
+# vit1b on the host of an H100, collectives answered at once (benchmarks/gpu.sh, ranks). FSDP's hide there.
+DISPATCH = {"tensor": 0.020, "ulysses": 0.013, "ring": 0.011, "all_gather": 0.011}
 # "5 % and higher differences" between accelerators of a node (github.com/stas00/ml-engineering, "Not all
 # accelerators are created equal"): the slowest of 8, for which all wait, over the fastest: rates are its.
 SPREAD, NODE = 0.05, 8
@@ -114,7 +117,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         Term("bubble", slowest * idle, Kind.WAITS),  # stages wait for the slowest rank of the one before
         Term("exposed rollout", rollout_communication(work, routes), Kind.EXPOSED),
         Term("exposed pipeline", pipeline_sends(work, routes["pp"]), Kind.EXPOSED),
-        Term("host", host_seconds(work, rates, in_block), Kind.WAITS),
+        Term("host", host_seconds(work, cluster, in_block), Kind.WAITS),
         update_term(work, cluster, routes),
         Term("exposed gathers of Muon", muon_gathers(work, routes), Kind.EXPOSED),
         Term("slowed by collectives", slowed_seconds(work, cluster, routes, hidden)),
@@ -177,10 +180,13 @@ def normal_maximum(number: int) -> float:
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
-def host_seconds(work: Workload, rates: Rates, in_block: list[float]) -> float:
+def host_seconds(work: Workload, cluster: Cluster, in_block: list[float]) -> float:
     """A block takes at least as long as handing its operators to the device, one after the other."""
     operators = OPERATORS_COMPILED if work.compiled else OPERATORS
-    late = sum(max(n * rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
+    late = sum(max(n * cluster.rates.launch - t, 0.0) for n, t in zip(operators, in_block, strict=True))
+    if not work.compiled and not cluster.shared:  # whose processors compute the block, too
+        used = ["tensor"] * (work.degrees.tp > 1) + [work.method] * (work.degrees.cp > 1)
+        late = max(late, max((DISPATCH[name] for name in used), default=0.0) - sum(in_block))
     return late * (work.passes + work.forecasts) * work.rank_layers
 
 

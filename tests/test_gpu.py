@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import TINY, Case, run_group, table, training_of
+from benchmarks.gpu import TINY, Case, Sizes, run_group, table, training_of
 from benchmarks.random_run import RandomRun
 from models.attention import activate, attention, check_backend
 from parallelisms.attention_choice import BACKENDS
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
+from planning.memory import memory
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,6 +163,17 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     names, end = ["no such part", "products"], time.monotonic() + 90
     assert run_group(names, tmp_path / "gpu.jsonl", "now", end, True, tmp_path) == ["no such part"]
     assert {row["part"] for row in rows_in(tmp_path)} == {"products"}
+
+
+def test_planned_peaks_are_those_of_a_gpu() -> None:
+    """Of vit1b compiled, with and without checkpointing and float8, as PyTorch's allocator had them."""
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["part"] == "steps" and row.get("peak_bytes")]
+    assert {row["mode"] for row in rows} == {"none", "selective"} and any(row["float8"] for row in rows)
+    for row in rows:
+        own = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
+        planned = memory(Case(tuple(row["patch"]), **own).workload(Sizes())).peak
+        assert planned == pytest.approx(row["peak_bytes"], rel=0.01), row["what"]
 
 
 def test_the_table_judges_by_the_goals() -> None:

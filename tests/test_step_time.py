@@ -316,3 +316,13 @@ def test_float8_needs_a_device_that_has_it():
     with pytest.raises(ValueError, match="float8.enable = True: the a100 does not multiply in float8"):
         check_device(WORK.replace(float8=True), A100)
     check_device(WORK.replace(float8=True), load_cluster("h100x64"))
+
+
+# -- Python
+
+
+def test_uncompiled_tensor_parallelism_takes_as_long_as_python_does():
+    """On a GPU: a block takes 20 ms with DTensor's dispatch, however small (benchmarks/gpu.sh)."""
+    work, h100 = WORK.replace(degrees=Degrees(tp=4), local_batch=1, global_batch=1), load_cluster("h100x4")
+    found, compiled = (step_time(work.replace(compiled=c), h100) for c in (False, True))
+    assert found.total > 0.020 * work.rank_layers > 5 * compiled.total
