@@ -169,7 +169,7 @@ PRECISIONS = {"": "bf16", "tensorwise": "float8", "rowwise": "float8 by rows"}  
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
 EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
-CASE_SECONDS, RANK_SECONDS = 35.0, 12.0  # that a case, and a layout of ranks, may take, compilation included
+CASE_SECONDS, RANK_SECONDS = 35.0, 20.0  # that a case, and a layout of ranks, may take, compilation included
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,11 @@ def find_obstacle(backend: str, device_type: str, dtype: torch.dtype) -> str:
 
 def _is_installed(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # its parent package
         return False
+    # A folder without code is none: flash-attn-4 has flash_attn.cute and no flash_attn.
+    return spec is not None and spec.origin is not None
 
 
 class Kernel(nn.Module):

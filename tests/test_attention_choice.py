@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 
 import pytest
 import torch
@@ -136,6 +137,30 @@ def test_packages_that_are_missing_are_named(backend):
         check_backend(backend, "cpu", torch.bfloat16)
     with pytest.raises(ValueError, match=f'"{backend}": the package with flash_attn.* is not installed'):
         check_backend(backend, "cuda", torch.bfloat16)
+
+
+def test_flash_attn_4_alone_is_not_flash_attn(tmp_path, monkeypatch):
+    """Its package is a folder in flash_attn, which has no code then."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_backend("flash4", "cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="flash-attn is not installed"):
+        check_backend("flash_attn", "cuda", torch.bfloat16)
+    sys.modules.pop("flash_attn")
+
+
+def test_a_package_that_does_not_fit_is_not_chosen(monkeypatch, caplog):
+    """FlashAttention-4 of a later version returns more than torch unpacks: a ValueError."""
+
+    def fail(name, inputs):
+        if name == "math":
+            raise ValueError("too many values to unpack (expected 2)")
+
+    monkeypatch.setattr(attention_choice, "forward_backward", fail)
+    with caplog.at_level("INFO", "rossby"):
+        assert list(measure_attention((1, 2, 8, 4), torch.float32, CPU)) == ["sdpa"]
+    assert "math does not run here: too many values" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"backend"', None])
