@@ -56,7 +56,7 @@ from parallelisms.degrees import Degrees, resolve_degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
 from planning.calibrate import BlockShape, adamw_operation, attention_operations, calibrate
-from planning.calibration import matmul_flops, save_calibration, work_of
+from planning.calibration import calibrated, matmul_flops, save_calibration, work_of
 from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
 from planning.step_time import step_time
@@ -306,7 +306,7 @@ def planner(session: Session) -> None:
     # With the rows where the caller says where these go, or they are a rehearsal's.
     near = session.rows if session.rehearse or "OUT" in os.environ else None
     save_calibration(rates, near.with_name("calibration.json") if near else CALIBRATION)
-    cluster = replace(load_cluster("h200x1" if session.on_gpu else "cpu1"), measured=rates)
+    cluster = calibrated(load_cluster("h200x1" if session.on_gpu else "cpu1"), rates, 1)
     for row in measured:
         session.attempt(row["what"], compare_planned, row, cluster)
 
@@ -529,8 +529,7 @@ def ranks(session: Session) -> None:
 
 
 def time_rank(session: Session, what: str, world: int, layout: Parallelism) -> None:
-    sizes = replace(session.sizes, compiled=False)
-    case = Case(sizes.patches[0], sizes.heads[0], batch=2)
+    sizes, case = session.sizes, Case(session.sizes.patches[0], session.sizes.heads[0], batch=2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         training = training_of(case, sizes, session.device, layout)

@@ -82,9 +82,12 @@ class Calibration:
     launch: float  # seconds of an operator on next to nothing
     allreduce: Link | None  # between two ranks of this host; None where there is one GPU
     timings: tuple[Timing, ...]
+    float8: float = 1.0  # rate of products over that in bfloat16: not measured, the data sheet's of a device
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """A linear layer's forward, or both products of its backward."""
+        if dtype == "float8":
+            return self.linear_seconds(rows, inputs, outputs, "bfloat16", backward) / self.float8
         if not backward:
             return self._seconds("matmul/forward", dtype, (rows, inputs, outputs))
         of_input = self._seconds("matmul/input_gradient", dtype, (rows, outputs, inputs))
@@ -162,6 +165,8 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
                 peak[PRECISION[row.dtype]] = max(row.rate, peak.get(PRECISION[row.dtype], 0.0))
         device = dataclasses.replace(cluster.device, peak=peak, memory=measured.memory // cluster.devices)
         cluster = dataclasses.replace(cluster, device=device)
+    rates = cluster.device.matmul
+    measured = dataclasses.replace(measured, float8=rates.get("fp8", rates["bf16"]) / rates["bf16"])
     device = dataclasses.replace(cluster.device, name=f"{cluster.device.name}, calibrated")
     inside = measured.allreduce or cluster.inside
     cluster = dataclasses.replace(cluster, device=device, inside=inside, measured=measured)

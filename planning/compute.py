@@ -101,9 +101,8 @@ def rank_matrices(model: Architecture, tp: int) -> dict[str, tuple[int, int]]:
 
 
 def linear_time(work: Workload, rates: Rates, name: str, backward: bool) -> float:
-    """The ends multiply in half precision, and a calibration knows no float8."""
-    block = name.startswith(("attention.", "mlp."))
-    dtype = "float8" if work.float8 and block and isinstance(rates, Device) else work.dtype
+    """The ends multiply in half precision."""
+    dtype = "float8" if work.float8 and name.startswith(("attention.", "mlp.")) else work.dtype
     inputs, outputs = rank_matrices(work.model, work.degrees.tp)[name]
     return rates.linear_seconds(rank_rows(work), inputs, outputs, dtype, backward)
 
