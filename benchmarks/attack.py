@@ -618,8 +618,8 @@ def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
     yield stage.resumed("identity", "with nothing changed", id)
     folder = stage.fresh("evaluated")
 
-    def differs() -> str:
-        theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (stage.run, folder))
+    def differs(own: Path = folder) -> str:
+        theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (stage.run, own))
         return ", ".join(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
 
     words = ["evaluate", *stage.options(folder, "--data.variables", f'["{V}"]')]

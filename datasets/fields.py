@@ -219,7 +219,13 @@ class Field:
         except MemoryError:
             raise
         except Exception as error:  # every codec raises its own
-            rows = key[self.roles.index("time")] if "time" in self.roles else slice(0)
+            axis = self.roles.index("time") if "time" in self.roles else None
+            rows = slice(0) if axis is None else key[axis]
+            if axis is not None and isinstance(rows, slice) and "://" not in self.path:  # a network's may end
+                every = range(self.raw.shape[axis])[rows]
+                for half in (every[: len(every) // 2], every[len(every) // 2 :]):
+                    if 0 < len(half) < len(every):  # raises of the one date that cannot be read
+                        self._fetch((*key[:axis], slice(half.start, half.stop, half.step), *key[axis + 1 :]))
             raise self.unreadable(error, rows) from None
 
     def unreadable(self, error: Exception, rows: int | slice) -> DataError:
