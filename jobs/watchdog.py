@@ -217,6 +217,7 @@ class Watchdog:
         """End this process. Of the ranks that have a message the first one reports it."""
         first = bool(message) and self._is_first(code)
         if first:
+            is_reporting_rank()  # leaves a mark, after which the launcher adds details and no line of its own
             print_message(message)
             self.write_status(code, message)
         if code == FAILED and stacks:

@@ -87,9 +87,12 @@ def test_a_killed_rank_is_named_and_restarted(tmp_path, launcher):
 
 
 def test_a_killed_rank_is_exit_code_1(tmp_path):
+    """One line by another rank; the launcher adds a detail to it."""
     ended = launch(tmp_path, "kill")
     assert ended.returncode == 1
-    assert re.fullmatch(r"rossby: rank 1 \(pid \d+\) was killed by SIGKILL", ended.stderr.splitlines()[-1])
+    lines = ended.stderr.splitlines()
+    assert [line[:15] for line in lines if line.startswith("rossby: ")] == ["rossby: rank 1 "], ended.stderr
+    assert re.fullmatch(r"  rank 1 \(pid \d+\) was killed by SIGKILL", lines[-1])
 
 
 def test_bad_input_and_a_saved_job_end_with_their_code(tmp_path):
