@@ -36,8 +36,9 @@ KEYS: dict[str, type | tuple[str, ...]] = {
     "cores": (),
     **dict.fromkeys(("on_demand", "spot", "spot_interruptions", "failures", "pue"), ()),
     "shared": bool,
+    "float32_attention": (),
 }
-OPTIONAL = ("like", "known_as", "shared", "cores", "hopper_forward", "hopper_backward")
+OPTIONAL = ("like", "known_as", "shared", "cores", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "launch", "on_demand", "spot", "spot_interruptions", "failures")
 WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
 
@@ -162,7 +163,7 @@ def build_cluster(machine: str, table: Table) -> Cluster:
             values[key] = Link(**values[key])
         elif key in WHOLE:
             values[key] = round(values[key])
-    device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS})
+    device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
     devices = values["devices_per_node"]
     if values.get("shared"):  # as one rank, then as many as there are cores
         return Cluster(machine, device, 1, **values).with_devices(devices)

@@ -41,6 +41,8 @@ class Device:
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
     launch: float  # seconds that an operator costs however small it is
     watts: float  # drawn while training, with the device's part of its node
+    # attention in float32 over that in bf16; 0: as in matrix products
+    float32_attention: float = 0.0
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """One product forward, two backward."""
@@ -64,7 +66,7 @@ class Device:
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """4 T^2 E of a head forward, 8 backward; float32 is as much slower as in matrix products."""
+        """4 T^2 E FLOPs of a head forward, 8 backward."""
         if backend == "math":  # each product writes or reads all T^2 scores, and so does every pass between
             shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
             products = sum(self.product_seconds(batch * heads, *shape, dtype) for shape in shapes)
@@ -74,7 +76,8 @@ class Device:
         if backend in HOPPER_KERNELS and self.hopper_forward:
             rates = self.hopper_backward if backward else self.hopper_forward
         rate = rates[min(rates, key=lambda size: abs(size - head_dim))]
-        rate *= self.matmul[PRECISION[dtype]] / self.matmul["bf16"]
+        if dtype == "float32":
+            rate *= self.float32_attention or self.matmul["fp32"] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
