@@ -149,6 +149,7 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
 
 NO_REPLICAS = "let the launcher restart the ranks from the last checkpoint (MAX_RESTARTS)"
 NO_WINDOWS = 'train a model of name "vit" or "unet"'
+COMPARED = "leave it out: weights are compared every 100 steps and before each save"
 POSITIONS = 'use "learned", "sincos" or "rotary"'
 # Values of earlier versions: what to do instead.
 REMOVED_VALUES = {
@@ -209,7 +210,17 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "fault_tolerance.group_size": (1, NO_REPLICAS),
     "fault_tolerance.min_replica_size": (1, NO_REPLICAS),
     "fault_tolerance.lighthouse": ("", NO_REPLICAS),
-    "fault_tolerance.fingerprint_steps": (100, "set training.fingerprint_steps"),
+    "fault_tolerance.fingerprint_steps": (100, COMPARED),
+    "training.fingerprint_steps": (100, COMPARED),
+    "training.max_skipped_steps": (10, "raise training.spike_threshold to skip fewer steps"),
+    "checkpoint.interval_minutes": (0.0, "set checkpoint.interval, in steps"),
+    "validation.early_stop_patience": (0, "leave it out: checkpoint.keep_best keeps the best checkpoint"),
+    "forecast.zarr_format": (3, "rewrite the store with xarray: ds.to_zarr(path, zarr_format=2)"),
+    "metrics.enable_tensorboard": (True, "set metrics.loggers, a list: []"),
+    "metrics.enable_wandb": (False, 'set metrics.loggers = ["tensorboard", "wandb"]'),
+    "metrics.enable_mlflow": (False, 'set metrics.loggers = ["tensorboard", "mlflow"]'),
+    "metrics.prometheus_port": (0, 'set metrics.prometheus = "127.0.0.1:PORT"'),
+    "metrics.prometheus_address": ("127.0.0.1", 'set metrics.prometheus = "ADDRESS:PORT"'),
     "training.huber_threshold": (1.0, 'use training.loss = "mae" where outliers should count less'),
     "training.weight_by_pressure": (False, "write the weights of levels into training.variable_weights"),
     "optimizer.trust_ratio_max": (10.0, "lower optimizer.lr where LAMB or LARS take too large steps"),

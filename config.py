@@ -324,14 +324,6 @@ class Training:
         "Skip a step if its loss exceeds the median of the last 100 by this many robust deviations "
         "(1.4826 x median absolute deviation). 0: skip only what is not finite.",
     )
-    max_skipped_steps: Count = option(
-        10,
-        "Steps of the last 100 that may be skipped. With one more, the run returns to its last good "
-        "checkpoint and takes other samples; it fails if that does not help.",
-    )
-    fingerprint_steps: Count = option(
-        100, "Steps between comparisons of the weights that must be equal on several ranks. 0: only at saves."
-    )
 
     @property
     def states_ahead(self) -> int:
@@ -434,7 +426,6 @@ class Checkpoint:
         True, "Save checkpoints, and resume from the newest complete one in the folder of the run."
     )
     interval: Positive = option(500, "Steps between saves; the last step is always saved.")
-    interval_minutes: NonNegative = option(0.0, "Minutes after which to save as well. 0: by steps alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = option(
         "async_with_pinned_mem",
         '"async": copy, then write in the background. "async_with_pinned_mem": copy during the next forward '
@@ -472,26 +463,21 @@ class Validation:
     plot_variables: tuple[str, ...] = option(
         (), 'Variables of maps and of the plots of evaluate.py: ["geopotential:500", "wind_vector"].'
     )
-    early_stop_patience: Count = option(
-        0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
-    )
 
 
 @dataclass(frozen=True)
 class Metrics:
     log_freq: Positive = option(10, "Steps between log lines.")
-    enable_tensorboard: bool = option(True, "Write metrics to tensorboard/ in the folder of the run.")
-    enable_wandb: bool = option(
-        False, "Log to Weights & Biases (extra wandb); offline unless WANDB_MODE is set."
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
+        ("tensorboard",),
+        "Where metrics go besides metrics.jsonl: tensorboard/ in the folder of the run; Weights & Biases "
+        "(extra wandb), offline unless WANDB_MODE is set; MLflow (extra mlflow), in mlflow/ unless "
+        "MLFLOW_TRACKING_URI is set.",
     )
-    enable_mlflow: bool = option(
-        False, "Log to MLflow (extra mlflow); to files in mlflow/ unless MLFLOW_TRACKING_URI is set."
-    )
-    prometheus_port: Annotated[int, Range(0, 65_535)] = option(
-        0, "Port where the first rank of each host serves metrics to Prometheus (an extra). 0: none."
-    )
-    prometheus_address: str = option(
-        "127.0.0.1", 'Address on which prometheus_port listens; "0.0.0.0": all interfaces.'
+    prometheus: str = option(
+        "",
+        "Address where the first rank of each host serves metrics to Prometheus (extra prometheus): "
+        '"127.0.0.1:9400", or "0.0.0.0:9400" for all interfaces. Default: none.',
     )
 
 
@@ -520,9 +506,6 @@ class Forecast:
     path: str = option(
         "",
         "Zarr store to write; a NetCDF file if it ends in .nc. Default: forecast.zarr in the run's folder.",
-    )
-    zarr_format: Annotated[int, Range(2, 3)] = option(
-        3, "Version of Zarr's format to write: 3, or 2 for tools that do not read it."
     )
     checkpoint: str = option(
         "",

@@ -95,7 +95,6 @@ def forecast(config: Config) -> int:
         [lead * data.step_hours for lead in leads],
         settings.num_members,
         {name: selection.archive.units(name) for name in names},
-        settings.zarr_format,
     )
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
     store = ForecastStore(Path(f"{target}.zarr") if target.suffix == ".nc" else target, index)
@@ -185,7 +184,6 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
         "leads": list(index.leads),
         "num_members": index.num_members,
-        "zarr_format": index.zarr_format,
         **ensemble,
         **drawn,
         "local_batch_size": config.validation.local_batch_size,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from config import Config
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
-from jobs.preemption import Agreement, Decision, exit_message
+from jobs.preemption import Agreement, exit_message
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import mesh_of, start_ranks
 from planning.out_of_memory import run_with_watchdog
@@ -56,8 +56,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     device = start_ranks(config.comm.timeout_seconds)
     mesh = mesh_of(config.parallelism, device)
     layout = asdict(mesh.degrees)
-    limits = (training.max_wall_time, config.checkpoint.interval_minutes, config.comm.timeout_seconds)
-    agreement = Agreement(*limits).listen(watchdog)
+    agreement = Agreement(training.max_wall_time, config.comm.timeout_seconds).listen(watchdog)
     set_determinism(training.deterministic)
     retain_memory(device)
     if mesh.degrees.world > 1:
@@ -90,12 +89,12 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, decision = Schedule.of(config), Decision()
+    schedule, stop = Schedule.of(config), ""
     gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
     metrics.start_interval()
     with profiler, agreement:
-        while progress.step < training.steps and not decision.stop and not validator.exhausted:
+        while progress.step < training.steps and not stop:
             step = progress.step + 1
             activity.start_phase("train", step)
             seed_step(training.seed, step, mesh.dp_rank)
@@ -104,8 +103,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             metrics.count_step()
             watchdog.step_done(agreement.group, mesh.groups)
             with span("agree"):
-                decision = agreement.decide(checkpointer.last_seconds if checkpointer else 0.0)
-            due = schedule.at(step, decision.save, bool(decision.stop))
+                stop = agreement.decide(checkpointer.last_seconds if checkpointer else 0.0)
+            due = schedule.at(step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 roll_back(checkpointer, state)
                 metrics.rollback(progress.step)
@@ -118,10 +117,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.poll()
             if due.collect:
                 gc.collect(1)
-            if checkpointer and due.save and (decision.stop or not state.bad_steps.now):
+            if checkpointer and due.save and (stop or not state.bad_steps.now):
                 with span("checkpoint"):
                     checkpointer.save(step, state.state_dict())
-                agreement.saved()
                 metrics.start_interval()
             if due.validate:
                 validator.validate(step)
@@ -132,14 +130,14 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     unsaved = checkpointer.finish(progress.step, state.state_dict()) if checkpointer else ""
 
     # -- scores and plots, unless the run is to be started again
-    if not decision.stop:
+    if not stop:
         scores = validator.validate(progress.step, is_last=True)
         if dist.get_rank() == 0:
             print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
     metrics.close()
     code, message = 0, "done"
-    if decision.stop:
-        code, message = EXIT_SAVED, exit_message(decision.stop, progress.step, checkpointer is not None)
+    if stop:
+        code, message = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
     leave(watchdog, agreement, run_folder, unsaved, code, message)
 
 

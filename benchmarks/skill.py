@@ -48,7 +48,7 @@ from training.config_checks import load_checked
 from training.due import Rollouts
 
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-QUIET = ["--profiling.enable_profiling=false", "--metrics.enable_tensorboard=false"]
+QUIET = ["--profiling.enable_profiling=false", "--metrics.loggers=[]"]
 QUIET += ["--validation.plots=false", "--metrics.log_freq=1"]
 Options = argparse.Namespace
 Row = dict[str, Any]

@@ -49,7 +49,7 @@ from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import records
 from train import train
 from training.config_checks import load_checked
-from training.fingerprints import Fingerprints
+from training.fingerprints import INTERVAL, Fingerprints
 from training.gradients import clip, total_norm
 from training.optimizers.build import set_lr
 from training.process_settings import retain_memory
@@ -119,15 +119,14 @@ def bare_loop(config: Config, steps: int) -> list[float]:
 
 
 def measure_fingerprints(_: argparse.Namespace, rounds: int) -> int:
-    interval = Training().fingerprint_steps
     ranks, rows = Ranks(2), []
     for name, layout in {"2 replicas": replicate(2), "tp 2": tp(2)}.items():
         step, comparison, size = ranks.run(step_and_compare, layout, rounds, timeout=300)[0]
-        share = comparison / (interval * step)
+        share = comparison / (INTERVAL * step)
         rows.append({"layout": name, "step": step, "comparison": comparison, "bytes": size, "share": share})
     ranks.stop()
     record("fingerprints", rows)
-    print(f"share of {interval} steps:")
+    print(f"share of {INTERVAL} steps:")
     columns = {"layout": "<12", "bytes": ">10", "step": ">10.4f", "comparison": ">12.6f"}
     print(table(rows, **columns, share=">10.4%"))
     return 0
@@ -136,7 +135,7 @@ def measure_fingerprints(_: argparse.Namespace, rounds: int) -> int:
 def step_and_compare(layout: dict[str, Any], rounds: int) -> tuple[float, float, int]:
     """Return seconds of a step and of a comparison (medians), and bytes of weights of this rank."""
     run = SmallRun(Layout(2, layout, grid=(32, 64), model=COMPARED))
-    fingerprints, numbers = Fingerprints(run.model, interval=1), itertools.count()
+    fingerprints, numbers = Fingerprints(run.model), itertools.count()
     ways = {
         "step": lambda: clock(lambda: run.step(0)),
         "comparison": lambda: clock(lambda: fingerprints.compare(next(numbers), saves=True)),

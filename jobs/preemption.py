@@ -1,4 +1,4 @@
-"""Agreement of all ranks to save, or to save and end, at a step boundary: by a signal, or short of time.
+"""Agreement of all ranks to save and end at a step boundary: by a signal, or short of time.
 
 SIGTERM, SIGUSR1 (Slurm's `--signal`) and Ctrl-C on any rank, and `training.max_wall_time`, end a run with
 exit code 75 after a save: "start me again". A second Ctrl-C ends it at once with 130. All ranks take the
@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -43,30 +42,21 @@ def exit_message(stop: str, step: int, saved: bool) -> str:
     return f"{stop}: {done if saved else lost} (code {EXIT_SAVED})"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Action of all ranks at a step boundary."""
-
-    save: bool = False
-    stop: str = ""  # why the run ends after a save; empty: it goes on
-
-
 class Agreement:
     """Context around the loop, which asks it at each step boundary, `at`, on all ranks together."""
 
-    def __init__(self, max_wall_time: str, interval_minutes: float, timeout_seconds: int) -> None:
-        """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on. interval_minutes: 0 for never."""
+    def __init__(self, max_wall_time: str, timeout_seconds: int) -> None:
+        """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on."""
         self.rank, self.is_single = dist.get_rank(), dist.get_world_size() == 1
         # Of its own: two exchanges at a time in one group of gloo would be taken for each other.
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
         self.run_started = time.monotonic() - max(time.time() - started_at(), 0.0)
-        self.interval = 60 * interval_minutes or float("inf")
-        self.saved_at = self.boundary = time.monotonic()
+        self.boundary = time.monotonic()
         self.num_steps, self.longest_step = 0, 0.0  # seconds; without the first step, which compiles
         self.request, self.stop = 0, ""  # this rank's reason to stop; all ranks' reason
         self.in_loop = self.after_loop = False
-        self.flags = torch.zeros(2, dtype=torch.int64)  # reason to stop, 1 to save
+        self.asked = torch.zeros((), dtype=torch.int64)  # the largest request of any rank
         self.exchange: dist.Work | None = None
         self.watchdog: Any = None
         self.previous: dict[int, Any] = {}
@@ -101,8 +91,9 @@ class Agreement:
             if self.exchange:
                 self.exchange.wait()  # a process that ends meanwhile would break the others' connections
 
-    def decide(self, save_seconds: float = 0.0) -> Decision:
-        """Return what all ranks do after this step, as any of them requested after the step before.
+    def decide(self, save_seconds: float = 0.0) -> str:
+        """Return why all ranks save and end after this step, as any of them requested after the step before;
+        empty: they go on.
 
         save_seconds: duration of the last save, for which time is left.
         """
@@ -111,36 +102,25 @@ class Agreement:
         self.longest_step = max(now - self.boundary, self.longest_step if self.num_steps > 2 else 0.0)
         self.boundary = now
         if self.is_single:
-            self.flags = self._requests(now, save_seconds)
-        decision = self._read()
-        if not decision.stop and not self.is_single:
-            self.flags = self._requests(now, save_seconds)
-            self.exchange = dist.all_reduce(self.flags, dist.ReduceOp.MAX, self.group, async_op=True)
-        return decision
-
-    def saved(self) -> None:
-        """Count the minutes to the next save from now."""
-        self.saved_at = time.monotonic()
-
-    def _read(self) -> Decision:
+            self.asked = self._requested(now, save_seconds)
         if self.exchange:
             self.exchange.wait()  # raises where another rank is gone
             self.exchange = None
-        stop, save = self.flags.tolist()
-        self.stop = self._reason(stop) if stop else ""
-        return Decision(bool(save), self.stop)
+        asked = int(self.asked)
+        self.stop = self._reason(asked) if asked else ""
+        if not self.stop and not self.is_single:
+            self.asked = self._requested(now, save_seconds)
+            self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)
+        return self.stop
 
-    def _requests(self, now: float, save_seconds: float) -> torch.Tensor:
-        """Return this rank's flags. The clock of rank 0 decides for all."""
-        save = False
+    def _requested(self, now: float, save_seconds: float) -> torch.Tensor:
+        """Return this rank's request, 0 for none. The clock of rank 0 decides for all."""
         if self.rank == 0:
-            if save := now - self.saved_at >= self.interval:
-                self.saved_at = now
             # Two steps: the present one, and the one after which the answer comes.
             needed = 2 * self.longest_step + save_seconds + min(LARGEST_MARGIN_SECONDS, self.limit / 10)
             if now + needed > self.run_started + self.limit:
                 self.request = self.request or WALL_TIME * RANKS
-        return torch.tensor([self.request, save], dtype=torch.int64)
+        return torch.tensor(self.request, dtype=torch.int64)
 
     def _reason(self, request: int) -> str:
         reason, rank = divmod(request, RANKS)

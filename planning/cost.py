@@ -283,10 +283,9 @@ def costs_of(
     writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
     saves, stored = Saves(whole, restart=restart), 0  # without saves all is lost
     if settings.enable:
-        intervals = [settings.interval * step, settings.interval_minutes * 60]
         written = size / min(cluster.nodes, writers) / cluster.storage
         stall = written if settings.async_mode == "disabled" else size / writers / cluster.host_link
-        saves = Saves(min(filter(None, intervals)), stall, written, restart)
+        saves = Saves(settings.interval * step, stall, written, restart)
         stored = checkpoint_storage(size, settings.keep_latest_k, steps, settings.interval)
     costs = {name: run_cost(whole, fleet, saves) for name, fleet in fleets(cluster).items()}
     return RunCost(costs, saves.interval, saves.stall, saves.write, size, stored)

@@ -39,7 +39,7 @@ def fail(what: str) -> None:
 
 def run(watchdog: Watchdog, what: str) -> None:
     start_ranks(60, "gloo")
-    agreement = Agreement("", 0.0, 60).listen(watchdog)
+    agreement = Agreement("", 60).listen(watchdog)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with agreement:
         for step in range(1, STEPS + 1):
@@ -48,7 +48,7 @@ def run(watchdog: Watchdog, what: str) -> None:
                 fail(what)
             dist.all_reduce(torch.ones(1))
             watchdog.step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
-            if agreement.decide().stop:
+            if agreement.decide():
                 end_process(EXIT_SAVED)
     if dist.get_rank() == 0:
         print(f"attempt {attempt} is done")

@@ -60,7 +60,7 @@ steps = {ENDLESS}
 local_batch_size = 2
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 enable = true
 interval = {ENDLESS}

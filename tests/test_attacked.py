@@ -88,24 +88,17 @@ def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):
     assert caplog.text.count("left alone") == 1 and "step-backup" in caplog.text
 
 
-def forecast_store(path: Path, zarr_format: int) -> ForecastStore:
+def forecast_store(path: Path) -> ForecastStore:
     grid = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0))
     dates = np.array(["2020-01-01"], "datetime64[s]")
-    store = ForecastStore(path, StoreIndex(["2m_temperature"], grid, dates, [6], zarr_format=zarr_format))
+    store = ForecastStore(path, StoreIndex(["2m_temperature"], grid, dates, [6]))
     store.create({"weights": 1})
     return store
 
 
-def test_damaged_consolidated_metadata_of_a_forecast_are_written_again(tmp_path):
-    store = forecast_store(tmp_path / "forecast.zarr", 2)
-    (store.path / ".zmetadata").write_bytes(b"{")
-    store.create({"weights": 1})
-    assert xr.open_zarr(store.path)["2m_temperature"].shape == (1, 1, 2, 4)
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"\x82", b"{}"])
 def test_damaged_metadata_of_an_array_of_a_forecast_are_one_line(tmp_path, content: bytes):
-    store = forecast_store(tmp_path / "forecast.zarr", 3)
+    store = forecast_store(tmp_path / "forecast.zarr")
     (store.path / "2m_temperature/zarr.json").write_bytes(content)
     with pytest.raises(ConfigError, match="forecast.zarr"):
         store.create({"weights": 1})

@@ -41,7 +41,7 @@ def test_a_bad_step_leaves_no_trace():
 
 
 def test_what_is_not_finite_is_bad(one_rank):
-    bad_steps = BadSteps(0.0, 3, CPU)
+    bad_steps = BadSteps(0.0, CPU)
     assert not judge(bad_steps, 1, 1.0)
     assert judge(bad_steps, 2, 1.0, NAN) and judge(bad_steps, 3, 1.0, float("inf"))
     assert not judge(bad_steps, 4, 1.0, float("inf"), fp16=True)  # that is the loss scaler's
@@ -50,7 +50,7 @@ def test_what_is_not_finite_is_bad(one_rank):
 
 def test_a_spike_is_measured_in_robust_deviations(one_rank):
     """Losses 1 +- 0.01, alternating: the median is 1, the median absolute deviation 0.01."""
-    bad_steps = BadSteps(5.0, 3, CPU)
+    bad_steps = BadSteps(5.0, CPU)
     for step in range(60):
         assert not judge(bad_steps, step, 1.0 + 0.01 * (step % 3 - 1))
     assert not judge(bad_steps, 60, 1.0 + 4.9 * 1.4826 * 0.01)
@@ -60,12 +60,13 @@ def test_a_spike_is_measured_in_robust_deviations(one_rank):
 
 
 def test_few_losses_make_no_spike(one_rank):
-    bad_steps = BadSteps(5.0, 3, CPU)
+    bad_steps = BadSteps(5.0, CPU)
     assert not any(judge(bad_steps, step, 10.0**step) for step in range(15))
 
 
-def test_bad_steps_are_counted_over_a_window(one_rank, caplog):
-    bad_steps = BadSteps(0.0, 3, CPU)
+def test_bad_steps_are_counted_over_a_window(one_rank, caplog, monkeypatch):
+    monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 3)
+    bad_steps = BadSteps(0.0, CPU)
     for step in range(1, 5):
         judge(bad_steps, step, NAN, NAN)
         assert bad_steps.too_many(step) == (step == 4)
@@ -76,9 +77,10 @@ def test_bad_steps_are_counted_over_a_window(one_rank, caplog):
     assert not bad_steps.too_many(4 + WINDOW)
 
 
-def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
+def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 0)
     run, checkpointer = Run(), build()
-    bad_steps = run.state.bad_steps = BadSteps(0.0, 0, CPU)
+    bad_steps = run.state.bad_steps = BadSteps(0.0, CPU)
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
         roll_back(checkpointer, run.state)
     weights = []
@@ -100,6 +102,6 @@ def test_going_back_takes_other_samples_and_is_tried_once(build):  # noqa: F811
 
 
 def test_a_run_does_not_end_on_a_bad_step(one_rank):
-    bad_steps = BadSteps(0.0, 3, CPU)
+    bad_steps = BadSteps(0.0, CPU)
     judge(bad_steps, 7, NAN, NAN)
     assert not bad_steps.too_many(7) and bad_steps.too_many(7, last=True)

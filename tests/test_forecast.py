@@ -54,7 +54,7 @@ steps = 4
 local_batch_size = 2
 ema_decay = 0.9
 [metrics]
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 enable = true
 interval = 2

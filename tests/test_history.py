@@ -62,7 +62,7 @@ steps = 200
 local_batch_size = 8
 [metrics]
 log_freq = 100
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 enable = true
 interval = 100

@@ -45,7 +45,7 @@ steps = 4
 local_batch_size = 2
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 enable = true
 interval = 2

@@ -39,7 +39,7 @@ local_batch_size = 8
 lead_hours = [6, 36]
 plots = false
 [metrics]
-enable_tensorboard = false
+loggers = []
 """
 
 

@@ -10,7 +10,6 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,24 @@ def fetched(url: str, **headers: str) -> str:
 # -- what is asked for and absent
 
 
-@pytest.mark.parametrize(("key", "package"), EXTRAS.items())
-def test_an_extra_that_is_absent_is_one_line(key, package, monkeypatch):
+@pytest.mark.parametrize(("name", "package"), EXTRAS.items())
+def test_an_extra_that_is_absent_is_one_line(name, package, monkeypatch):
+    asked = Settings(loggers=(name,)) if name != "prometheus" else Settings(prometheus="127.0.0.1:9400")  # type: ignore[arg-type]
+
     def absent(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("training.loggers.opening.version", absent)
-    with pytest.raises(ConfigError, match=rf"metrics\.{key} = .*: needs .*-m pip install {package}"):
-        check_loggers(replace(Settings(), **{key: 1}))
+    with pytest.raises(ConfigError, match=rf"metrics\..*: needs .*-m pip install {package}"):
+        check_loggers(asked)
     check_loggers(Settings())
     assert package in (ROOT / "requirements-extras.txt").read_text()
+
+
+@pytest.mark.parametrize("address", ["9400", ":9400", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:70000", "a:b"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError, match="metrics.prometheus"):
+        check_loggers(Settings(prometheus=address))
 
 
 def test_a_logger_that_fails_costs_one_warning(caplog):
@@ -121,7 +128,7 @@ def resumed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
     options = ["--job.config_file", str(config), "--job.dump_folder", str(run), "--checkpoint.interval", "4"]
-    loggers = ["--metrics.enable_wandb", "--metrics.enable_mlflow"]
+    loggers = ['--metrics.loggers=["wandb", "mlflow"]']
     options += ["--validation.enable", "--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     train(load_checked([*options, *loggers, "--training.steps", "6"]))
@@ -180,7 +187,7 @@ def served(one_rank, tmp_path) -> Iterator[tuple[Any, str]]:
     pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
     port = free_port()
     (tmp_path / "checkpoints").mkdir()  # as the Checkpointer has made it
-    settings = Settings(enable_tensorboard=False, prometheus_port=port)
+    settings = Settings(loggers=(), prometheus=f"127.0.0.1:{port}")
     loggers = open_loggers(config_of(tmp_path, settings), 0, 0)
     yield loggers, f"http://127.0.0.1:{port}/metrics"
     loggers.call("close")
@@ -218,12 +225,12 @@ def test_open_metrics_are_what_was_told(served, tmp_path):
 
 def test_a_port_that_is_taken_costs_one_warning(served, tmp_path, caplog):
     url = served[1]
-    settings = Settings(enable_tensorboard=False, prometheus_port=urllib.parse.urlsplit(url).port or 0)
+    settings = Settings(loggers=(), prometheus=urllib.parse.urlsplit(url).netloc)
     second = open_loggers(config_of(tmp_path, settings), 0, 0)
     second.call("log", {"step": 1, "loss": 1.0})
     second.call("close")
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert re.fullmatch(r"metrics.prometheus_port = \d+: .*in use.*; the run goes on without it", said)
+    assert re.fullmatch(r"metrics.prometheus = [\d.:]+: .*in use.*; the run goes on without it", said)
     assert "rossby_loss" not in values_of(url)
 
 

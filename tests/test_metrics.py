@@ -107,7 +107,7 @@ def test_a_loop_that_waits_for_data_is_advised(by_threads, workers, fix):
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):
-    metrics = open_metrics(tmp_path, enable_tensorboard=False)
+    metrics = open_metrics(tmp_path, loggers=())
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics.write({"step": 1, "loss": 1.0})
     assert "No space left on device; its lines are kept" in caplog.text

@@ -43,32 +43,18 @@ def boundaries_with_a_signal() -> list[str]:
     """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
     import torch.distributed as dist
 
-    agreement, decided = Agreement("", 0.0, 60), []
+    agreement, decided = Agreement("", 60), []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         agreement.previous[number] = signal.signal(number, agreement._on_signal)
     with agreement:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            decided.append(agreement.decide().stop)
+            decided.append(agreement.decide())
             if decided[-1]:
                 break
     agreement.stop = ""
     agreement.close()
-    return decided
-
-
-def boundaries_with_a_clock() -> list[bool]:
-    """A save is due on rank 0's clock before the second boundary."""
-    agreement, decided = Agreement("", interval_minutes=0.001, timeout_seconds=60), []
-    agreement.saved_at += 3600
-    with agreement:
-        for step in range(1, 5):
-            if step == 2 and agreement.rank == 0:
-                agreement.saved_at -= 3601
-            if step == 3:
-                agreement.saved_at += 3600
-            decided.append(agreement.decide().save)
     return decided
 
 
@@ -77,17 +63,12 @@ def test_all_ranks_stop_at_the_same_step(ranks):
     assert ranks.run(boundaries_with_a_signal) == [expected, expected]
 
 
-def test_minutes_between_saves_are_those_of_the_first_rank(ranks):
-    expected = [False, False, True, False]
-    assert ranks.run(boundaries_with_a_clock) == [expected, expected]
-
-
 def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    agreement = Agreement("1:02:00", 0.0, 60)  # two minutes are left, of which one is the margin
+    agreement = Agreement("1:02:00", 60)  # two minutes are left, of which one is the margin
     with agreement:
-        assert not agreement.decide(save_seconds=50.0).stop
-        assert agreement.decide(save_seconds=70.0).stop == "training.max_wall_time = 1:02:00"
+        assert not agreement.decide(save_seconds=50.0)
+        assert agreement.decide(save_seconds=70.0) == "training.max_wall_time = 1:02:00"
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -110,7 +91,7 @@ def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
 
 def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, capsys):
     config = load_checked([])
-    agreement = Agreement("", 0.0, 60).listen(Watchdog(tmp_path, config.comm))
+    agreement = Agreement("", 60).listen(Watchdog(tmp_path, config.comm))
     try:
         with pytest.raises(SystemExit) as ended:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -91,7 +91,7 @@ steps = 3
 local_batch_size = 4
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 enable = true
 async_mode = "disabled"

@@ -11,7 +11,7 @@ from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
-from training.due import COLLECT_EVERY, Due, Schedule
+from training.due import COLLECT_EVERY, Schedule
 from training.state import Progress
 
 EVERY = Schedule(last=100, log=10, save=20, validate=30)
@@ -33,14 +33,13 @@ def test_what_is_due(step: int, expected: set[str]) -> None:
 
 
 def test_what_is_asked_for_comes_beside_the_schedule() -> None:
-    assert EVERY.at(7, asked_to_save=True) == Due(False, True, False, False, True, False)
     stopped = EVERY.at(30, asked_to_stop=True)
     assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
 
 
 def test_nothing_is_saved_where_checkpoints_are_off() -> None:
     off = Schedule(last=100, log=10, save=0, validate=0)
-    assert not any(off.at(step, asked_to_save=True, asked_to_stop=True).save for step in (5, 20, 100))
+    assert not any(off.at(step, asked_to_stop=True).save for step in (5, 20, 100))
 
 
 def test_a_validation_that_judges_has_its_checkpoint() -> None:

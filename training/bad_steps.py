@@ -15,6 +15,7 @@ from errors import RunFailed
 
 logger = logging.getLogger(__name__)
 WINDOW = 100  # steps that bad ones are counted in, and losses that a spike is measured against
+MOST_SKIPPED = 10  # of them; with one more the run goes back to its last good checkpoint
 ENOUGH = 20  # losses that a median of them means something
 TO_SIGMA = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 
@@ -26,8 +27,8 @@ class TrainingDiverged(RunFailed):
 class BadSteps:
     """Judges steps. Every rank judges the same global numbers, so that all of them skip alike."""
 
-    def __init__(self, spike_threshold: float, max_skipped: int, device: torch.device) -> None:
-        self.spike_threshold, self.max_skipped = spike_threshold, max_skipped
+    def __init__(self, spike_threshold: float, device: torch.device) -> None:
+        self.spike_threshold = spike_threshold
         self.losses = torch.full((WINDOW,), torch.nan, device=device)  # of good steps, the oldest overwritten
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
@@ -85,7 +86,7 @@ class BadSteps:
             self.diagnosis = f"{window} were bad, the first at {self.first}{where}"
             logger.warning(f"{total - self.skipped} steps skipped: {self.diagnosis}")
         self.skipped = total
-        return len(recent) > self.max_skipped or (last and self.now)
+        return len(recent) > MOST_SKIPPED or (last and self.now)
 
     def reset(self) -> None:
         """Start counting from zero, after a rollback."""

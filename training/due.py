@@ -36,10 +36,10 @@ class Schedule:
         validate, best = config.validation.interval, bool(config.checkpoint.keep_best)
         return cls(config.training.steps, config.metrics.log_freq, save, validate, best)
 
-    def at(self, step: int, asked_to_save: bool = False, asked_to_stop: bool = False) -> Due:
+    def at(self, step: int, asked_to_stop: bool = False) -> Due:
         """Return what is due after step `step`. The end of the run validates by itself."""
         last, validate = step == self.last, every(self.validate, step)
-        save = asked_to_save or asked_to_stop or last or every(self.save, step)
+        save = asked_to_stop or last or every(self.save, step)
         save = bool(self.save) and (save or (self.keeps_best and validate))
         log = last or every(self.log, step)
         validate = validate and not last and not asked_to_stop

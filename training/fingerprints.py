@@ -19,6 +19,7 @@ from parallelisms.parallelize import ParallelModel
 from training.due import every
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+INTERVAL = 100  # steps
 MOST_NAMES = 3  # parameters in a message
 
 
@@ -27,10 +28,10 @@ class ReplicasDiverged(RunFailed):
 
 
 class Fingerprints:
-    """Compares every `interval` steps and before every save, all ranks together. 0: never."""
+    """Compares every `INTERVAL` steps and before every save, all ranks together."""
 
-    def __init__(self, model: ParallelModel, interval: int) -> None:
-        self.interval, self.last_equal = (interval if dist.get_world_size() > 1 else 0), "as the run began"
+    def __init__(self, model: ParallelModel) -> None:
+        self.last_equal = "as the run began"
         # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that part
         self.parts: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.parameters.items():
@@ -38,7 +39,7 @@ class Fingerprints:
 
     def compare(self, step: int, saves: bool) -> None:
         """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""
-        if not self.interval or not (saves or every(self.interval, step)):
+        if dist.get_world_size() == 1 or not (saves or every(INTERVAL, step)):
             return
         place = f"{socket.gethostname()}, pid {os.getpid()}"
         mine = {part: fingerprints(parameters) for part, parameters in self.parts.items()}

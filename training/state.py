@@ -134,7 +134,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     average = None
     if training.ema_decay:
         average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)
-    bad_steps = BadSteps(training.spike_threshold, training.max_skipped_steps, model.device)
+    bad_steps = BadSteps(training.spike_threshold, model.device)
     replay = None
     if training.replay_steps:
         channels = config.data.history * len(assembly.normalizer.mean)
@@ -192,7 +192,7 @@ def roll_back(checkpointer: Checkpointer | None, state: TrainState) -> None:
         again = f"going back to step {step} and taking other samples did not help"
         tried = again if step else "no checkpoint to go back to"
         raise TrainingDiverged(
-            f"{bad_steps.diagnosis}; training.max_skipped_steps = {bad_steps.max_skipped}; {tried}; "
+            f"{bad_steps.diagnosis}; {tried}; "
             "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
         )
     checkpointer.remove_after(step)

@@ -69,7 +69,7 @@ class Run:
             partial(learning_rate, *schedule),
             training.max_norm,
             build_noise_scale(model, training.local_batch_size, micro_batches),
-            Fingerprints(model, training.fingerprint_steps),
+            Fingerprints(model),
             checkpointer,
         )
 

@@ -45,7 +45,6 @@ class StoreIndex:
     leads: Sequence[int]
     num_members: int = 1
     units: Mapping[str, str] = field(default_factory=dict)  # of each variable
-    zarr_format: int = 3
 
 
 def finished_marks(path: Path) -> dict[str, str] | None:
@@ -69,7 +68,7 @@ class ForecastStore:
         if self.path.exists():
             self._check_same(about)
             try:
-                consolidate(self.path, self.index.zarr_format)  # it may be damaged
+                consolidate(self.path)  # it may be damaged
             except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
                 raise self._error("metadata of an array is damaged") from None
             self.finished_folder.mkdir(exist_ok=True)
@@ -84,8 +83,7 @@ class ForecastStore:
         axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
         axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
-        settings = (chunks, content, index.units, index.zarr_format)
-        create_store(unfinished, index.variables, index.grid, axes, *settings)
+        create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 

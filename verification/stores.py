@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import xarray as xr
 import zarr
-from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 
 from datasets.fields import Field
@@ -26,10 +25,7 @@ COORDINATES = {
     "latitude": {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"},
     "longitude": {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
 }
-COMPRESSORS = {  # WeatherBench2's, by the version of Zarr's format
-    2: Blosc(cname="lz4", clevel=5, shuffle=Blosc.SHUFFLE),
-    3: BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4),
-}
+COMPRESSOR = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4)  # WeatherBench2's
 
 
 class FieldsByName:
@@ -84,7 +80,6 @@ def create_store(
     chunks: Mapping[str, int],
     attributes: Mapping[str, str],
     own_units: Mapping[str, str],
-    zarr_format: Any = 3,
 ) -> None:
     """Create Zarr with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
 
@@ -97,30 +92,29 @@ def create_store(
     coords = {name: (name, own, COORDINATES.get(name, {})) for name, own in values.items()}
     given = {split_name(name)[0]: text for name, text in own_units.items()}
     empty = xr.Dataset(coords=coords, attrs={**CONVENTIONS, **attributes})
-    empty.to_zarr(path, mode="w", zarr_format=zarr_format, consolidated=False)
+    empty.to_zarr(path, mode="w", zarr_format=3, consolidated=False)
     for name, own in group_levels(variables).items():
         known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
         dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
-        named = {"_ARRAY_DIMENSIONS": dims} if zarr_format == 2 else {}
         zarr.create_array(
             str(path),
             name=name,
             shape=tuple(empty.sizes[dim] for dim in dims),
             chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
             dtype="float32",
-            compressors=COMPRESSORS[zarr_format],
+            compressors=COMPRESSOR,
             fill_value=np.nan,
-            zarr_format=zarr_format,
-            dimension_names=None if named else dims,
-            attributes={**named, "units": units(name) or given.get(name, ""), **known},
+            zarr_format=3,
+            dimension_names=dims,
+            attributes={"units": units(name) or given.get(name, ""), **known},
         )
-    consolidate(path, zarr_format)
+    consolidate(path)
 
 
-def consolidate(path: str | Path, zarr_format: Any) -> None:
+def consolidate(path: str | Path) -> None:
     """Copy the metadata of all arrays to the group's: programs then open a store without listing it."""
     with warnings.catch_warnings(action="ignore"):  # of folders that are no arrays, and of Zarr 3 as a whole
-        zarr.consolidate_metadata(str(path), zarr_format=zarr_format)
+        zarr.consolidate_metadata(str(path), zarr_format=3)
 
 
 def attributes_of(path: str | Path) -> dict[str, Any]:

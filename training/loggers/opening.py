@@ -14,25 +14,36 @@ from config import Config, Metrics
 from errors import refuse, without_secrets
 
 logger = logging.getLogger(__name__)
-# Key of the configuration -> the package that it needs, as in requirements-extras.txt.
-EXTRAS = {
-    "enable_wandb": "wandb==0.30.0",
-    "enable_mlflow": "mlflow-skinny==3.17.2",
-    "prometheus_port": "prometheus-client==0.26.0",
+EXTRAS = {  # as in requirements-extras.txt
+    "wandb": "wandb==0.30.0",
+    "mlflow": "mlflow-skinny==3.17.2",
+    "prometheus": "prometheus-client==0.26.0",
 }
 
 
 def check_loggers(settings: Metrics) -> None:
-    """Raise ConfigError if a package that is asked for is not installed."""
-    for key, package in EXTRAS.items():
-        name = package.partition("==")[0]
+    """Raise ConfigError if a package that is asked for is not installed, or metrics.prometheus is wrong."""
+    asked: dict[str, tuple[str, Any]] = {
+        name: ("metrics.loggers", settings.loggers) for name in settings.loggers if name in EXTRAS
+    }
+    if settings.prometheus:
+        asked["prometheus"] = ("metrics.prometheus", settings.prometheus)
+        address_and_port(settings.prometheus)
+    for name, (key, value) in asked.items():
+        package = EXTRAS[name].partition("==")[0]
         try:
-            version(name)
+            version(package)
         except PackageNotFoundError:
-            if getattr(settings, key):
-                fix = f"{sys.executable} -m pip install {package}"
-                reason = f"needs {name}, which is not installed; {fix}"
-                refuse(f"metrics.{key}", getattr(settings, key), reason)
+            fix = f"{sys.executable} -m pip install {EXTRAS[name]}"
+            refuse(key, value, f"needs {package}, which is not installed; {fix}")
+
+
+def address_and_port(text: str) -> tuple[str, int]:
+    """Return ("127.0.0.1", 9400) of "127.0.0.1:9400". Raises ConfigError."""
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
+        refuse("metrics.prometheus", text, 'write address:port, for example "127.0.0.1:9400"')
+    return address, int(port)
 
 
 class Loggers:
@@ -71,14 +82,13 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
     """
     loggers, settings, folder, steps = Loggers(), config.metrics, config.dump_folder, config.training.steps
     is_first = dist.get_rank() == 0
-    if is_first and settings.enable_tensorboard:
+    if is_first and "tensorboard" in settings.loggers:
         loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step, config)
-    if is_first and settings.enable_wandb:
+    if is_first and "wandb" in settings.loggers:
         loggers.open("Weights & Biases", "wandb_run", folder, resume_step, written)
-    if is_first and settings.enable_mlflow:
+    if is_first and "mlflow" in settings.loggers:
         loggers.open("MLflow", "mlflow_run", folder, resume_step, written)
-    if settings.prometheus_port and os.environ.get("LOCAL_RANK", "0") == "0":
-        name = f"metrics.prometheus_port = {settings.prometheus_port}"
-        where = (settings.prometheus_address, settings.prometheus_port)
+    if settings.prometheus and os.environ.get("LOCAL_RANK", "0") == "0":
+        name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
         loggers.open(name, "prometheus", *where, folder, steps)
     return loggers
