@@ -225,8 +225,9 @@ class Optimizer:
         "AdamW", "Optimizer; LAMB and LARS suit large batches. docs/optimizers.md."
     )
     lr: AboveZero = option(1e-3, "Peak learning rate, at lr_reference_batch_size if that is set.")
-    beta1: Decay = option(0.9, "AdamW, LAMB: decay rate of the mean of gradients.")
-    beta2: Decay = option(0.95, "AdamW, LAMB: decay rate of the mean of squared gradients.")
+    betas: tuple[Decay, Decay] = option(
+        (0.9, 0.95), "AdamW, LAMB: decay rates of the means of gradients and of squared gradients."
+    )
     eps: AboveZero = option(1e-8, "AdamW, LAMB: number added to the root of the second moment.")
     momentum: Decay = option(0.9, "SGD, LARS, Muon: momentum; 0.95 is usual for Muon.")
     weight_decay: NonNegative = option(
@@ -462,6 +463,9 @@ class Validation:
     )
     plot_variables: tuple[str, ...] = option(
         (), 'Variables of maps and of the plots of evaluate.py: ["geopotential:500", "wind_vector"].'
+    )
+    early_stop_patience: Count = option(
+        0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
     )
 
 

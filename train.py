@@ -94,7 +94,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     model.train()
     metrics.start_interval()
     with profiler, agreement:
-        while progress.step < training.steps and not stop:
+        while progress.step < training.steps and not stop and not validator.exhausted:
             step = progress.step + 1
             activity.start_phase("train", step)
             seed_step(training.seed, step, mesh.dp_rank)

@@ -139,7 +139,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],
         "max_norm": 0.5,
     }
-    optimizer: dict[str, Any] = {"lr": 1e-2, "beta2": 0.95, "eps": EPS, "weight_decay": 0.05}
+    optimizer: dict[str, Any] = {"lr": 1e-2, "eps": EPS, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     names: dict[str, Any] = {"variables": VARIABLES}

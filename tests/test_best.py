@@ -1,4 +1,4 @@
-"""The best checkpoint is kept aside whatever is pruned."""
+"""The best checkpoint is kept aside whatever is pruned, and all ranks end when the score stops improving."""
 
 import json
 import math
@@ -9,9 +9,10 @@ import torch
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps
-from config import Checkpoint, Config, Job
+from config import Checkpoint, Config, Job, Validation
+from tests.planned import run_train
 from tests.started_jobs import write_config
-from training.best import Best, link_folder
+from training.best import Best, history, link_folder
 from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -25,8 +26,9 @@ def checkpointer(one_rank, tmp_path):
     made.close()
 
 
-def best_of(folder: Path, score: str = SCORE) -> Best:
-    return Best(Config(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(keep_best=score)))
+def best_of(folder: Path, score: str, patience: int) -> Best:
+    checkpoint, validation = Checkpoint(keep_best=score), Validation(early_stop_patience=patience)
+    return Best(Config(job=Job(dump_folder=str(folder)), checkpoint=checkpoint, validation=validation))
 
 
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
@@ -38,37 +40,43 @@ def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, va
 
 
 def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path):
-    best = best_of(tmp_path)
+    best = best_of(tmp_path, SCORE, 0)
     for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
         validate(best, checkpointer, tmp_path, step, value)
     assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
     assert json.loads((tmp_path / "best/best.json").read_text()) == {"score": SCORE, "value": 1.0, "step": 2}
     kept = tmp_path / "best/step-00000002"
     check_files(kept)  # every byte is there, though the original is pruned
+    assert best.later == {3, 4, 5} and not best.exhausted
 
 
-def test_the_best_so_far_is_known_after_a_resume(checkpointer, tmp_path):
-    best = best_of(tmp_path)
+def test_a_run_is_exhausted_after_so_many_validations_also_when_resumed(checkpointer, tmp_path):
+    best = best_of(tmp_path, SCORE, 2)
     for step, value in ((10, 2.0), (20, 1.0), (30, 1.5)):
         validate(best, checkpointer, tmp_path, step, value)
-    resumed = best_of(tmp_path)
-    assert (resumed.value, resumed.step) == (1.0, 20)
+    assert not best.exhausted
+    resumed = best_of(tmp_path, SCORE, 2)
+    assert (resumed.value, resumed.step, resumed.later) == (1.0, 20, {30})
+    validate(resumed, checkpointer, tmp_path, 30, 1.5)  # as a finished run does that is started again
+    assert not resumed.exhausted
     validate(resumed, checkpointer, tmp_path, 40, 1.2)
-    assert complete_steps(tmp_path / "best") == [20]
-    assert best_of(tmp_path, "val/loss").value == math.inf  # of another score nothing is known
+    assert resumed.exhausted and best_of(tmp_path, SCORE, 2).exhausted
+    assert not best_of(tmp_path, SCORE, 3).exhausted
+    assert best_of(tmp_path, "val/loss", 1).value == math.inf  # of another score nothing is known
 
 
 def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_path):
-    best = best_of(tmp_path)
+    best = best_of(tmp_path, SCORE, 1)
     validate(best, checkpointer, tmp_path, 1, 2.0)
     best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
-    assert best.value == 2.0 and complete_steps(tmp_path / "best") == [1]
+    assert best.value == 2.0 and not best.exhausted and complete_steps(tmp_path / "best") == [1]
 
 
-def test_a_damaged_best_file_is_replaced_by_the_checkpoint_beside_it(checkpointer, tmp_path):
-    validate(best_of(tmp_path), checkpointer, tmp_path, 10, 2.0)
-    (tmp_path / "best/best.json").write_text("{")
-    assert (best_of(tmp_path).value, best_of(tmp_path).step) == (2.0, 10)
+def test_history_counts_validations_once_and_after_the_best(tmp_path):
+    lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10}))
+    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE) == (0.5, 10, {20, 30})
 
 
 def test_links_replace_what_a_kill_left_half_made(tmp_path):
@@ -86,6 +94,7 @@ def test_links_replace_what_a_kill_left_half_made(tmp_path):
     ("interval", "options", "message"),
     [
         ("5", ["--checkpoint.keep_best", "val/rmse/10m_u_component_of_wind@42h"], "did you mean"),
+        ("5", ["--validation.early_stop_patience", "2"], "set checkpoint.keep_best"),
         ("0", ["--checkpoint.keep_best", "val/loss"], "a validation.interval above 0"),
     ],
 )
@@ -98,4 +107,16 @@ def test_what_cannot_be_judged_is_said_before_training(tmp_path, interval, optio
 def test_a_score_of_the_validation_is_accepted(tmp_path):
     config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
     for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):
-        load_checked(["--job.config_file", config_file, *validation, "--checkpoint.keep_best", name])
+        options = ["--checkpoint.keep_best", name, "--validation.early_stop_patience", "3"]
+        load_checked(["--job.config_file", config_file, *validation, *options])
+
+
+def test_an_early_stop_validates_its_last_step_once(tmp_path):
+    """The learning rate is 0: no validation is better than the first."""
+    words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]", "--training.steps=20"]
+    words += ["--checkpoint.interval=10", "--checkpoint.async_mode=disabled"]
+    words += ["--checkpoint.keep_best=val/loss", "--validation.early_stop_patience=2"]
+    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    run_train(*files, *words, "--optimizer.lr", "1e-30", "--validation.plots", "false")
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "val/loss" in record] == [2, 4, 6]

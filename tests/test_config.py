@@ -102,7 +102,7 @@ COMMAND_LINES = [
     ("--optimizer.lr 0", "optimizer.lr = 0.0: must be above 0"),
     ("--optimizer.lr nan", "optimizer.lr = nan: a finite number expected"),
     (f"--optimizer.weight_decay 1{'0' * 400}", "number at least 0 expected, not a whole number"),
-    ("--optimizer.beta1 1.0", "optimizer.beta1 = 1.0: must be at least 0 and below 1"),
+    ("--optimizer.betas [1.0,0.95]", "must be at least 0 and below 1"),
     ("--model.stochastic_depth 0.95", "model.stochastic_depth = 0.95: must be at least 0 and at most 0.9"),
     ("--training.variable_weights [1,nan,1]", "training.variable_weights[1] = nan: a finite number expected"),
     # -- combinations

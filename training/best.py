@@ -1,4 +1,5 @@
-"""The best checkpoint by a named score, which stays in the run's folder.
+"""The best checkpoint by a named score, which stays in the run's folder, and the end of a run that no longer
+improves.
 
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ...}
@@ -32,17 +33,27 @@ class Best:
     def __init__(self, config: Config) -> None:
         """Read the best score so far from the run's folder."""
         run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
-        self.folder = run_folder / "best"
-        best_file, metrics_file = self.folder / "best.json", run_folder / "metrics.jsonl"
-        best = from_first_rank(lambda: read_best(best_file, metrics_file, self.name))
-        self.value, self.step = best["value"], best["step"]
+        self.folder, self.patience = run_folder / "best", config.validation.early_stop_patience
+        self.value, self.step, self.later = from_first_rank(
+            lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", self.name)
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """True if the run has stopped improving, on all ranks alike."""
+        return bool(self.patience) and len(self.later) >= self.patience
 
     def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
         """Compare the scores of a validation after `step`, the checkpoint of which has been started."""
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
+            self.later.add(step)
+            if self.exhausted:
+                was = f"{self.value:.4g} after step {self.step}, {len(self.later)} validations ago"
+                logger.info(f"{self.name} is {value:.4g}; it was {was}: the run ends")
             return
         checkpointer.wait()
+        self.later = set()
         if checkpointer.saved_step != step:
             logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
             return
@@ -65,17 +76,23 @@ class Best:
         logger.info(f"{self.name} is {self.value:.4g}, the best so far: {self.folder / checkpoint.name}")
 
 
-def read_best(best_file: Path, metrics_file: Path, name: str) -> dict[str, Any]:
-    """Return the best value of a score and its step (-1: none), from best.json if it is of this score.
+def history(best_file: Path, metrics_file: Path, name: str) -> tuple[float, int, set[int]]:
+    """Return the best value of a score, its step (-1: none), and the steps of later validations."""
+    records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
+    best = read_best(best_file, records, name)
+    return best["value"], best["step"], {step for step in records if step > best["step"]}
 
-    If it is damaged, take the checkpoint next to it, and its value from metrics.jsonl.
+
+def read_best(best_file: Path, records: dict[int, float | None], name: str) -> dict[str, Any]:
+    """Read best.json if it is of this score; if it is damaged, take the checkpoint next to it.
+
+    records: step -> value, from metrics.jsonl.
     """
     none = {"score": name, "value": math.inf, "step": -1}
     try:
         best = json.loads(best_file.read_text()) if best_file.exists() else none
         return best if best["score"] == name and best["value"] + best["step"] else none
     except (OSError, ValueError, KeyError, TypeError):
-        records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
         steps = [step for step in complete_steps(best_file.parent) if step in records]
         logger.warning(
             "%s: is damaged; %s is taken for the best", best_file, f"step {steps[-1]}" if steps else "none"

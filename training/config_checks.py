@@ -185,10 +185,14 @@ def _check_validation(validation: Validation, step_hours: int) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """The score that decides which checkpoint is the best."""
-    name, validation = config.checkpoint.keep_best, config.validation
+    """The score that decides which checkpoint is the best, and when a run ends early."""
+    name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
+    if patience and not name:
+        reason = 'needs a score to judge by; set checkpoint.keep_best, for example to "val/loss"'
+        refuse("validation.early_stop_patience", patience, reason)
     if not name:
         return
+    validation = config.validation
     if not (config.checkpoint.enable and validation.enable and validation.interval):
         reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
         refuse("checkpoint.keep_best", name, reason)

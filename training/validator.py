@@ -49,6 +49,7 @@ class Validator:
         self.folder, self.settings, loggers = config.dump_folder, config.validation, config.metrics
         self.logs_images = bool(loggers.loggers)
         self.best = Best(config) if config.checkpoint.keep_best else None
+        self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.validation, self.baselines = None, {}
         if not self.settings.enable or not len(samples.selection.validation):
             return
@@ -79,15 +80,22 @@ class Validator:
         with return_memory(area.device):
             self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size)
 
+    @property
+    def exhausted(self) -> bool:
+        """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
+        return self.best is not None and self.best.exhausted
+
     def validate(self, step: int, is_last: bool = False) -> Scores | None:
-        """Score the weights after `step`, write the scores, and compare them with the best so far.
+        """Score the weights after `step`, once, write the scores, and compare them with the best so far.
 
         Returns None if nothing is validated. Plots after the last step, and if a logger takes pictures.
         """
         if self.validation is None:
             return None
         self.model.train(False)
-        scores = self._score(self.validation, step)
+        if not self.validated or self.validated[0] != step:
+            self.validated = step, self._score(self.validation, step)
+        scores = self.validated[1]
         if self.settings.plots and (is_last or self.logs_images):
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
                 example = self.validation.last_date(self.forecast)

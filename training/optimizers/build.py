@@ -23,7 +23,7 @@ def build_optimizer(
     torch's fused kernels do.
     """
     groups = parameter_groups(parameters, settings.weight_decay)
-    betas, eps, momentum = (settings.beta1, settings.beta2), settings.eps, settings.momentum
+    betas, eps, momentum = settings.betas, settings.eps, settings.momentum
     table: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "AdamW": lambda: build_adamw(parameters, betas, eps, settings.weight_decay),
         "LAMB": lambda: LAMB(groups, betas, eps, sums),
