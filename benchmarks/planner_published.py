@@ -266,8 +266,9 @@ def summaries(rows: list[dict[str, Any]]) -> str:
             lines.append(summary(f"  {kind}", [row for row in found if row["kind"] == kind], rows))
         lines.append(summary(group, found, rows))
     lines += [summary("all", rows, rows), "", f"{'':<54}{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7}"]
-    for kind in KINDS:
-        if errors := [abs(1 - 1 / factor) for factor in anchored_factors(rows, kind)]:
+    factors = {kind: anchored_factors(rows, kind) for kind in KINDS}
+    for kind, found in (*factors.items(), ("all", sum(factors.values(), []))):
+        if errors := [abs(1 - 1 / factor) for factor in found]:
             lines.append(f"{f'anchored, {kind}: {len(errors)} pairs':<54}{accuracy(errors)}")
     return "\n".join(lines)
 

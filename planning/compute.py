@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, count, cut
+from planning.architecture import ROW, Architecture, count, cut
 from planning.calibration import Rates
 from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
@@ -113,9 +113,14 @@ def rank_rows(work: Workload) -> int:
 
 
 def float8_time(work: Workload, rates: Rates, name: str, backward: bool) -> float:
-    """Forward the input is cast; backward the gradient, and both are transposed."""
+    """Forward the input is cast; backward the gradient, and both are transposed.
+
+    Where tensor parallelism gathers what is cast already, each rank has cast its tokens alone: of inputs of
+    matrices that are cut by columns, and of gradients of those cut by rows.
+    """
     inputs, outputs = rank_matrices(work.model, work.degrees.tp)[name]
-    passes = FLOAT8_CAST * (outputs if backward else inputs)
+    is_gathered = work.gathered_itemsize < work.itemsize and backward == (f"{name}.weight" in ROW)
+    passes = FLOAT8_CAST * (outputs if backward else inputs) / (work.degrees.tp if is_gathered else 1)
     passes += FLOAT8_TRANSPOSE * (inputs + outputs) if backward else 0
     passes /= 1.0 if work.fused_casts else FLOAT8_BANDWIDTH
     return rates.elementwise_seconds(work.itemsize * rank_rows(work) * passes, work.dtype)
@@ -155,12 +160,16 @@ def exchange_units(work: Workload, backward: bool) -> float:
     """Return the units of s that a pass copies or adds around its collectives.
 
     DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
-    back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
-    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32.
+    back before it scatters. Asynchronous products with a reduce-scatter copy their partial sums, of all
+    tokens, to the ranks of these tokens, which read and add them (torch's _symmetric_memory). ulysses stacks
+    q, k and v, puts them and the output in the order of ranks, then of tokens; all_gather does so with keys
+    and values. The ring adds up its parts in float32.
     """
     model, cp, tp, half = work.model, work.degrees.cp, work.degrees.tp, work.itemsize
     moved = tp > 1 and work.states_at_once > 1 and not work.async_tp
     copied = 4 * tp * (1 + work.gathered_itemsize / half) * moved
+    if work.async_tp and tp > 1 and not work.fused_casts:
+        copied += 2 * (3 * tp + 1)
     grouped = kv_heads_sent(work) / model.heads
     if cp == 1:
         return copied

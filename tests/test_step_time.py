@@ -17,7 +17,9 @@ from planning.compute import (
     elementwise_passes,
     elementwise_time,
     exchange_units,
+    float8_time,
     hardware_flops,
+    rank_matrices,
     update_bytes,
 )
 from planning.dry_run import dry_run
@@ -196,14 +198,39 @@ def test_narrow_products_wait_for_their_outputs():
 
 def test_tensor_parallel_copies_what_it_exchanges():
     """Two gathers and two scatters a block and pass, of all tokens of tp ranks, read and written; one state
-    is in order as it comes, and asynchronous products take parts.
+    is in order as it comes. Asynchronous products with a scatter, two: partial sums of all tokens are read at
+    one rank and written at another, read there and added, for its tokens.
     """
     work = WORK.replace(degrees=Degrees(dp_shard=8, tp=8), local_batch=2)
     whole = 2 * MODEL.tokens * MODEL.dim * 2
     for backward in (False, True):
         assert exchange_units(work, backward) * unit_bytes(work) == pytest.approx(4 * 2 * whole)
-        assert exchange_units(work.replace(async_tp=True), backward) == 0
+        added = exchange_units(work.replace(async_tp=True), backward) * unit_bytes(work)
+        assert added == pytest.approx(2 * (3 + 1 / 8) * whole)
+        assert exchange_units(work.replace(async_tp=True, fused_casts=True), backward) == 0
         assert exchange_units(work.replace(local_batch=1), backward) == 0
+
+
+def test_what_is_gathered_in_float8_is_cast_by_the_rank_of_its_tokens():
+    """Published runs of torchao's Float8ColwiseParallel and Rowwise: inputs of q, k, v and of the MLP, and
+    gradients of the projection's and the MLP's outputs, are cast before they are gathered.
+    """
+    work = WORK.replace(degrees=Degrees(dp_shard=8, tp=8), float8=True, compiled=True)
+
+    class Gathers(Workload):
+        @property
+        def gathered_itemsize(self) -> int:
+            return 1
+
+    gathers = Gathers(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
+    once = {False: ("attention.qkv", "mlp.up"), True: ("attention.projection", "mlp.down")}
+    for backward, names in once.items():
+        for name in ("attention.qkv", "attention.projection", "mlp.up", "mlp.down"):
+            here, there = (float8_time(each, A100.device, name, backward) for each in (work, gathers))
+            transposed = sum(rank_matrices(MODEL, 8)[name]) * backward
+            cast = 2.5 * rank_matrices(MODEL, 8)[name][backward]
+            less = (cast / 8 if name in names else cast) + transposed
+            assert there / here == pytest.approx(less / (cast + transposed))
 
 
 def test_asynchronous_tensor_parallel_exposes_its_first_part():
