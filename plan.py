@@ -64,7 +64,19 @@ from planning.report import (
     reason,
     time_table,
 )
-from planning.search import Plan, best_layouts, capacity, changes_that_fit, check_device, divisors, fits, plan
+from planning.search import (
+    SIMPLICITY,
+    Plan,
+    best_layouts,
+    capacity,
+    changes_that_fit,
+    check_device,
+    divisors,
+    fits,
+    fitting,
+    plan,
+    speedups,
+)
 from planning.step_time import step_time
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.config_checks import check
@@ -128,16 +140,15 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
     cost = cost_range(config, made, cluster, options.restart_minutes)
-    fitting = fits(made, cluster)
+    fit = fits(made, cluster)
     if options.json:
         print(json.dumps(as_json(made, cluster, cost), indent=1))
-        return 0 if fitting else 1
+        return 0 if fit else 1
     feed = data_lines(made.work, made.time.samples_per_second, cluster)
     print("\n\n".join([*tables(plans, made, cluster), feed, cost.table()]))
-    if not fitting:
-        nowhere = "no layout fits; as configured:\n" if options.layout == "auto" else ""
-        print(f"\n{nowhere}{advice(made, cluster)}")
-    return 0 if fitting else 1
+    nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
+    print(f"\n{nowhere}{next_to_try(made, cluster, bool(plans)) if fit else advice(made, cluster)}")
+    return 0 if fit else 1
 
 
 def anchored(cluster: Cluster, options: argparse.Namespace) -> Cluster:
@@ -186,6 +197,20 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:
         found.append("\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work)}"]))
     found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
     return [*found, cluster.anchor.line()] if cluster.anchor else found
+
+
+def next_to_try(made: Plan, cluster: Cluster, searched: bool) -> str:
+    """What takes most of a step, and the setting that shortens it most. searched: --layout auto was."""
+    name, seconds = max(made.time.classes.items(), key=lambda item: item[1])
+    limit = f"it fits; most of a step, {seconds / made.time.total:.0%}, is {name}"
+    found = fitting(speedups(made.work, cluster))
+    change, best = min(found, key=lambda item: item[1].time.total, default=("", made))
+    gain = best.time.total / made.time.total - 1
+    if gain > -SIMPLICITY:
+        more = "more devices would" if searched else "try --layout auto, or more devices"
+        return f"{limit}; no single setting makes it {SIMPLICITY:.0%} faster; {more}"
+    peak = f"{best.memory.peak / 2**30:.2f} GiB"
+    return f"{limit}; next to try: {change}: {best.time.total:.3f} s a step ({gain:+.1%}), {peak}"
 
 
 def advice(made: Plan, cluster: Cluster) -> str:

@@ -73,6 +73,24 @@ def test_without_checkpoints_no_interval_is_advised():
     assert row.split()[3:] == ["-", "-"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--compile.enable", "false"),
+        ("--parallelism.tensor_parallel_degree", "4", "--activation_checkpoint.mode", "full"),
+        ("--training.local_batch_size", "1", "--parallelism.context_parallel_degree", "2"),
+    ],
+)
+def test_what_is_next_to_try_gives_the_step_that_it_names(options):
+    text = plan("--cluster", "a100x64", *options)
+    found = re.search(r"next to try: (\S+) = (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB", text)
+    assert found, text
+    changed = figures(*options, f"--{found[1]}", found[2].strip('"'))
+    assert changed["step_seconds"] == pytest.approx(float(found[3]), abs=1e-3)
+    assert changed["memory"]["peak"] / 2**30 == pytest.approx(float(found[4]), abs=0.01)
+    assert "no single setting makes it 2% faster" in plan("--cluster", "a100x64")
+
+
 def test_days_and_dollars_are_ranges_of_known_runs():
     """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
     made, text = figures(), plan("--cluster", "a100x64")
