@@ -252,11 +252,6 @@ def calibrate_machine(config: Config) -> None:
 def dry_run_table(config: Config, world_size: int) -> None:
     from planning.dry_run import dry_run  # here: they take torch's seconds
 
-    if config.parallelism.pipeline_parallel_schedule not in ("GPipe", "1F1B"):
-        schedule = config.parallelism.pipeline_parallel_schedule
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_schedule = {schedule!r}: a dry run knows GPipe and 1F1B"
-        )
     started = time.perf_counter()
     result = dry_run(config, world_size, grid_of(config), num_variables(config))
     written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
