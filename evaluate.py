@@ -54,12 +54,12 @@ from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset, window_steps
-from datasets.grid import area_weights
+from datasets.grid import area_weights, coarser
 from datasets.options import log_scales, parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
-from errors import ConfigError, one_line_errors, refuse
+from errors import ConfigError, DataError, one_line_errors, refuse
 from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
 from planning.start_checks import check_folder
@@ -286,7 +286,7 @@ def run(config: Config, options: Namespace) -> int:
     for gate in options.gates:
         hours = (first.leads // np.timedelta64(1, "h")).tolist()
         gate.check(variable=[*variables, *wind_pairs(variables)], lead=hours)
-    grid = min(first.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
+    grid = coarser(first.grid, truth.grid)
     regions = choose_regions(options.regions, grid)
     if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
         refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
@@ -302,7 +302,10 @@ def run(config: Config, options: Namespace) -> int:
         target.mkdir(parents=True, exist_ok=True)
         write_scores(evaluations, target)
         if against:
-            write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
+            try:
+                write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
+            except DataError as error:
+                logger.warning("no scorecard: %s", error)
         mask = selection.land()
         land = None if mask is None else Land(selection.archive.grid, mask)
         plot_evaluation(evaluations, target, config.validation.plot_variables, land)

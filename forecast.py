@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -98,7 +99,8 @@ def forecast(config: Config) -> int:
     )
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
     store = ForecastStore(Path(f"{target}.zarr") if target.suffix == ".nc" else target, index)
-    from_first_rank(lambda: create(store, about(config, index, forecaster.trained)))
+    content = partial(about, config, index, forecaster.trained)
+    from_first_rank(lambda: create(store, content(crc_of_states(selection, chosen))))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
@@ -158,7 +160,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     source = config.forecast.checkpoint
     named_by = "forecast.checkpoint" if source else "job.dump_folder"
     path = on_all_ranks(lambda: local_path(named_by, source or str(config.dump_folder)))
-    trained = find_trained(path, named_by, config, selection.archive)
+    trained = find_trained(path, named_by, config, selection)
     fields = Fields.of(selection, trained.statistics)
     folder = config.dump_folder if trained.is_exported else trained.run_folder
     assembly = assemble(config, fields, mesh, device, folder, for_training=False)
@@ -170,8 +172,11 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     return Forecaster(**vars(assembly), trained=trained, known=known if is_read else None)
 
 
-def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
-    """Return all that determines the bytes of a store, but for the layout (last digits)."""
+def about(config: Config, index: StoreIndex, trained: Trained, states: str) -> dict:
+    """Return all that determines the bytes of a store, but for the layout (last digits).
+
+    states: `crc_of_states` of what it starts from.
+    """
     dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
     if roles_of(config.data).forcing:
@@ -180,6 +185,8 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
     return {
         **trained.identity,
         "data.path": without_secrets(config.data.path),
+        "data.select": list(config.data.select),
+        "states": states,
         "variables": list(index.variables),
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
         "leads": list(index.leads),
@@ -189,6 +196,14 @@ def about(config: Config, index: StoreIndex, trained: Trained) -> dict:
         "local_batch_size": config.validation.local_batch_size,
         "precision": config.training.mixed_precision_param,
     }
+
+
+def crc_of_states(selection: Selection, chosen: np.ndarray) -> str:
+    """Return a CRC-32 of the constant fields, and of the first, middle and last state of `chosen` (n, h)."""
+    dates = [int(chosen[i, 0]) for i in (0, len(chosen) // 2, -1)]
+    fields = [selection.archive.read(date, selection.variables) for date in dates]
+    parts = [np.ascontiguousarray(field).tobytes() for field in (*fields, *selection.static.values())]
+    return f"CRC-32 {crc32(b''.join(parts)):08x}"
 
 
 def perturbation_of(config: Config) -> float:

@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli
 
 from checkpoints.files import MANIFEST, Damaged, complete_steps, read_errors, read_manifest, step_folder
 from command_line import REMOVED, REMOVED_VALUES
 from config import SECTIONS, Config
-from datasets.archive import Archive
 from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
@@ -40,9 +40,19 @@ def describe(selection: Selection, statistics: Statistics) -> dict[str, Any]:
     return {
         "grid": {axis: getattr(archive.grid, axis).round(6).tolist() for axis in ("latitude", "longitude")},
         "units": {name: archive.units(name) for name in names},
+        "static": {name: static_numbers(field) for name, field in selection.static.items()},
         "statistics": statistics.numbers,
         "data": f"{len(dates)} dates, {dates[0]} to {dates[-1]}, SHA-256 {statistics.fingerprint}",
     }
+
+
+def static_numbers(field: np.ndarray) -> list[float]:
+    """Return numbers that tell constant fields (H, W) apart: mean, deviation, and slope to south and east."""
+    values = np.nan_to_num(field.astype(np.float64))
+    anomaly = values - values.mean()
+    south, east = (np.linspace(-1, 1, n) for n in field.shape)
+    slopes = (anomaly * south[:, None]).mean(), (anomaly * east).mean()
+    return [float(values.mean()), float(values.std()), *map(float, slopes)]
 
 
 class Identity:
@@ -67,14 +77,14 @@ class Identity:
         """Mean, standard deviation and standard deviation of the change of each variable."""
         return self.more.get("statistics")
 
-    def check(self, config: Config, way_out: str, archive: Archive | None = None) -> None:
+    def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [*theirs, *(key for key in ours if key not in theirs)] if theirs else []:
             if theirs.get(key) != ours.get(key):
                 self._refuse(key, ours.get(key), theirs.get(key), way_out)
-        if archive and self.more:
-            self._check_fields(archive, way_out)
+        if selection and self.more:
+            self._check_fields(selection, way_out)
 
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
@@ -88,13 +98,19 @@ class Identity:
             if theirs[key] != ours.get(key) and not deeper and not free:
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 
-    def _check_fields(self, archive: Archive, way_out: str) -> None:
+    def _check_fields(self, selection: Selection, way_out: str) -> None:
+        archive, way_out = selection.archive, f"read data with the same, or {way_out}"
         grid = Grid(self.more["grid"]["latitude"], self.more["grid"]["longitude"])
         if not grid.same_as(archive.grid):
             self._refuse("the grid of data.path", format_grid(archive.grid), format_grid(grid), way_out)
         for name, unit in self.more["units"].items():
             if plain_units(archive.units(name)) != plain_units(unit):
                 self._refuse(f"the units of {name} in data.path", archive.units(name), unit, way_out)
+        for name, numbers in self.more.get("static", {}).items():
+            ours = static_numbers(selection.static[name])
+            if not np.allclose(ours, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
+                ours, theirs = (f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (ours, numbers))
+                self._refuse(f"the field {name}", ours, theirs, way_out)
 
     def _refuse(self, key: str, ours: Any, theirs: Any, way_out: str) -> None:
         raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
@@ -180,5 +196,5 @@ def check_resume(config: Config, selection: Selection) -> Identity | None:
     """Return the identity of what a run resumes from. Raises ConfigError if it is another one."""
     identity = newest_identity(config.dump_folder) if config.checkpoint.enable else None
     if identity:
-        identity.check(config, NEW_RUN, selection.archive)
+        identity.check(config, NEW_RUN, selection)
     return identity

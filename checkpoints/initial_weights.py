@@ -7,6 +7,7 @@ reordered; a new variable starts as in a new run. Learned positions are interpol
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,18 @@ class Channels:
     def of(cls, config: dict[str, Any]) -> "Channels":
         """Read them from a configuration; that of an older version may lack keys."""
         data, noise_dim = asdict(Data()) | config["data"], config.get("model", {}).get("noise_dim", 0)
-        outputs = expand_levels([name for key in ROLES for name in data[key]], data["levels"])
+        logs = dict(text.rpartition("=")[::2] for text in data["log1p"])
+
+        def named(keys: Sequence[str]) -> list[str]:
+            names = expand_levels([name for key in keys for name in data[key]], data["levels"])
+            return [f"{name} as log(1 + x / {logs[name]})" if name in logs else name for name in names]
+
+        outputs = named(ROLES)
         window = channel_names(outputs, data["history"], data["step_hours"])
         if data["boundary_width"]:
-            predicted = [name for key in ROLES[:2] for name in data[key]]
-            window += [f"{name} of the boundary" for name in expand_levels(predicted, data["levels"])]
+            window += [f"{name} of the boundary" for name in named(ROLES[:2])]
         if data["forcings_of_target"]:
-            window += [f"{name} of the target" for name in expand_levels(data[ROLES[2]], data["levels"])]
+            window += [f"{name} of the target" for name in named(ROLES[2:])]
         given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
         return cls([*window, *given], outputs)
 

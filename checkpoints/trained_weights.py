@@ -13,7 +13,7 @@ from checkpoints.checkpointer import check_together
 from checkpoints.files import MANIFEST, WEIGHTS, Damaged, candidates, read_tensors, stored_tensors
 from checkpoints.identity import Identity
 from config import Config
-from datasets.archive import Archive
+from datasets.selection import Selection
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight
@@ -48,11 +48,11 @@ class Trained:
         return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
 
 
-def find_trained(path: Path, named_by: str, config: Config, archive: Archive) -> Trained:
+def find_trained(path: Path, named_by: str, config: Config, selection: Selection) -> Trained:
     """Return the newest checkpoint at `path` that is not damaged. Called by all ranks together.
 
     Raises DataError if there is none or the statistics of its run are missing, ConfigError if the
-    configuration or the archive give its weights another meaning.
+    configuration or the data give its weights another meaning.
     """
     found = from_first_rank(lambda: list(candidates(path)))
     for folder in found:
@@ -66,9 +66,9 @@ def find_trained(path: Path, named_by: str, config: Config, archive: Archive) ->
         reason = "all its checkpoints are damaged" if found else "no checkpoint there"
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
     identity = Identity(folder)
-    identity.check(config, "take the config.toml of that checkpoint", archive)
+    identity.check(config, "take the config.toml of that checkpoint", selection)
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
-    return Trained(folder, averaged, statistics_of(identity, archive.grid.shape))
+    return Trained(folder, averaged, statistics_of(identity, selection.archive.grid.shape))
 
 
 def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:

@@ -143,9 +143,11 @@ class OpenFile:
         arrays = dict(sorted(_variables(dataset).items()))
         raw = {name: group[name] for name in arrays}
         for name, variable in arrays.items():
-            # Zarr 2's fill value means "missing", as in xarray, but for 0: writers that set none
-            # give it to a store, and every sea cell of a land mask would be NaN.
-            if raw[name].metadata.zarr_format == 2 and variable.attrs.get("_FillValue") == 0:
+            # Zarr 2's fill value means "missing", as in xarray, but for 0 where values are not packed:
+            # writers that set none give it to a store, and every sea cell of a land mask would be NaN.
+            packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
+            zero = variable.attrs.get("_FillValue") == 0
+            if raw[name].metadata.zarr_format == 2 and zero and not packed:
                 del variable.attrs["_FillValue"]
         return cls(path, arrays, dict(group.attrs), raw)
 

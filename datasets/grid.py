@@ -89,6 +89,16 @@ class Grid:
         return Grid(self.latitude[chosen], longitude), chosen, columns
 
 
+def coarser(one: Grid, other: Grid) -> Grid:
+    """Return the grid with the larger cells, wherever on the globe each is."""
+
+    def cell(grid: Grid) -> float:
+        rows, columns = latitude_bounds(grid.latitude), longitude_bounds(grid.longitude)
+        return float(np.abs(np.diff(rows)).mean() * np.diff(columns).mean())
+
+    return other if cell(other) > cell(one) * (1 + 1e-6) else one
+
+
 def global_grid(shape: tuple[int, int]) -> Grid:
     """Return a global grid of (H, W) cells of one size, without rows on the poles."""
     (rows, columns), half = shape, 90 / shape[0]

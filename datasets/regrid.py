@@ -12,6 +12,7 @@ from datasets.grid import Grid, latitude_bounds, longitude_bounds
 
 # Two cells that only touch can overlap by rounding; below this fraction of a cell an overlap counts as none.
 SLIVER = 1e-6
+WHOLE = 1 - 1e-3  # of a target cell that the source covers
 
 
 class Regridder:
@@ -28,6 +29,9 @@ class Regridder:
         self.rows = torch.from_numpy(rows).to(device)  # (H_t, H_s)
         self.columns = torch.from_numpy(columns).T.contiguous().to(device)  # (W_s, W_t)
         self.weight = self.rows.sum(1)[:, None] * self.columns.sum(0)  # (H_t, W_t), 0 outside the source
+        heights = -np.diff(np.sin(np.deg2rad(latitude_bounds(target.latitude))))
+        areas = heights[:, None] * np.diff(longitude_bounds(target.longitude))
+        self.covered = self.weight > WHOLE * torch.from_numpy(areas).to(device)  # (H_t, W_t) bool
 
     def __call__(self, fields: Tensor) -> Tensor:
         """Return the fields on the target grid, of the same dtype."""

@@ -155,8 +155,21 @@ def _open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
         static = {name: read_static_field(data.static_path, name, *where) for name in data.static_variables}
     else:
         static = {name: archive.read_static(name) for name in data.static_variables}
+    check_static(static)
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, nothing, nothing, data.history)
+
+
+def check_static(static: dict[str, np.ndarray]) -> None:
+    """Log the share of missing cells of constant fields (H, W), which get the mean of the others. Raises
+    DataError for infinite values and undeclared fill values.
+    """
+    for name, field in static.items():
+        refuse_fills(field[None], [name], "all dates")
+        if np.isinf(field).any():
+            raise DataError(f"{name} is infinite in {np.isinf(field).sum()} cells; give them a value, or NaN")
+        if missing := np.isnan(field).mean():
+            logger.warning("%s: %.1f %% of its cells are missing and get the mean", name, 100 * missing)
 
 
 def access_of(data: Data) -> Access:

@@ -134,6 +134,7 @@ _READERS: WeakKeyDictionary[Field, StoreReader | None] = WeakKeyDictionary()
 def find_reader(field: Field) -> StoreReader | None:
     """Return the fast reader of a field, None if its array is not one that datasets.convert writes."""
     if field not in _READERS:
+        _open.cache_clear()  # the store may have been written again since
         _READERS[field] = StoreReader(field) if _is_ours(field) else None
     return _READERS[field]
 

@@ -51,8 +51,14 @@ def test_blocks_widen_the_interval_of_dates_that_resemble_each_other() -> None:
 
 def test_a_broken_forecast_is_no_better_one() -> None:
     first, second = np.ones((1, 5)), np.full((1, 5), 0.5)
-    second[:, 2] = np.nan  # broken: the other one has a score
-    assert np.isnan(bootstrap(first, second, block_length=1)).all()
+    second[:, 2] = np.inf  # broken: the other one has a score
+    assert not np.isfinite(bootstrap(first, second, block_length=1)).any()
+
+
+def test_a_date_that_one_of_them_lacks_does_not_count() -> None:
+    first, second = np.full((1, 5), 4.0), np.full((1, 5), 1.0)
+    second[:, 2], first[:, 2] = np.nan, 100.0
+    np.testing.assert_allclose(bootstrap(first, second, block_length=1), -0.5)
 
 
 def scores(values: np.ndarray, leads: list[int], name: str = "geopotential") -> xr.Dataset:

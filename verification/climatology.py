@@ -88,7 +88,7 @@ def compute_climatology(
     create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid):
-        total, count = day_sums(archive, some, dates, some_hours)
+        total, count = day_sums(archive, some, dates, some_hours, by_day)
         for (h, hour), (v, variable) in product(enumerate(some_hours), enumerate(some)):
             sums, numbers = (each[h, v].reshape(DAYS, -1) for each in (total, count))
             with np.errstate(invalid="ignore"):
@@ -114,16 +114,19 @@ def groups(
 
 
 def day_sums(
-    archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int]
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int], by_day: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums float64 and numbers of values int32, (hours, V, 366, H, W), in one pass over the dates."""
+    """Return sums float64 and numbers of values int32, (hours, V, 366, H, W), in one pass over the dates.
+
+    by_day: the last day of a short year counts for both of its days of the year, else for one.
+    """
     shape = (len(hours), len(variables), DAYS, *archive.grid.shape)
     total, count = np.zeros(shape), np.zeros(shape, np.int32)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
     for date, field in stream(archive, variables, wanted):
         time, valid = archive.times[date], np.isfinite(field)
         h = hours.index(pd.Timestamp(time).hour)
-        for day in days_of(time):
+        for day in days_of(time)[: None if by_day else 1]:
             total[h, :, day - 1] += np.where(valid, field, 0)
             count[h, :, day - 1] += valid
     return total, count

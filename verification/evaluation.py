@@ -26,6 +26,7 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.archive import Archive
+from datasets.grid import coarser
 from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
@@ -93,7 +94,7 @@ def evaluate(
     hours, units = forecast.leads // np.timedelta64(1, "h"), {name: truth.units(name) for name in fields}
     leads, some_dates = positions(hours, lead_hours), positions(forecast.times, dates)
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
-    grid = min(forecast.grid, truth.grid, key=lambda each: each.shape[0] * each.shape[1])
+    grid = coarser(forecast.grid, truth.grid)
     matcher = Matcher(forecast, truth, climatology, fields, asked.leads, grid, device, boundary_width)
     details = None
     if detailed_hours:
@@ -169,7 +170,10 @@ def collect(forecast: ForecastFields, asked: Request, table: Tensor, details: De
     scores = by_variable(values, ("metric", "region", "lead_time", "variable"), names, coords, asked.units)
     times = forecast.times[asked.dates].astype("datetime64[ns]")
     coords |= {"time": times, "metric": list(asked.statistics), "region": regions[:1]}
-    by_statistic = torch.where(present, table, torch.nan)[:, :, :-1, :, :1]  # (n, L, S, V, 1)
+    m = asked.statistics.index("mse")
+    broken = table[:, :, m : m + 1].isnan()  # infinite, since NaN is a date that has no pair
+    by_statistic = torch.where(broken, torch.inf, table).masked_fill(~present, torch.nan)
+    by_statistic = by_statistic[:, :, :-1, :, :1]  # (n, L, S, V, 1)
     statistics = by_statistic.permute(0, 2, 4, 1, 3).cpu().numpy()
     dims = ("time", "metric", "region", "lead_time", "variable")
     by_date = by_variable(statistics, dims, names, coords, asked.units)

@@ -93,7 +93,7 @@ class ForecastStore:
         try:
             stored = json.loads(attributes_of(self.path)[ATTRIBUTE])
             ours = json.loads(json.dumps(about))
-            other = next((key for key in ours if stored.get(key) != ours[key]), None)
+            other = next((key for key in ours if stored.get(key, ours[key]) != ours[key]), None)
             if other is None:
                 return
             there, here = f"{stored.get(other)!s:.60}", f"{ours[other]!s:.60}"

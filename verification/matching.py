@@ -107,7 +107,12 @@ class Matcher:
         if source.grid.same_as(self.grid):
             return lambda fields: torch.from_numpy(convert(fields)).to(device)
         regridder = Regridder(source.grid, self.grid, device)
-        return lambda fields: regridder(torch.from_numpy(convert(fields)).to(device))
+        outside = ~regridder.covered  # the mean of a part of a cell is not that of the cell
+
+        def regrid(fields: np.ndarray) -> Tensor:
+            return regridder(torch.from_numpy(convert(fields)).to(device)).masked_fill(outside, torch.nan)
+
+        return regrid
 
     def blocks(self, dates: Sequence[int]) -> list[list[int]]:
         """Return the dates in groups that are stored together and not too large to be read at once."""

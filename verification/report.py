@@ -116,7 +116,7 @@ def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
         own = {"forecast": forecast, "variable": name, "level": "" if level is None else level}
         parts.append(rows.assign(**own, units=energy_units(spectra, variable)))
     columns = ["forecast", "source", "variable", "level", "lead_hours", "wavelength_km", "energy", "units"]
-    return pd.concat(parts).reindex(columns=columns)
+    return pd.concat(parts).reindex(columns=columns) if parts else pd.DataFrame(columns=columns)
 
 
 def energy_units(spectra: xr.Dataset, variable: str) -> str:

@@ -6,6 +6,7 @@ in the difference. Blocks of consecutive dates are drawn, because consecutive da
 would give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: n dates; N resamples.
 """
 
+import logging
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -20,6 +21,7 @@ from verification.plots import save
 from verification.report import shown_leads
 from verification.score_tables import lead_hours, one_variable, variable_names
 
+logger = logging.getLogger(__name__)
 BOUND = 50.0  # per cent, where colours end
 MAX_NUMBERS = 16  # columns that all have numbers
 FULL_CELL, NARROW_CELL = 0.55, 0.25  # inches
@@ -48,6 +50,8 @@ def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation])
         outside = (lower > 0) | (upper < 0)
         columns["significant"] = (outside & (columns["num_dates"] >= MIN_BLOCKS * block)).astype(int)
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
+    if not parts:
+        raise DataError(f"{first} and {second} have no date and lead in common: nothing to compare")
     card = pd.concat(parts, ignore_index=True)
     card.attrs["dates_needed"] = MIN_BLOCKS * block
     return card
@@ -77,17 +81,19 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
     """Return the relative difference of two RMSEs, second over first minus 1, from squared errors (..., n):
     (..., 3), the difference and the lower and upper end of its percentile interval.
 
-    The root comes after the mean over dates. Dates where both are NaN (no truth) do not count; where only one
-    is, that forecast is broken and the difference is NaN.
+    The root comes after the mean over dates. Dates that one of them lacks (NaN) do not count; where one is
+    infinite, that forecast is broken and the difference is no number.
     """
-    valid = ~(np.isnan(first) & np.isnan(second))
+    valid = ~(np.isnan(first) | np.isnan(second))
     weights = np.vstack([np.ones(first.shape[-1]), draw_dates(first.shape[-1], block_length)])
     with np.errstate(invalid="ignore", divide="ignore"):
         total = valid @ weights.T  # (..., 1 + N), the first column of all dates
         ours, theirs = (np.sqrt(np.where(valid, each, 0) @ weights.T / total) for each in (first, second))
         difference = (theirs - ours) / ours
     tail = (1 - CONFIDENCE) / 2
-    limits = np.quantile(difference[..., 1:], [tail, 1 - tail], axis=-1)
+    known = np.isfinite(difference[..., :1])  # a resample may have dates alone that do not count
+    resampled = np.where(known & (total[..., 1:] == 0), difference[..., :1], difference[..., 1:])
+    limits = np.quantile(resampled, [tail, 1 - tail], axis=-1)
     return np.stack([difference[..., 0], *limits], axis=-1)
 
 
@@ -147,5 +153,8 @@ def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
 def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
     """Write the scorecard as CSV and as a picture."""
     finite = card[np.isfinite(card["percent"])]
+    if left := len(card) - len(finite):
+        reason = "a forecast is broken, or no date is common"
+        logger.warning("scorecard: %d of %d rows have no number: %s", left, len(card), reason)
     finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
     plot_scorecard(card, folder / "scorecard.png")

@@ -1,0 +1,184 @@
+"""Numbers that were wrong without a word, found by reading the same data with xarray, scores by hand."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import forecast
+from checkpoints.initial_weights import Channels
+from config import Data
+from datasets.archive import open_archive
+from datasets.convert import main as convert
+from datasets.grid import Grid, coarser, global_grid
+from datasets.selection import check_static
+from errors import ConfigError, DataError
+from tests.forecasts import grid, write
+from tests.planned import run_train
+from tests.sample_archives import analyses, weatherbench, zarr_chunked
+from tests.started_jobs import small_dataset, small_wave, write_config
+from training.config_checks import load_checked
+from verification.climatology import compute_climatology
+from verification.evaluation import evaluate
+from verification.forecast_layouts import open_forecast
+
+T2M, U10 = "2m_temperature", "10m_u_component_of_wind"
+
+
+# -- reading
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_fill_value_of_0_of_packed_numbers_means_missing(tmp_path, zarr_format):
+    """Unsigned packing leaves 0 for it; Zarr 2's own 0 of values that are not packed is a value."""
+    ds = analyses()[[T2M]]
+    packing = {"dtype": "uint16", "scale_factor": 0.01, "add_offset": 180.0, "_FillValue": 0}
+    path = tmp_path / "packed.zarr"
+    ds.to_zarr(path, zarr_format=zarr_format, encoding={T2M: packing}, consolidated=False)
+    found = open_archive(str(path)).read(2, [T2M])[0]
+    theirs = xr.open_zarr(path)[T2M].values[2]
+    assert np.isnan(theirs).any()
+    np.testing.assert_allclose(found, theirs, rtol=1e-6)
+
+
+def test_a_store_that_is_written_again_is_read_again(tmp_path):
+    """In one process, as in a notebook: its files were kept open, and decoded with the new offset."""
+    source, target, ds = tmp_path / "a.nc", tmp_path / "a.zarr", analyses()[[T2M]].fillna(280)
+    for factor in (1, 2):
+        (ds * factor).assign_attrs(units="K").to_netcdf(source, engine="h5netcdf")
+        shutil.rmtree(target, ignore_errors=True)
+        convert([str(source), str(target)])
+        found = open_archive(str(target)).read(2, [T2M])[0]
+        np.testing.assert_allclose(found, factor * ds[T2M].values[2], rtol=1e-3)
+
+
+def test_static_fields_are_checked_like_others(caplog):
+    mask = np.eye(4, 6, dtype="f4")
+    check_static({"land_sea_mask": mask})
+    assert not caplog.messages
+    with pytest.raises(DataError, match="land_sea_mask is infinite in 1 cells"):
+        check_static({"land_sea_mask": np.where(np.arange(24).reshape(4, 6) == 7, np.inf, mask)})
+    with pytest.raises(DataError, match="land_sea_mask is -9999 in 4 cells"):
+        check_static({"land_sea_mask": np.where(mask > 0, -9999, 0)})
+    check_static({"land_sea_mask": np.where(mask > 0, np.nan, mask)})
+    assert "16.7 % of its cells are missing" in caplog.text
+
+
+# -- weights
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[list[str], Path]:
+    """Options of a run with a land-sea mask, and the folder of its data."""
+    folder = tmp_path_factory.mktemp("static")
+    ds = small_dataset({U10: small_wave(60)})
+    rng = np.random.default_rng(0)
+    for name in ("mask", "other"):
+        field = xr.DataArray(rng.random((6, 8)).astype("f4").round(), ds.drop_dims("time").coords)
+        field.to_dataset(name="land_sea_mask").to_netcdf(folder / f"{name}.nc", engine="h5netcdf")
+    (folder / "data").mkdir()
+    path = weatherbench(folder / "data", ds)
+    options = ["--job.config_file", str(write_config(folder)), "--data.path", path]
+    options += ['--data.static_variables=["land_sea_mask"]', "--training.steps=2"]
+    options += ["--job.dump_folder", str(folder / "run")]
+    run_train(*options, "--data.static_path", str(folder / "mask.nc"))
+    return options, folder
+
+
+def test_another_static_field_is_another_meaning_of_the_weights(trained):
+    options, folder = trained
+    with pytest.raises(ConfigError, match="the field land_sea_mask = .*was trained with"):
+        run_train(*options, "--data.static_path", str(folder / "other.nc"), "--training.steps=4")
+    run_train(*options, "--data.static_path", str(folder / "mask.nc"), "--training.steps=3")
+
+
+def test_the_logarithm_of_a_variable_is_another_channel():
+    def channels(*log1p: str) -> Channels:
+        data = Data(variables=(T2M,), diagnostic_variables=("rain",), history=2, log1p=log1p)
+        return Channels.of({"data": vars(data)})
+
+    plain, log = channels(), channels("rain=1e-5")
+    assert plain.outputs == [T2M, "rain"] and log.outputs == [T2M, "rain as log(1 + x / 1e-5)"]
+    assert set(plain.inputs) & set(log.inputs) == {T2M, f"{T2M} 6 h before"}
+
+
+# -- forecasts
+
+
+def forecast_of(options: list[str], folder: Path, *more: str) -> int:
+    words = [*options, "--forecast.path", str(folder / "f.zarr"), "--forecast.num_steps=1"]
+    words += ['--forecast.period=["2020-01-03","2020-01-04"]', *more]
+    return forecast.forecast(load_checked(words))
+
+
+def test_a_store_of_other_initial_states_is_not_finished(trained):
+    """The same path, dates and variables, but corrected values: the old forecasts were taken for these."""
+    options, folder = trained
+    options = [*options, "--data.static_path", str(folder / "mask.nc")]
+    assert forecast_of(options, folder) == 0
+    assert forecast_of(options, folder) == 0  # finished, and the same
+    path = Path(options[options.index("--data.path") + 1])
+    ds = xr.open_zarr(path).load().drop_encoding()
+    shutil.move(path, folder / "before.zarr")
+    zarr_chunked(path, ds + 1, {"time": 1})
+    try:
+        with pytest.raises(ConfigError, match="another forecast: states is CRC-32"):
+            forecast_of(options, folder)
+    finally:
+        shutil.rmtree(path)
+        shutil.move(folder / "before.zarr", path)
+
+
+# -- scores
+
+
+def test_the_coarser_grid_has_the_larger_cells():
+    fine, coarse = global_grid((24, 48)), global_grid((12, 24))
+    part = Grid(fine.latitude[4:12], fine.longitude[:8])
+    for one, other in ((fine, coarse), (part, coarse)):
+        assert coarser(one, other) is coarse and coarser(other, one) is coarse
+    assert coarser(fine, part) is fine
+
+
+@pytest.mark.parametrize("region", [(), (60, 0, 0, 60), (52, 10, -17, 100)])
+def test_a_forecast_of_cell_means_is_perfect_in_any_region(tmp_path, region):
+    """The truth is finer; in a region it has fewer points than the forecast, which is not refined for it."""
+    rng, time = np.random.default_rng(0), np.arange("2020-01-01", "2020-01-04", dtype="datetime64[D]")
+    latitude, longitude = np.linspace(86.25, -86.25, 24), np.arange(48) * 7.5
+    field = rng.normal(size=(3, 24, 48)).astype("f4")
+    axes = ("time", "latitude", "longitude")
+    truth = xr.Dataset(
+        {T2M: (axes, field)},
+        {"time": time.astype("datetime64[ns]"), "latitude": latitude, "longitude": longitude},
+    )
+    edges = np.sin(np.deg2rad(np.linspace(90, -90, 25)))
+    area = (edges[:-1] - edges[1:])[:, None] * np.ones(48)
+    blocks = lambda x: x.reshape(*x.shape[:-2], 12, 2, 24, 2).sum((-3, -1))  # noqa: E731
+    means = blocks(field * area) / blocks(area)
+    made = xr.Dataset(
+        {T2M: (("time", "prediction_timedelta", *axes[1:]), means[1:, None].astype("f4"))},
+        {
+            "time": time[:2].astype("datetime64[ns]"),
+            "prediction_timedelta": np.array([24], "timedelta64[h]").astype("timedelta64[ns]"),
+            "latitude": np.linspace(82.5, -82.5, 12),
+            "longitude": longitude.reshape(24, 2).mean(1),
+        },
+    )
+    source = open_archive(write(truth, tmp_path / "truth.zarr"), region=region)
+    scores = evaluate(open_forecast(write(made, tmp_path / "f.zarr")), source).scores
+    assert scores[T2M].sel(metric="num_dates").max() == 2
+    assert scores[T2M].sel(metric="rmse", region="global").max() < 1e-6
+
+
+def test_a_mean_by_hour_of_day_counts_every_date_once(tmp_path):
+    """31 December of a short year counted twice, as it does by day of year."""
+    time = np.arange("2019-12-01", "2020-01-21", np.timedelta64(12, "h"), dtype="datetime64[ns]")
+    values = np.random.default_rng(0).normal(size=(len(time), 2, 3)).astype("f4")
+    axes = ("time", "latitude", "longitude")
+    ds = xr.Dataset({T2M: (axes, values)}, {"time": time, **grid(2, 3, poles=False)})
+    archive = open_archive(write(ds, tmp_path / "a.zarr"))
+    compute_climatology(archive, [T2M], np.arange(len(time)), str(tmp_path / "c.zarr"))
+    found = xr.open_zarr(tmp_path / "c.zarr")[T2M].values
+    np.testing.assert_allclose(found, [values[h::2, ::-1].mean(0) for h in (0, 1)], atol=1e-6)
