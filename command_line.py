@@ -91,7 +91,8 @@ def read_toml(
     values = _check_values(raw, schema, where=str(path))
     if base is None:
         return values
-    base_path = path.parent / base if base else ""
+    beside, ours = path.parent / base, PROJECT / base  # next to the file, or in the project
+    base_path = (ours if ours.exists() and not beside.exists() else beside) if base else ""
     return merge(read_toml(base_path, schema, f"{path}: extends", (*seen, real)), values)
 
 

@@ -157,8 +157,8 @@ def one_line(error: BaseException) -> str | None:
 def module_command(module: str, *words: object) -> str:
     """Return a command that runs a module of the project, or an installed one, from the current folder."""
     python, folder, here = Path(sys.executable), Path(__file__).parent, Path.cwd()
-    if python.is_relative_to(here):
-        python = python.relative_to(here)
+    if python.is_relative_to(folder):  # where the command runs
+        python = python.relative_to(folder)
     texts = [str(here / word) if isinstance(word, Path) and folder != here else str(word) for word in words]
     change = f"cd {shlex.quote(str(folder))} && " if folder != here else ""
     return change + shlex.join([str(python), "-m", module, *texts])

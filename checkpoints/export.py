@@ -76,7 +76,15 @@ Licence: none was chosen; that of the data applies to what is derived from them.
 import torch
 
 step = torch.export.load("model.pt2").module()  # PyTorch alone
-state = step(state, times)  # (B, V, H, W) in the units above; times (B,) int64, seconds since 1970-01-01
+{% set channels = "V" if about.history == 1 else "%d V" % about.history -%}
+# state (B, {{ channels }}, H, W) in the units above{{ ", newest state first" if about.history > 1 }}
+# times (B,) int64: seconds since 1970-01-01
+{% if "keys" in about.inputs %}# keys (B,) int64: any numbers, each another member; the same in all steps
+{% endif %}{% if "steps" in about.inputs %}# steps (B,) int64: steps between the analysis and times
+{% endif %}{% if "later" in about.inputs %}# later (B, V, H, W): the next state, read for boundary and forcings
+{% endif -%}
+state = step(state, times{{ ", keys" if "keys" in about.inputs }}
+{%- for name in ("steps", "later") if name in about.inputs %}, {{ name }}={{ name }}{% endfor %})
 ```
 """,
     keep_trailing_newline=True,

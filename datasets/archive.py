@@ -21,7 +21,7 @@ from datasets.store_reader import Task, find_reader
 from datasets.variables import full_name, nearest_name, plain_units, units
 from errors import DataError
 
-COMPARED_DATES = 8  # of those that several files have
+COMPARED_DATES = 8  # of those that several files have, and as many of the newest
 # Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
 Location = tuple[int, Field, int]
 
@@ -85,21 +85,23 @@ class Archive:
         """Return which dates (T,) bool have all these variables in some file; values may still be NaN."""
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
-    def check(self, variables: Sequence[str]) -> None:
-        """Raise DataError if files differ in the units of a variable, or in its values at a date."""
+    def check(self, variables: Sequence[str], every_date: bool = False) -> None:
+        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`."""
         for name in variables:
             fields = self._fields(name)
             other = next((f for f in fields if plain_units(f.units) != plain_units(fields[0].units)), None)
             if other:
                 places = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))
                 raise DataError(f"{self.path!r}: {name} has units {places}: convert one of them")
-            self._compare_repeats(name)
+            self._compare_repeats(name, every_date)
 
-    def _compare_repeats(self, name: str) -> None:
+    def _compare_repeats(self, name: str, every_date: bool) -> None:
         locations = self._find(name)
         dates = np.concatenate([self._axes[axis] for axis, _, _ in locations])
         unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
-        for date in evenly_spaced(unique[counts > 1], COMPARED_DATES):
+        repeated = unique[counts > 1]
+        some = np.union1d(evenly_spaced(repeated, COMPARED_DATES), repeated[-COMPARED_DATES:])
+        for date in repeated if every_date else some:
             found = [
                 (field, field.read_one(position, row))
                 for axis, field, position in locations

@@ -35,7 +35,7 @@ from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
-from datasets.archive import Archive, open_archive
+from datasets.archive import COMPARED_DATES, Archive, open_archive
 from datasets.dates import consecutive, evenly_spaced, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
@@ -247,6 +247,8 @@ class Conversion:
         if len(before) and len(new) and new[0] < before[-1]:
             reason = f"{str(self.target)!r} lacks its date {new[0]} and has {before[-1]}"
             refuse("SOURCE", self.options.source, f"{reason}: only later dates are appended; use --period")
+        if complete and len(new):
+            self.check_values(before)
         if not complete or len(new):
             (self.target / DONE).mkdir(exist_ok=True)
             group.update_attributes({"complete": False, "options": self.fixed_options()})
@@ -268,6 +270,22 @@ class Conversion:
                 refuse("SOURCE" if name == "source" else f"--{name}", value, fix)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse("SOURCE", self.options.source, f"its grid is not that of {str(self.target)!r}; use --grid")
+
+    def check_values(self, before: np.ndarray) -> None:
+        """Raise ConfigError if the source has other values than the store at the newest of the dates `before`
+        (ERA5 replaces its preliminary days) or at some older ones.
+        """
+        stored = open_archive(str(self.target))
+        for date in np.union1d(evenly_spaced(before, COMPARED_DATES), before[-COMPARED_DATES:]):
+            index, own = (int(np.searchsorted(each.times, date)) for each in (self.archive, stored))
+            theirs, ours = self.fit(self.archive.read(index, self.names)), stored.read(own, self.names)
+            for name, new, old in zip(self.names, theirs, ours, strict=True):
+                finite, room = old[np.isfinite(old)], 0.0
+                if self.options.dtype == "float16" and finite.size:  # 11 bits of what varies, and an offset
+                    room = 2.0**-10 * np.ptp(finite) + 2.0**-22 * np.abs(finite).max()
+                if not np.allclose(new, old, rtol=0, atol=room, equal_nan=True):
+                    reason = f"its {name} at {date} is not that of {str(self.target)!r}"
+                    refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
 
     def create(self) -> None:
         """Write a store without dates, after removal of what a killed attempt has left."""

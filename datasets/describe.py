@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     archive, findings = open_readable(options.source, parse_selection(options.select))
     check_selection(archive.selection, archive.extra_dimensions, options.source)
     findings += [Finding(reason, name) for name, reason in archive.unreadable.items()]
-    findings += [*find_missing_dates(archive), *find_differences(archive)]
+    findings += [*find_missing_dates(archive), *find_differences(archive, options.all)]
     dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
     findings += find_odd_values(archive, dates)
     table = pd.DataFrame(findings, columns=Finding._fields).to_string(index=False, justify="left")
@@ -125,11 +125,11 @@ def find_missing_dates(archive: Archive) -> Iterator[Finding]:
             yield Finding("dates missing that other variables have", name, str(absent[0]), len(absent))
 
 
-def find_differences(archive: Archive) -> Iterator[Finding]:
+def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
     """Yield findings for files that differ in units or values, and for constant static fields."""
     for name in archive.variables:
         try:
-            archive.check([name])
+            archive.check([name], every_date)
         except DataError as error:
             yield Finding(str(error), name)
     for name in archive.static_variables:

@@ -19,6 +19,8 @@ import xarray as xr
 from safetensors.torch import load_file
 
 import forecast
+from checkpoints.export import CARD
+from config import Config
 from errors import UserError
 from tests.started_jobs import write_config
 from train import train
@@ -105,6 +107,29 @@ def test_the_folder_is_complete(exported):
     lines = (exported.model.parent / "run/metrics.jsonl").read_text().splitlines()
     rmse = json.loads(next(line for line in reversed(lines) if "val/loss" in line))[f"val/rmse/{NAME}"]
     assert f"{rmse:.4g}" in card
+
+
+def code_of(card: str) -> str:
+    return card.partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_code_of_the_card_runs(exported, monkeypatch):
+    monkeypatch.chdir(exported.model)
+    about = json.loads((exported.model / "model.json").read_text())
+    state = torch.zeros(1, about["history"], len(about["latitude"]), len(about["longitude"]))
+    names = {"state": state, "times": torch.tensor([1578355200])}
+    exec(code_of((exported.model / "README.md").read_text()), names)
+    assert names["state"].shape == state.shape and names["state"].isfinite().all()
+
+
+def test_the_card_has_every_argument_that_the_program_takes():
+    """A model with noise, lead or forcings of the target fails without them."""
+    about = {"latitude": [1.0], "longitude": [2.0], "history": 1, "variables": [], "step_hours": 6}
+    content = {"config": Config(), "parameters": 1, "name": "m", "data": "", "averaged": False, "scores": []}
+    card = CARD.render(content | {"about": about | {"inputs": ["fields", "times", "keys", "steps", "later"]}})
+    code = code_of(card)
+    assert "step(state, times, keys, steps=steps, later=later)" in code
+    assert all(f"# {name} (B" in code for name in ("keys", "steps", "later"))
 
 
 def test_the_folder_is_a_checkpoint(exported, tmp_path):

@@ -12,6 +12,7 @@ from checkpoints.initial_weights import Channels
 from config import Data
 from datasets.archive import open_archive
 from datasets.convert import main as convert
+from datasets.describe import main as describe
 from datasets.grid import Grid, coarser, global_grid
 from datasets.selection import check_static
 from errors import ConfigError, DataError
@@ -52,6 +53,47 @@ def test_a_store_that_is_written_again_is_read_again(tmp_path):
         convert([str(source), str(target)])
         found = open_archive(str(target)).read(2, [T2M])[0]
         np.testing.assert_allclose(found, factor * ds[T2M].values[2], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_source_that_has_changed_is_not_appended_to_the_store_of_the_old(tmp_path, dtype):
+    """As ERA5 replaces its preliminary days."""
+    source, target = tmp_path / "a.nc", str(tmp_path / "a.zarr")
+    ds = small_dataset({U10: small_wave(80)})
+    rng = np.random.default_rng(0)
+    ds[U10] += rng.normal(size=ds[U10].shape)
+    words = [str(source), target, "--dtype", dtype]
+    ds.isel(time=slice(0, 40)).to_netcdf(source, engine="h5netcdf")
+    convert(words)
+    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
+    convert(words)
+    ds[U10][57:60] += 3
+    ds.to_netcdf(source, engine="h5netcdf")
+    with pytest.raises(ConfigError, match=f"{U10} at 2020-01-15.* is not that of"):
+        convert(words)
+
+
+def test_all_dates_that_files_have_in_common_can_be_compared(tmp_path, capsys):
+    """Of sixty some are compared when a run starts, and the newest."""
+    ds = small_dataset({U10: small_wave(60)})
+    for name, date in (("a", None), ("b", 20), ("c", 58)):
+        changed = ds.copy(deep=True)
+        if date:
+            changed[U10][date] += 1
+        changed.to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+    for names, noticed in (("ab", False), ("ac", True)):
+        folder = tmp_path / names
+        folder.mkdir()
+        for name in names:
+            shutil.copy(tmp_path / f"{name}.nc", folder)
+        archive = open_archive(str(folder))
+        if noticed:
+            with pytest.raises(DataError, match="has different values"):
+                archive.check([U10])
+        else:
+            archive.check([U10])
+        assert describe([str(folder), "--all"]) == 1
+        assert "has different values" in capsys.readouterr().out
 
 
 def test_static_fields_are_checked_like_others(caplog):
