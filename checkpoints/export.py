@@ -81,7 +81,7 @@ step = torch.export.load("model.pt2").module()  # PyTorch alone
 # times (B,) int64: seconds since 1970-01-01
 {% if "keys" in about.inputs %}# keys (B,) int64: any numbers, each another member; the same in all steps
 {% endif %}{% if "steps" in about.inputs %}# steps (B,) int64: steps between the analysis and times
-{% endif %}{% if "later" in about.inputs %}# later (B, V, H, W): the next state, read for boundary and forcings
+{% endif %}{% if "later" in about.inputs %}# later (B, V, H, W): the next state, for boundary and forcings
 {% endif -%}
 state = step(state, times{{ ", keys" if "keys" in about.inputs }}
 {%- for name in ("steps", "later") if name in about.inputs %}, {{ name }}={{ name }}{% endfor %})

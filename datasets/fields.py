@@ -76,7 +76,14 @@ def find_decoding(array: str, variable: xr.Variable, conversion: UnitConversion)
 
 def _parse_fill(value: Any) -> float:
     """Return a fill value as a number; xarray writes those of Zarr 3 as base64 of eight bytes."""
-    return struct.unpack("<d", base64.b64decode(value))[0] if isinstance(value, str) else float(value)
+    try:
+        return float(value)
+    except ValueError:
+        pass
+    try:
+        return struct.unpack("<d", base64.b64decode(value))[0]
+    except (ValueError, struct.error):
+        raise DataError(f"its fill value {value!r} is no number; correct the attribute") from None
 
 
 def _fit_fill(value: float, dtype: np.dtype) -> float:

@@ -215,7 +215,9 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     """
     if variable.dtype.kind == "M":
         return variable.values.astype("datetime64[s]")
-    units = str(variable.attrs.get("units", "")) or f"hours since {reference}"
+    units = str(variable.attrs.get("units", "")) or f"hours since {reference}" * bool(reference)
+    if not units:
+        raise DataError('its time has no units; give it the attribute units, as "hours since 1900-01-01"')
     attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     try:
@@ -223,9 +225,9 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
         times = decode_cf_variable("time", encoded, decode_times=coder).values
         if times.dtype.kind != "M":
             raise ValueError("they are no dates")
-    except Exception as error:  # pandas and xarray raise their own
+    except Exception:  # pandas and xarray raise their own
         reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
-        raise DataError(f"its time has {reason} ({describe_error(error)})") from None
+        raise DataError(f"its time has {reason}; write dates of the standard calendar") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
     return (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
 

@@ -55,6 +55,20 @@ def test_a_store_that_is_written_again_is_read_again(tmp_path):
         np.testing.assert_allclose(found, factor * ds[T2M].values[2], rtol=1e-3)
 
 
+@pytest.mark.parametrize("fill", ["-9999", "none"])
+def test_a_fill_value_that_is_text_is_a_number_or_leaves_one_variable_out(tmp_path, fill):
+    """The whole file was refused, with an error of struct that named neither variable nor attribute."""
+    ds = analyses()[[T2M, "geopotential"]].fillna(-9999)
+    ds[T2M].attrs["missing_value"] = fill
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf", encoding={T2M: {"_FillValue": None}})
+    archive = open_archive(str(tmp_path / "a.nc"))
+    assert archive.read(2, ["geopotential:500"]).shape == (1, 6, 8)
+    if fill == "none":
+        assert "'none' is no number" in archive.unreadable[T2M]
+    else:
+        assert np.isnan(archive.read(2, [T2M])).sum() == 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_source_that_has_changed_is_not_appended_to_the_store_of_the_old(tmp_path, dtype):
     """As ERA5 replaces its preliminary days."""
