@@ -59,7 +59,7 @@ from datasets.options import log_scales, parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
-from errors import ConfigError, DataError, one_line_errors, refuse
+from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
 from parallelisms.mesh import from_first_rank, start_ranks
 from planning.start_checks import check_folder
@@ -323,7 +323,7 @@ def main() -> None:
         config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
         code = run(config, options)
-    sys.exit(code)
+    end_process(code)
 
 
 if __name__ == "__main__":

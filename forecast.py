@@ -42,7 +42,7 @@ from datasets.field_dataset import LaterFields, channel_names
 from datasets.options import predicted_variables, roles_of, state_variables
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
-from errors import ConfigError, DataError, one_line_errors, refuse, without_secrets
+from errors import ConfigError, DataError, end_process, one_line_errors, refuse, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
@@ -352,7 +352,7 @@ def main() -> None:
         except OSError as error:  # a full disk, a file of the analyses that is damaged
             print(f"rossby: {error}; start it again to go on", file=sys.stderr)
             code = 1
-    sys.exit(code)
+    end_process(code)
 
 
 if __name__ == "__main__":
