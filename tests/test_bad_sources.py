@@ -10,14 +10,12 @@ import pytest
 import xarray as xr
 import zarr
 
+from config import Data
 from datasets import files
 from datasets.archive import open_archive
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
-from planning.start_checks import open_checked
 from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
-from tests.started_jobs import write_config
-from training.config_checks import load_checked
 
 T2M, Z500 = "2m_temperature", "geopotential:500"
 
@@ -206,44 +204,13 @@ def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, make: Callable)
 # -- configurations
 
 
-def options_of(tmp_path: Path, *options: str) -> list[str]:
-    config = tmp_path / "tiny.toml"
-    return ["--job.config_file", str(config if config.exists() else write_config(tmp_path)), *options]
-
-
-def test_a_predicted_variable_is_no_static_one(tmp_path):
-    static = ["--data.static_variables", '["2m_temperature"]', "--data.variables", '["2m_temperature"]']
-    with pytest.raises(ConfigError, match="data.static_variables = '2m_temperature'"):
-        load_checked(options_of(tmp_path, *static))
-
-
-def test_a_run_inside_the_store_that_it_reads_is_refused(tmp_path):
-    config = load_checked(options_of(tmp_path))
-    inside = ["--job.dump_folder", str(Path(config.data.path) / "run")]
-    with pytest.raises(ConfigError, match="job.dump_folder .* inside the store"):
-        open_checked(load_checked(options_of(tmp_path, *inside)))
-
-
-def test_a_period_that_overlaps_is_refused(tmp_path):
-    periods = ["--data.train_period", '["2020-01-01", "2020-01-06"]']
-    periods += ["--data.test_period", '["2020-01-06T12", "2020-01-09"]']  # the end includes that day
-    with pytest.raises(ConfigError, match="data.test_period .*overlaps data.train_period"):
-        load_checked(options_of(tmp_path, *periods))
-
-
 def test_a_test_period_is_not_trained_on(tmp_path, truth):
-    path = weatherbench(tmp_path, truth)
-    text = f"""
-[data]
-path = "{path}"
-variables = ["2m_temperature"]
-validation_period = ["2019-12-31", "2019-12-31T06"]
-test_period = ["2020-01-01", "2020-01-01"]
-[model]
-patch_size = [1, 1]
-"""
-    (tmp_path / "a.toml").write_text(text)
-    data = load_checked(["--job.config_file", str(tmp_path / "a.toml")]).data
+    data = Data(
+        path=weatherbench(tmp_path, truth),
+        variables=(T2M,),
+        validation_period=("2019-12-31", "2019-12-31T06"),
+        test_period=("2020-01-01", "2020-01-01"),
+    )
     assert open_selection(data, (1, 1), ()).train.tolist() == [1, 2]
 
 

@@ -32,8 +32,10 @@ UNFAILING = dataclasses.replace(A100, failures=0.0)
 
 
 def test_mission_on_demand() -> None:
+    """And the energy: 64 x 670 W x 1.2 for 110 hours."""
     cost = run_cost(110 * HOUR, Fleet(UNFAILING, 8), Saves(interval=HOUR))
     assert (cost.hours, cost.device_hours, cost.dollars) == pytest.approx((110, 7_040, 24_640))
+    assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110) and cost.dollars_lost == 0.0
 
 
 def test_mission_mixed_fleet() -> None:
@@ -182,18 +184,8 @@ def test_fleets_of_a_cluster() -> None:
     assert found["on demand"].preemption_rate == 0.0
     assert found["spot"].preemption_rate == pytest.approx(8 / 7 * MIXED.preemption_rate)
     assert list(fleets(A100.with_devices(8))) == ["on demand", "spot"]
-
-
-def test_a_part_of_a_node_is_paid_as_such() -> None:
-    fleet = Fleet(A100.with_devices(4), on_demand_nodes=1)
-    assert (fleet.on_demand_devices, fleet.spot_devices) == (4, 0)
-
-
-def test_energy() -> None:
-    """64 x 670 W x 1.2 for 110 hours."""
-    cost = run_cost(110 * HOUR, Fleet(UNFAILING, 8), Saves(interval=HOUR))
-    assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110)
-    assert cost.dollars_lost == 0.0
+    part = Fleet(A100.with_devices(4), on_demand_nodes=1)  # of a node
+    assert (part.on_demand_devices, part.spot_devices) == (4, 0)
 
 
 def test_money_lost_to_preemptions() -> None:

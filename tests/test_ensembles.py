@@ -7,20 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import xarray as xr
 
 import evaluate
-from datasets.grid import area_weights, global_grid
+from datasets.grid import area_weights
 from errors import UserError
-from parallelisms.mesh import start_ranks
-from planning.dry_run import dry_run
 from planning.memory import memory
 from planning.workload import workload_of
-from tests.parity import Layout, SmallRun, config_of
+from tests.parity import Layout, config_of
 from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import records, run_options, write_config
-from tests.test_rollout_training import peak_bytes
+from tests.test_rollout_training import memory_of
 from training.config_checks import load_checked
 from verification.validation import spread_skill
 
@@ -215,15 +212,8 @@ def test_the_best_checkpoint_may_be_that_of_the_best_crps():
 )
 def test_memory_of_an_ensemble(monkeypatch, rollout, history) -> None:
     """The dry run within 7 % of what the allocator counts, the planner within 5 %."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
-    layout = Layout(rollout=rollout, history=history, members=4, grid=(32, 64), model=size)
-    config = config_of(layout, 0)
-    tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
-    work = workload_of(config, 1, layout.grid, 3)
-    start_ranks(60, "gloo")
-    counted = peak_bytes(SmallRun(layout))
-    dist.destroy_process_group()
+    layout = Layout(rollout=rollout, history=history, members=4)
+    tracked, work, counted = memory_of(monkeypatch, layout)
     assert tracked == pytest.approx(counted, rel=0.07)
     assert memory(work).peak == pytest.approx(counted, rel=0.05)
 

@@ -13,6 +13,7 @@ import xarray as xr
 import evaluate
 from tests.forecasts import analyses, forecasts, grid, write
 from tests.planned import ROOT, run_main
+from tests.started_jobs import run_options, write_config
 from verification.details import MIDLATITUDES, mean_over_latitudes
 
 LEADS = [6, 12, 24]
@@ -30,21 +31,16 @@ def run(truth, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluation")
     write(truth, folder / "truth.zarr")
     write(forecasts(truth, 10, LEADS), folder / "ours.zarr")
-    (folder / "tiny.toml").write_text(f"""
-[data]
-path = "{folder / "truth.zarr"}"
-variables = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_temperature"]
-levels = [500, 850]
-train_period = ["2019-12-25", "2020-01-03"]
-[model]
-attention_backend = "sdpa"
-patch_size = [4, 4]
-""")
+    data = {"variables": list(truth.data_vars), "levels": [500, 850]}
+    data |= {"train_period": ["2019-12-25", "2020-01-03"]}
+    config_file = write_config(
+        folder, path=str(folder / "truth.zarr"), data=data, model={"patch_size": [4, 4]}
+    )
 
     def call(
         *options: str, ranks: int = 1, output: str = "out", run: str = "run", data: str = ""
     ) -> tuple[int, str, Path]:
-        config = ["--job.config_file", str(folder / "tiny.toml"), "--job.dump_folder", str(folder / run)]
+        config = run_options(config_file, folder / run)
         config += ["--data.path", str(folder / data)] if data else []
         words = [*config, "--output", str(folder / output), *options]
         if ranks == 1:

@@ -107,16 +107,6 @@ def test_channel_names_are_understood(kind: str, tmp_path: Path, truth: xr.Datas
     np.testing.assert_array_equal(block[1], truth.temperature.sel(level=850).values[1])
 
 
-def test_units_of_a_variable_that_nobody_knows_are_kept(tmp_path: Path, truth: xr.Dataset):
-    ds = truth[["2m_temperature"]].rename({"2m_temperature": "leaf_wetness"})
-    ds["leaf_wetness"].attrs["units"] = "mm"
-    ds = ds.assign(z=truth.geopotential.assign_attrs(units="m**2 s**-2"))
-    ds.to_netcdf(tmp_path / "wet.nc", engine="h5netcdf")
-    archive = open_archive(str(tmp_path / "wet.nc"))
-    assert archive.units("leaf_wetness") == "mm"
-    assert archive.units("geopotential:500") == "m2 s-2"
-
-
 def runs(truth: xr.Dataset) -> xr.Dataset:
     """Two members, 10 and 11, of two runs; the second is 1 K and 10 K warmer."""
     ds, days = truth[["2m_temperature"]], np.array(["2019-12-30", "2019-12-31"], "datetime64[ns]")

@@ -1,7 +1,5 @@
 """The sampler is a function of (seed, step); the loader adds nothing to it."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -80,10 +78,3 @@ def test_resumed_loader_continues_the_sequence(archive, num_workers, cached):
     whole = first_batches(archive, 0, step=0, count=7)
     rest = first_batches(source, num_workers, step=4, count=3)
     assert all(torch.equal(a, b) for a, b in zip(whole[8:], rest, strict=True))
-
-
-def test_a_dataset_can_be_sent_to_a_loader_process(archive):
-    dataset = pickle.loads(pickle.dumps(FieldDataset(archive, NAMES, SAMPLES)))
-    assert torch.equal(
-        dataset.__getitems__([0])[0].nan_to_num(), torch.from_numpy(values(analyses())[:2])[None].nan_to_num()
-    )
