@@ -15,11 +15,9 @@ import xarray as xr
 
 import forecast
 import plan
-from tests.started_jobs import records
+from tests.started_jobs import ROOT, records
 from train import train
 from training.config_checks import load_checked
-
-ROOT = Path(__file__).parent.parent
 
 
 class Ended(NamedTuple):

@@ -65,6 +65,12 @@ def run_options(config_file: Path, folder: Path, *more: str) -> list[str]:
     return ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *more]
 
 
+def started_by(program: str, ranks: int = 1) -> list[str]:
+    """A command that runs a program of the project on so many ranks."""
+    launcher = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, str(ROOT / program)]
+
+
 class Job:
     """A launcher with its ranks. Its output goes to a file, so that nothing waits for a reader."""
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.started_jobs import ROOT
 
 
 def test_the_file_of_the_page_is_described_as_it_shows(tmp_path: Path) -> None:

@@ -20,11 +20,6 @@ from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherb
 T2M, Z500 = "2m_temperature", "geopotential:500"
 
 
-@pytest.fixture(scope="module")
-def truth() -> xr.Dataset:
-    return analyses()
-
-
 def refusal(path: str, variable: str = T2M) -> str:
     """Return the one line with which opening, checking or reading fails."""
     with pytest.raises((DataError, ConfigError)) as error:
@@ -118,26 +113,20 @@ def packed(tmp_path: Path, stored: np.ndarray, **attributes: Any) -> str:
     return str(tmp_path / "packed.nc")
 
 
-def test_unsigned_integers(tmp_path):
-    """`_Unsigned = "true"`: stored -1 is 65535."""
+def test_unsigned_integers_and_their_fill_values(tmp_path):
+    """`_Unsigned = "true"`: stored -1 is 65535. A fill value may be written as unsigned, too."""
     stored = np.full((5, 6, 8), -1, "i2")
     stored[0] = 100
     scale = {"scale_factor": 0.01, "_Unsigned": "true"}
     block = open_archive(packed(tmp_path, stored, **scale)).read_block(0, 5, [T2M])[:, 0]
     np.testing.assert_allclose(block[0], 1.0, rtol=1e-6)
     np.testing.assert_allclose(block[1:], 655.35, rtol=1e-6)
-
-
-def test_a_fill_value_written_as_unsigned_is_missing(tmp_path):
     stored = np.full((5, 6, 8), 2731, "i2")
     stored[1, 2, 3] = -32767
     path = packed(tmp_path, stored, scale_factor=0.1, missing_value=np.int32(32769))
     block = open_archive(path).read_block(0, 5, [T2M])[:, 0]
     assert np.isnan(block[1, 2, 3]) and np.isfinite(block).sum() == block.size - 1
-
-
-def test_a_fill_value_outside_its_type_is_refused(tmp_path):
-    path = packed(tmp_path, np.full((5, 6, 8), 2731, "i2"), scale_factor=0.1, missing_value=1e20)
+    path = packed(tmp_path, stored, scale_factor=0.1, missing_value=1e20)
     assert "_FillValue 1e+20 does not fit its type int16" in refusal(path)
 
 

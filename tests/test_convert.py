@@ -20,7 +20,7 @@ from datasets.convert import check_packing, choose_packing, main, parse_grid
 from datasets.fields import Decoding
 from datasets.grid import area_weights
 from errors import ConfigError, DataError
-from tests.sample_archives import EXACT, NAMES, analyses, anemoi, cds_old, packed_zarr
+from tests.sample_archives import EXACT, NAMES, anemoi, cds_old, packed_zarr
 from tests.test_archive import needs
 from tests.test_grid import globe
 
@@ -30,11 +30,6 @@ SHORT_SHARDS = 4  # dates: of the real size a small archive is one object, and s
 @pytest.fixture(autouse=True)
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "SHARD_DATES", SHORT_SHARDS)
-
-
-@pytest.fixture(scope="module")
-def truth() -> xr.Dataset:
-    return analyses()
 
 
 def convert(source: str, target: Path, *options: str) -> Archive:
@@ -345,6 +340,11 @@ def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             main(argv)
+    descriptor = os.open(target, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another process is writing it"):
+        convert(source, target)
+    os.close(descriptor)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert not Path("new").exists()
 
@@ -355,13 +355,3 @@ def test_dates_in_between_are_no_append(tmp_path: Path, truth: xr.Dataset) -> No
     convert(some, tmp_path / "out")
     with pytest.raises(ConfigError, match="only later dates"):
         convert(EXACT[0](tmp_path, truth), tmp_path / "out")
-
-
-def test_a_second_writer_is_refused(tmp_path: Path, truth: xr.Dataset) -> None:
-    source = EXACT[0](tmp_path, truth)
-    convert(source, tmp_path / "out")
-    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another process is writing it"):
-        convert(source, tmp_path / "out")
-    os.close(descriptor)

@@ -11,8 +11,8 @@ import torch
 from datasets.grid import area_weights, global_grid
 from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, difference, full
-from training.losses.penalties import CRPS, by_member, penalty_of
-from training.losses.pointwise import fused_sum_of_costs, sum_of_costs
+from tests.test_losses import assert_as_exact
+from training.losses.penalties import CRPS, by_member
 from training.rollout import seed_rollout_step
 
 ALPHA = 0.95  # Lang et al. 2024
@@ -65,17 +65,13 @@ def test_sums_and_gradients():
     crps = groups.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
     sums = (3 * weights[::3].double() * crps).sum(dim=(1, 2))
     scale = torch.tensor([1.0, 2.0])
-    (sums * scale).sum().backward()
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        for function in (sum_of_costs, fused_sum_of_costs):
-            ours = output.to(dtype, copy=True).requires_grad_()
-            found = function(
-                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps")
-            )
-            (found * scale).sum().backward()
-            assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == dtype
-            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
-                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+    assert_as_exact(
+        exact,
+        sums,
+        scale,
+        output,
+        lambda sum_of, ours: sum_of(*(by_member(each, 3) for each in (ours, target, weights)), penalty=CRPS),
+    )
 
 
 # -- the loss of fields

@@ -1,9 +1,6 @@
 """evaluate.py as a user calls it: files, tables, gates, several ranks."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +9,8 @@ import xarray as xr
 
 import evaluate
 from tests.forecasts import analyses, forecasts, grid, write
-from tests.planned import ROOT, run_main
-from tests.started_jobs import run_options, write_config
+from tests.planned import run_main
+from tests.started_jobs import Job, run_options, started_by, write_config
 from verification.details import MIDLATITUDES, mean_over_latitudes
 
 LEADS = [6, 12, 24]
@@ -40,18 +37,13 @@ def run(truth, tmp_path_factory):
     def call(
         *options: str, ranks: int = 1, output: str = "out", run: str = "run", data: str = ""
     ) -> tuple[int, str, Path]:
-        config = run_options(config_file, folder / run)
-        config += ["--data.path", str(folder / data)] if data else []
-        words = [*config, "--output", str(folder / output), *options]
+        words = ["--data.path", str(folder / data)] if data else []
+        words += ["--output", str(folder / output), *options]
         if ranks == 1:
-            done = run_main(evaluate.main, *words)
-        else:
-            program = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", str(ranks), "evaluate.py"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                [*program, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-            )
-        return done.returncode, done.stdout + done.stderr, folder / output
+            done = run_main(evaluate.main, *run_options(config_file, folder / run, *words))
+            return done.returncode, done.stdout + done.stderr, folder / output
+        job = Job(config_file, folder / run, *words, command=started_by("evaluate.py", ranks))
+        return job.end(240), job.output, folder / output
 
     call.folder = folder  # type: ignore[attr-defined]
     return call

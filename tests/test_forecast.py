@@ -21,9 +21,17 @@ from datasets.grid import Grid
 from errors import UserError
 from models.attention import Kernel
 from tests.forecasts import plain_forecast
-from tests.planned import ROOT, run_forecast, run_main, run_train
+from tests.planned import run_forecast, run_main, run_train
 from tests.sample_archives import zarr_chunked
-from tests.started_jobs import LATITUDE, LONGITUDE, Job, run_options, small_wave, write_config
+from tests.started_jobs import (
+    LATITUDE,
+    LONGITUDE,
+    Job,
+    run_options,
+    small_wave,
+    started_by,
+    write_config,
+)
 from training.config_checks import load_checked
 from verification.forecast_layouts import open_forecast
 from verification.perturbations import RandomFields, perturbation
@@ -80,10 +88,8 @@ def store(run: Path, path: Path, *options: str, code: int = 0) -> xr.Dataset:
 
 def start(start_job, run: Path, path: Path, *options: str, ranks: int = 1) -> Job:
     """The same as a user starts it."""
-    launch = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, str(ROOT / "forecast.py")]
     words = ["--forecast.path", str(path), *options]
-    return start_job(run.parent / "tiny.toml", run, *words, command=command)
+    return start_job(run.parent / "tiny.toml", run, *words, command=started_by("forecast.py", ranks))
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -92,19 +92,15 @@ def test_another_meaning_is_refused_before_a_byte_changes(ended, key, value, was
         open_checked(load_checked(words))
 
 
-def test_other_data_under_the_same_dates_are_refused(trained):
+def test_other_data_under_the_same_dates_and_other_units_are_refused(trained):
     options, folder, path = trained
     before = contents(folder)
-    array: Any = zarr.open_group(str(path), mode="r+")[NAMES[0]]
-    array[20:22] = array[20:22] + 3
+    store: Any = zarr.open_group(str(path), mode="r+")
+    store[NAMES[0]][20:22] = store[NAMES[0]][20:22] + 3
     with pytest.raises(DataError, match="mean of 10m_u_component_of_wind is .* here and was"):
         run_train(*options, "--training.steps", "6")
     assert contents(folder) == before
-
-
-def test_other_units_are_refused(trained):
-    options, _, path = trained
-    zarr.open_group(str(path), mode="r+")[NAMES[1]].attrs["units"] = "K"
+    store[NAMES[1]].attrs["units"] = "K"
     zarr.consolidate_metadata(str(path), zarr_format=2)
     with pytest.raises(DataError, match="10m_v_component_of_wind.*: its units 'K' cannot be .*'m s-1'"):
         run_train(*options, "--training.steps", "6")

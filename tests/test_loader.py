@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.archive import open_archive
 from datasets.field_dataset import MemoryArchive, cache_if_small
 from datasets.loader import EvaluationSampler, FieldDataset, TrainLoader, TrainSampler
-from tests.sample_archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values
 
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
@@ -37,11 +36,6 @@ def test_evaluation_visits_every_sample_once_on_any_number_of_ranks():
             seen = sorted(i for s in samplers for batch in s for i in batch if i >= 0)
             assert seen == list(range(num_samples))
             assert len({len(s) for s in samplers}) == 1  # none waits for another
-
-
-@pytest.fixture
-def archive(tmp_path):
-    return open_archive(weatherbench(tmp_path, analyses()))
 
 
 SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])

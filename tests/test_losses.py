@@ -1,10 +1,13 @@
 """Losses against explicit sums in float64."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from config import Training
 from datasets.grid import area_weights, global_grid
@@ -128,6 +131,20 @@ def exact_cost(loss: str, error: torch.Tensor) -> torch.Tensor:
     return error.abs() if loss == "mae" else error.square()
 
 
+def assert_as_exact(exact: Tensor, sums: Tensor, scale: Tensor, output: Tensor, ours_of: Callable) -> None:
+    """Sums and the gradient of their weighted sum, from float32 and bf16, beside those in float64."""
+    (sums * scale).sum().backward()
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for function in (sum_of_costs, fused_sum_of_costs):
+            ours = output.detach().to(dtype, copy=True).requires_grad_()
+            found = ours_of(function, ours)
+            (found * scale).sum().backward()
+            assert found.dtype == torch.float32
+            assert ours.grad is not None and ours.grad.dtype == dtype and exact.grad is not None
+            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
+                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
 @pytest.mark.parametrize("loss", ("mse", "mae"))
 def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     """Value and gradient of sum w cost(p - y), by autograd in float64, beside ours from float32 and bf16."""
@@ -138,17 +155,7 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     exact, penalty = output.double().requires_grad_(), penalty_of(loss)
     sums = (weights.double() * exact_cost(loss, exact - target.double())).flatten(1).sum(1)
     scale = torch.arange(1.0, 5.0)
-    (sums * scale).sum().backward()
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        for function in (sum_of_costs, fused_sum_of_costs):
-            ours = output.detach().to(dtype, copy=True).requires_grad_()
-            found = function(ours, target, weights, penalty)
-            (found * scale).sum().backward()
-            assert found.dtype == torch.float32
-            assert ours.grad is not None and ours.grad.dtype == dtype
-            assert exact.grad is not None
-            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
-                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+    assert_as_exact(exact, sums, scale, output, lambda sum_of, ours: sum_of(ours, target, weights, penalty))
 
 
 def amse_by_definition(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> float:
@@ -217,21 +224,32 @@ def test_amse_of_fields_without_waves_has_finite_gradients():
         assert fields.grad is not None and torch.isfinite(fields.grad).all()
 
 
-@pytest.mark.parametrize("loss", ["mse", "mae", "spectral"])
-def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss):
-    """That of a step is that of its fields, as validations have it; changes count in units of states."""
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    [
+        ("mse", Layout()),
+        ("mae", Layout()),
+        ("spectral", Layout()),
+        ("mse", Layout(conserve=True)),
+        ("mse", Layout(conserve=True, unet=True)),
+    ],
+)
+def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layout):
+    """That of a step is that of its fields, as validations have it; changes count in units of states. On a
+    grid that patches do not divide.
+    """
     settings: dict[str, Any] = {"spectral_fraction": 0.5} if loss == "spectral" else {"loss": loss}
-    run = SmallRun(Layout(grid=(11, 10)), **settings)
+    run = SmallRun(replace(layout, grid=(11, 10)), **settings)
     objective, normalizer = run.objective, run.objective.normalizer
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
     changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    output = objective.meta_model.from_fields(changes)
+    output = objective.project(objective.meta_model.from_fields(changes))
     found = objective.loss_part(output, objective.cut(fields, times).targets).item()
     states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
     parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
     assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
-    if loss == "spectral":
+    if loss == "spectral" or layout.conserve:
         return
     area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
     errors = (states - truth).nan_to_num().double() / scale

@@ -7,11 +7,6 @@ import pytest
 from training.optimizers.lr_schedules import lr_factor, peak_lr
 
 
-def test_warmup_reaches_the_peak():
-    assert lr_factor(1, 100, 10, "cosine", 0.0) == pytest.approx(0.1)
-    assert lr_factor(10, 100, 10, "cosine", 0.0) == 1.0
-
-
 @pytest.mark.parametrize(("decay", "middle"), [("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)])
 def test_decay_ends_at_the_last_step(decay, middle):
     last = 1.0 if decay == "constant" else 0.2

@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.archive import open_archive
 from datasets.grid import area_weights
 from datasets.normalization import Normalizer
 from datasets.statistics import Source, compute
-from tests.sample_archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values
 
 STEP = np.timedelta64(6 * 3600, "s")
-
-
-@pytest.fixture
-def archive(tmp_path):
-    return open_archive(weatherbench(tmp_path, analyses()))
 
 
 @pytest.mark.parametrize("predict", ["state", "change"])

@@ -2,8 +2,6 @@
 refused in one line.
 """
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +111,6 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
     )
     with pytest.raises(ConfigError, match=message):
         check(config)
-
-
-def test_a_configuration_is_read_without_torch() -> None:
-    command = "import sys, command_line; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
 
 OUTSIDE = """

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from datasets.field_dataset import FieldDataset
 from datasets.selection import open_selection
 from parallelisms.mesh import mesh_of
 from tests.distributed import own_device
@@ -20,7 +19,7 @@ from tests.test_exact_resume import SECTIONS, goes_on_exactly
 from training.assembly import Fields, assemble
 from training.batches import Batches
 from training.config_checks import load_checked
-from training.replay import ReplaySampler, one_step_samples, phases
+from training.replay import ReplaySampler, phases
 from training.samples import Samples
 from training.state import build_state
 from training.step import Run, train_step
@@ -91,15 +90,6 @@ def test_every_forecast_takes_its_steps_in_turn() -> None:
     first_epoch = [one.sample(n) for n in range(50)]
     assert sorted(first_epoch) == list(range(50))
     assert set(starts[:40]) <= set(first_epoch[: 40 + 2 * PLACES])
-
-
-def test_samples_of_a_later_step() -> None:
-    """Of windows of two states: the newest first, then the one before, then what follows."""
-    samples = FieldDataset.__new__(FieldDataset)
-    samples.samples = np.array([[10, 9, 11, 12, 13], [20, 19, 21, 22, 23]])
-    later = one_step_samples(samples, 3, history=2).samples.tolist()
-    assert later[:3] == [[10, 9, 11], [11, 10, 12], [12, 11, 13]]
-    assert later[3:] == [[20, 19, 21], [21, 20, 22], [22, 21, 23]]
 
 
 @pytest.mark.parametrize("history", [1, 2])

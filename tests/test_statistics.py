@@ -31,11 +31,6 @@ from training.shared_statistics import load_or_count
 STEP = np.timedelta64(6 * 3600, "s")
 
 
-@pytest.fixture
-def archive(tmp_path):
-    return open_archive(weatherbench(tmp_path, analyses()))
-
-
 def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Area-weighted mean and deviation over dates and cells with a value; fields (T, V, H, W)."""
     weights = np.isfinite(fields) * area[:, None]

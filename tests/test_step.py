@@ -32,17 +32,12 @@ def test_what_is_due(step: int, expected: set[str]) -> None:
     assert {name for name, value in EVERY.at(step)._asdict().items() if value} == expected
 
 
-def test_what_is_asked_for_comes_beside_the_schedule() -> None:
+def test_what_changes_the_schedule() -> None:
+    """Being asked to stop; checkpoints that are off; a validation that judges, which has its checkpoint."""
     stopped = EVERY.at(30, asked_to_stop=True)
     assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
-
-
-def test_nothing_is_saved_where_checkpoints_are_off() -> None:
     off = Schedule(last=100, log=10, save=0, validate=0)
     assert not any(off.at(step, asked_to_stop=True).save for step in (5, 20, 100))
-
-
-def test_a_validation_that_judges_has_its_checkpoint() -> None:
     judging = Schedule(last=100, log=10, save=40, validate=30, keeps_best=True)
     assert [judging.at(step).save for step in (30, 40, 50)] == [True, True, False]
 

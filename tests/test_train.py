@@ -126,12 +126,6 @@ def test_half_precision_follows_float32(plain, config_file, tmp_path, dtype, tol
     np.testing.assert_allclose(losses(half), losses(plain), rtol=tolerance)
 
 
-def test_resolved_configuration_repeats_the_run(config_file, tmp_path):
-    first = run(config_file, tmp_path / "run", "--training.steps", "4")
-    run_train("--job.config_file", str(tmp_path / "run/config.toml"))
-    assert losses(read(tmp_path / "run")) == losses(first)
-
-
 def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     options = ["--checkpoint.enable", "--checkpoint.interval", "10", "--training.steps", "40"]
     reference = run(config_file, tmp_path / "reference", *options)
@@ -142,18 +136,6 @@ def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     resumed = start_job(config_file, tmp_path / "killed", *options)
     assert resumed.end() == 0 and "resumed from" in resumed.output, resumed.output
     assert losses(read(tmp_path / "killed")) == losses(reference)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_same_run(start_job, plain, config_file, tmp_path):
-    job = start_job(config_file, tmp_path / "two", "--training.local_batch_size", "4", NGPU="2")
-    assert job.end(180) == 0, job.output
-    two = read(tmp_path / "two")
-    np.testing.assert_allclose(losses(two), losses(plain), rtol=1e-5)
-    assert two[-1].keys() == plain[-1].keys()
-    for name, value in plain[-1].items():
-        assert two[-1][name] == pytest.approx(value, rel=1e-4)
-    assert "training mean" in job.output and job.output.count("validation over") == 1
 
 
 @pytest.mark.parametrize("saves", ["true", "false"])
@@ -180,3 +162,52 @@ def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# -- the U-Net and float8, in one process and in two with a sharded model or a split grid
+
+# 12 x 16 cells, 4 x 4 of them one of the coarsest level: tiles of 8 and 4 rows.
+UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
+
+
+@pytest.fixture(scope="module")
+def one(config_file: Path, tmp_path_factory) -> list[dict]:
+    return run(config_file, tmp_path_factory.mktemp("one") / "run", *UNET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--training.local_batch_size=4"],
+        [*UNET, "--parallelism.context_parallel_degree=2", "--data.cache_gib=0"],
+        [*UNET, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
+        [*UNET, "--training.local_batch_size=4"],
+    ],
+    ids=["FSDP", "two bands of latitude", "two halves of the globe, recomputed", "FSDP of a U-Net"],
+)
+def test_two_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_path, options):
+    alone = one if "unet" in options else plain
+    job = start_job(config_file, tmp_path / "two", *options, NGPU="2")
+    assert job.end(180) == 0, job.output
+    two = read(tmp_path / "two")
+    assert alone is plain or losses(one)[-1] < 0.9 * losses(one)[0]
+    np.testing.assert_allclose(losses(two), losses(alone), rtol=1e-5)
+    assert two[-1].keys() == alone[-1].keys()
+    for name, value in alone[-1].items():  # of the validation, whose fields are gathered
+        assert two[-1][name] == pytest.approx(value, rel=1e-4)
+    assert "training mean" in job.output and job.output.count("validation over") == 1
+
+
+@pytest.fixture(scope="module")
+def float32(config_file: Path, tmp_path_factory) -> list[dict]:
+    return run(config_file, tmp_path_factory.mktemp("float32") / "run", "--optimizer.lr", "1e-2")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_follows_float32(float32, config_file: Path, tmp_path: Path, recipe: str) -> None:
+    """e4m3 keeps 3 bits of the fraction: measured 0.55 % off in the loss, which falls to an eighth."""
+    options = ["--optimizer.lr", "1e-2", "--float8.enable", "--float8.recipe", recipe]
+    rounded = run(config_file, tmp_path / "float8", *options)
+    assert losses(rounded) != losses(float32)
+    np.testing.assert_allclose(losses(rounded), losses(float32), rtol=0.02)

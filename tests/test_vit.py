@@ -109,8 +109,6 @@ def test_initial_weights_depend_on_seed_and_name_alone():
 def test_nothing_stays_nan(options):
     model = build(**options)
     assert all(torch.isfinite(t).all() for t in (*model.parameters(), *model.buffers()))
-    weight = model.get_parameter("blocks.0.mlp.up.weight")
-    assert abs(weight.std().item() / 0.0176 - 1) < 0.05  # 0.02, cut at two deviations: x 0.88
 
 
 def test_fused_projection_can_be_sliced_by_heads():
