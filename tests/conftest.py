@@ -13,9 +13,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as run_train.sh 
 import pytest
 import torch
 import torch.distributed as dist
+import xarray as xr
 
+from datasets.archive import Archive, open_archive
 from parallelisms.mesh import start_ranks
 from tests.distributed import Ranks
+from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import Job
 
 
@@ -36,6 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     starting = {item.path for item in items if "start_job" in getattr(item, "fixturenames", ())}
     numbers = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in starting, -numbers[item.path]))
+
+
+@pytest.fixture(scope="module")
+def truth() -> xr.Dataset:
+    return analyses()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    """Of these analyses."""
+    return open_archive(weatherbench(tmp_path, analyses()))
 
 
 @pytest.fixture

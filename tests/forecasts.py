@@ -1,9 +1,17 @@
 """Small analyses, forecasts and climatologies for the tests and benchmarks of scores."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 import xarray as xr
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+
+from config import Model
+from models.vit import VisionTransformer
 
 UPPER = ("geopotential", "u_component_of_wind", "v_component_of_wind")
 SURFACE = ("2m_temperature",)
@@ -66,3 +74,39 @@ def climatology(truth: xr.Dataset, seed: int = 2) -> xr.Dataset:
 def write(dataset: xr.Dataset, path: Path) -> str:
     dataset.to_zarr(path, zarr_format=2, consolidated=True)
     return str(path)
+
+
+def plain_forecast(
+    run: Path,
+    stored_as: tuple[int, str],
+    window: Sequence[Sequence[np.ndarray]],
+    num_steps: int,
+    forcing: Callable[[int], Tensor] | None = None,
+) -> np.ndarray:
+    """(L, V, H, W) by a model of SMALL_RUN, written out: weights as stored, no module of the rollout.
+
+    stored_as: the checkpoint's step and its "model" or "ema". window: fields of each date, the newest first.
+    forcing: (C, H, W) of a step.
+    """
+    number = len(window[0])
+    more = [] if forcing is None else [forcing(0)]
+    model = VisionTransformer(
+        len(window) * number + len(more), number, (6, 8), Model("vit", (3, 4), 16, 2, 2)
+    )
+    step, part = stored_as
+    stored = {f"{part}.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
+    folder = run / f"checkpoints/step-{step:08d}"
+    state_dict_loader.load(stored, checkpoint_id=str(folder), no_dist=True)  # type: ignore[arg-type]
+    model.load_state_dict({name.removeprefix(f"{part}."): t for name, t in stored.items()})
+    moments = np.load(run / "statistics.npz")
+    mean, std, change = (torch.tensor(moments[n])[:, None, None] for n in ("mean", "std", "change_std"))
+    seen = [((torch.tensor(np.stack(fields)).double() - mean) / std).nan_to_num() for fields in window]
+    states = []
+    for lead in range(num_steps):
+        more = [] if forcing is None else [forcing(lead)]
+        patches = F.unfold(torch.cat([*seen, *more])[None].float(), (3, 4), stride=(3, 4)).transpose(1, 2)
+        with torch.no_grad():
+            output = F.fold(model(patches).transpose(1, 2), (6, 8), (3, 4), stride=(3, 4))[0]
+        seen = [seen[0] + change / std * output, *seen[:-1]]
+        states.append(seen[0] * std + mean)
+    return torch.stack(states).numpy()

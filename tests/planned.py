@@ -5,18 +5,19 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch.distributed as dist
+import xarray as xr
 
+import forecast
 import plan
+from tests.started_jobs import ROOT, records
 from train import train
 from training.config_checks import load_checked
-
-ROOT = Path(__file__).parent.parent
 
 
 class Ended(NamedTuple):
@@ -25,12 +26,23 @@ class Ended(NamedTuple):
     stderr: str
 
 
+@contextlib.contextmanager
+def no_group_left() -> Iterator[None]:
+    """A run that an error ends leaves its process group."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def run_main(main: Callable[[], None], *words: str) -> Ended:
     """As from the project's folder; what it does to the environment is gone afterwards."""
     out, err = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(err)
     logging.getLogger().addHandler(handler)
     with (
+        no_group_left(),
         contextlib.chdir(ROOT),
         patch.dict(os.environ),
         patch.object(sys, "argv", [f"{main.__module__}.py", *words]),
@@ -52,10 +64,22 @@ def run_plan(*words: str) -> Ended:
     return run_main(plan.main, *words)
 
 
-def run_train(*words: str) -> None:
-    """A training, which a refusal may end anywhere."""
-    try:
-        train(load_checked(list(words)))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def run_train(*words: str) -> list[dict]:
+    """A training, which a refusal may end anywhere; the lines of its metrics.jsonl."""
+    config = load_checked(list(words))
+    with no_group_left():
+        train(config)
+    return records(config.dump_folder)
+
+
+def run_forecast(options: Sequence[str], path: Path, *more: str, code: int = 0) -> xr.Dataset:
+    """The forecasts of a run, in this process."""
+    config = load_checked([*options, "--forecast.path", str(path), *more])
+    with no_group_left():
+        assert forecast.forecast(config) == code
+    return xr.open_zarr(path, decode_timedelta=True).load()
+
+
+def run_export(options: Sequence[str], folder: Path) -> None:
+    done = run_main(forecast.main, *options, "--export", str(folder))
+    assert done.returncode == 0, done.stderr

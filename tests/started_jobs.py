@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tomli_w
 import xarray as xr
 
 from tests.sample_archives import weatherbench
@@ -17,14 +19,14 @@ from tests.sample_archives import weatherbench
 ROOT = Path(__file__).parent.parent
 ENDLESS = 100_000  # steps
 LATITUDE, LONGITUDE = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
-SMALL_MODEL = """
-[model]
-attention_backend = "sdpa"
-patch_size = [3, 4]
-dim = 16
-num_layers = 2
-num_heads = 2
-"""
+SMALL_RUN: dict[str, dict[str, Any]] = {
+    "model": {"attention_backend": "sdpa", "patch_size": [3, 4], "dim": 16, "num_layers": 2, "num_heads": 2},
+    "lr_scheduler": {"warmup_steps": 5, "decay_type": "constant"},
+    "training": {"steps": ENDLESS, "local_batch_size": 2},
+    "metrics": {"log_freq": 1, "loggers": []},
+    "checkpoint": {"enable": True, "interval": ENDLESS},
+    "validation": {"enable": False},
+}
 
 
 def small_wave(num_dates: int, number: int = 2, size: float = 10.0) -> np.ndarray:
@@ -42,32 +44,31 @@ def small_dataset(fields: dict[str, np.ndarray]) -> xr.Dataset:
     return xr.Dataset({n: (tuple(coords), each.astype("f4"), about) for n, each in fields.items()}, coords)
 
 
-def write_config(folder: Path) -> Path:
-    """A configuration of waves on a small grid, trained on until it is ended, and the archive it names."""
-    ds = small_dataset({"10m_u_component_of_wind": small_wave(40)})
-    path = folder / "tiny.toml"
-    path.write_text(f"""
-[data]
-path = "{weatherbench(folder, ds)}"
-variables = ["10m_u_component_of_wind"]
-train_period = ["2020-01-01", "2020-01-09"]
-{SMALL_MODEL}
-[lr_scheduler]
-warmup_steps = 5
-decay_type = "constant"
-[training]
-steps = {ENDLESS}
-local_batch_size = 2
-[metrics]
-log_freq = 1
-loggers = []
-[checkpoint]
-enable = true
-interval = {ENDLESS}
-[validation]
-enable = false
-""")
-    return path
+def write_config(
+    folder: Path, ds: xr.Dataset | None = None, *, path: str = "", **sections: dict[str, Any]
+) -> Path:
+    """A configuration of a tiny model, trained on until it is ended, and the archive it names: of waves on a
+    small grid, of these analyses, or one at `path`. Keys of `sections` come before those of SMALL_RUN.
+    """
+    data: dict[str, Any] = {"train_period": ["2020-01-01", "2020-01-09"]} if ds is None and not path else {}
+    if not path:
+        ds = small_dataset({"10m_u_component_of_wind": small_wave(40)}) if ds is None else ds
+        data |= {"path": weatherbench(folder, ds), "variables": list(map(str, ds.data_vars))}
+    whole = {"data": data | ({"path": path} if path else {})} | SMALL_RUN
+    whole |= {name: whole.get(name, {}) | keys for name, keys in sections.items()}
+    file = folder / "tiny.toml"
+    file.write_text(tomli_w.dumps(whole))
+    return file
+
+
+def run_options(config_file: Path, folder: Path, *more: str) -> list[str]:
+    return ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *more]
+
+
+def started_by(program: str, ranks: int = 1) -> list[str]:
+    """A command that runs a program of the project on so many ranks."""
+    launcher = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, str(ROOT / program)]
 
 
 class Job:
@@ -86,12 +87,13 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / f"log-{time.monotonic_ns()}.txt"
         self.started = time.time()
-        files = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder)]
         defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        words = command or [str(ROOT / "run_train.sh")]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*host, *(command or [str(ROOT / "run_train.sh")]), *files, *options],
+                [*host, *words, *run_options(config_file, folder, *options)],
                 env={**os.environ, **defaults, **environment},
+                cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

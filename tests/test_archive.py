@@ -17,7 +17,6 @@ from datasets.selection import read_static_field
 from errors import DataError
 from tests.sample_archives import (
     NAMES,
-    analyses,
     cds_new,
     cds_old,
     file_a_year,
@@ -35,11 +34,6 @@ def needs(path: str) -> str:
     if not (DATA / path).exists():
         pytest.skip(f"{DATA / path} is absent")
     return str(DATA / path)
-
-
-@pytest.fixture(scope="module")
-def truth() -> xr.Dataset:
-    return analyses()
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,14 @@ import pytest
 import xarray as xr
 import zarr
 
+from config import Data
 from datasets import files
 from datasets.archive import open_archive
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
-from planning.start_checks import open_checked
 from tests.sample_archives import NAMES, analyses, file_a_year, values, weatherbench, zarr_chunked
-from tests.started_jobs import write_config
-from training.config_checks import load_checked
 
 T2M, Z500 = "2m_temperature", "geopotential:500"
-
-
-@pytest.fixture(scope="module")
-def truth() -> xr.Dataset:
-    return analyses()
 
 
 def refusal(path: str, variable: str = T2M) -> str:
@@ -120,26 +113,20 @@ def packed(tmp_path: Path, stored: np.ndarray, **attributes: Any) -> str:
     return str(tmp_path / "packed.nc")
 
 
-def test_unsigned_integers(tmp_path):
-    """`_Unsigned = "true"`: stored -1 is 65535."""
+def test_unsigned_integers_and_their_fill_values(tmp_path):
+    """`_Unsigned = "true"`: stored -1 is 65535. A fill value may be written as unsigned, too."""
     stored = np.full((5, 6, 8), -1, "i2")
     stored[0] = 100
     scale = {"scale_factor": 0.01, "_Unsigned": "true"}
     block = open_archive(packed(tmp_path, stored, **scale)).read_block(0, 5, [T2M])[:, 0]
     np.testing.assert_allclose(block[0], 1.0, rtol=1e-6)
     np.testing.assert_allclose(block[1:], 655.35, rtol=1e-6)
-
-
-def test_a_fill_value_written_as_unsigned_is_missing(tmp_path):
     stored = np.full((5, 6, 8), 2731, "i2")
     stored[1, 2, 3] = -32767
     path = packed(tmp_path, stored, scale_factor=0.1, missing_value=np.int32(32769))
     block = open_archive(path).read_block(0, 5, [T2M])[:, 0]
     assert np.isnan(block[1, 2, 3]) and np.isfinite(block).sum() == block.size - 1
-
-
-def test_a_fill_value_outside_its_type_is_refused(tmp_path):
-    path = packed(tmp_path, np.full((5, 6, 8), 2731, "i2"), scale_factor=0.1, missing_value=1e20)
+    path = packed(tmp_path, stored, scale_factor=0.1, missing_value=1e20)
     assert "_FillValue 1e+20 does not fit its type int16" in refusal(path)
 
 
@@ -206,44 +193,13 @@ def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, make: Callable)
 # -- configurations
 
 
-def options_of(tmp_path: Path, *options: str) -> list[str]:
-    config = tmp_path / "tiny.toml"
-    return ["--job.config_file", str(config if config.exists() else write_config(tmp_path)), *options]
-
-
-def test_a_predicted_variable_is_no_static_one(tmp_path):
-    static = ["--data.static_variables", '["2m_temperature"]', "--data.variables", '["2m_temperature"]']
-    with pytest.raises(ConfigError, match="data.static_variables = '2m_temperature'"):
-        load_checked(options_of(tmp_path, *static))
-
-
-def test_a_run_inside_the_store_that_it_reads_is_refused(tmp_path):
-    config = load_checked(options_of(tmp_path))
-    inside = ["--job.dump_folder", str(Path(config.data.path) / "run")]
-    with pytest.raises(ConfigError, match="job.dump_folder .* inside the store"):
-        open_checked(load_checked(options_of(tmp_path, *inside)))
-
-
-def test_a_period_that_overlaps_is_refused(tmp_path):
-    periods = ["--data.train_period", '["2020-01-01", "2020-01-06"]']
-    periods += ["--data.test_period", '["2020-01-06T12", "2020-01-09"]']  # the end includes that day
-    with pytest.raises(ConfigError, match="data.test_period .*overlaps data.train_period"):
-        load_checked(options_of(tmp_path, *periods))
-
-
 def test_a_test_period_is_not_trained_on(tmp_path, truth):
-    path = weatherbench(tmp_path, truth)
-    text = f"""
-[data]
-path = "{path}"
-variables = ["2m_temperature"]
-validation_period = ["2019-12-31", "2019-12-31T06"]
-test_period = ["2020-01-01", "2020-01-01"]
-[model]
-patch_size = [1, 1]
-"""
-    (tmp_path / "a.toml").write_text(text)
-    data = load_checked(["--job.config_file", str(tmp_path / "a.toml")]).data
+    data = Data(
+        path=weatherbench(tmp_path, truth),
+        variables=(T2M,),
+        validation_period=("2019-12-31", "2019-12-31T06"),
+        test_period=("2020-01-01", "2020-01-01"),
+    )
     assert open_selection(data, (1, 1), ()).train.tolist() == [1, 2]
 
 

@@ -68,35 +68,26 @@ MADE = Calibration(
 # -- between shapes
 
 
-def test_measured_shapes_take_what_they_took() -> None:
-    for row in MADE.timings[:2]:
-        rows, inputs, outputs = row.sizes
-        assert MADE.linear_seconds(rows, inputs, outputs, "float32", False) == pytest.approx(row.seconds)
-    assert MADE.attention_seconds(2, 4, 64, 32, "bfloat16", True, "sdpa") == MADE.timings[6].seconds
+def test_products_between_the_shapes_that_were_measured() -> None:
+    """A measured shape takes what it took; between two the rate is their geometric mean; far ones stay
+    between the rates measured; backward is two products, and nothing is faster than a launch.
+    """
 
+    def seconds(*sizes: int, backward: bool = False) -> float:
+        return MADE.linear_seconds(*sizes, "float32", backward)  # type: ignore[misc]
 
-def test_between_two_shapes_the_rate_is_their_geometric_mean() -> None:
-    middle = MADE.linear_seconds(128, 64, 128, "float32", backward=False)
-    assert matmul_flops(128, 64, 128) / middle == pytest.approx(200e9)
-
-
-def test_far_shapes_stay_between_the_rates_measured() -> None:
-    rate = matmul_flops(4096, 4096, 4096) / MADE.linear_seconds(4096, 4096, 4096, "float32", backward=False)
-    assert 100e9 < rate < 400e9
-
-
-def test_a_linear_layer_backward_is_two_products() -> None:
-    assert MADE.linear_seconds(128, 64, 256, "float32", backward=False) == MADE.timings[1].seconds
+    assert [seconds(*row.sizes) for row in MADE.timings[:2]] == [
+        pytest.approx(row.seconds) for row in MADE.timings[:2]
+    ]
+    assert matmul_flops(128, 64, 128) / seconds(128, 64, 128) == pytest.approx(200e9)
+    assert 100e9 < matmul_flops(4096, 4096, 4096) / seconds(4096, 4096, 4096) < 400e9
     both = MADE.timings[2].seconds + MADE.timings[3].seconds
-    assert MADE.linear_seconds(128, 64, 256, "float32", backward=True) == pytest.approx(both)
-
-
-def test_nothing_is_faster_than_a_launch() -> None:
-    assert MADE.linear_seconds(1, 1, 1, "float32", backward=False) == MADE.launch
-    assert MADE.elementwise_seconds(0) == MADE.launch
+    assert seconds(128, 64, 256, backward=True) == pytest.approx(both)
+    assert seconds(1, 1, 1) == MADE.launch == MADE.elementwise_seconds(0)
 
 
 def test_attention_grows_with_the_square_of_tokens() -> None:
+    assert MADE.attention_seconds(2, 4, 64, 32, "bfloat16", True, "sdpa") == MADE.timings[6].seconds
     once, twice = (MADE.attention_seconds(2, 4, t, 32, "bfloat16", False, "sdpa") for t in (64, 128))
     assert twice == pytest.approx(4 * once)
 
@@ -113,11 +104,6 @@ def test_what_was_not_measured_is_named() -> None:
         MADE.attention_seconds(2, 4, 64, 32, "bfloat16", False, "math")
 
 
-def test_noise() -> None:
-    busy = dataclasses.replace(MADE, timings=MADE.timings[-1:])
-    assert (MADE.noise, busy.noise) == (0.0, pytest.approx(1.0))
-
-
 def test_the_table_has_every_operation() -> None:
     lines = MADE.table().splitlines()
     assert lines[0] == f"{processor_name()}: 1 x 2 threads, torch {torch_version()}"
@@ -125,6 +111,7 @@ def test_the_table_has_every_operation() -> None:
     assert len(lines) == 3 + len(MADE.timings)
     assert lines[3].split() == "matmul/forward float32 128 x 64 x 64 0.010 100 GFLOP/s".split()
     assert "no link" in dataclasses.replace(MADE, allreduce=None).table()
+    assert (MADE.noise, dataclasses.replace(MADE, timings=MADE.timings[-1:]).noise) == (0, pytest.approx(1))
 
 
 # -- the file

@@ -260,35 +260,7 @@ def test_the_process_listens_on_this_host_alone(build):
     assert addresses == ["0100007F" + port]
 
 
-ORPHAN = """
-import os, sys
-from pathlib import Path
-from checkpoints.checkpointer import Checkpointer
-from config import Checkpoint
-from parallelisms.mesh import start_ranks
-
-if __name__ == "__main__":
-    start_ranks(60, "gloo")
-    process = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {}).process.started.result()
-    print(process._save_process.pid, flush=True)
-    os._exit(1)
-"""
-
-
-def test_the_process_ends_with_its_trainer(tmp_path):
-    script = tmp_path / "orphan.py"
-    script.write_text(ORPHAN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True
-    )
-    status, end = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 5
-    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert time.monotonic() < end, done.stderr
-
-
-INTERRUPTED = """
+SCRIPT = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
 import torch
@@ -299,6 +271,12 @@ from parallelisms.mesh import start_ranks
 if __name__ == "__main__":
     start_ranks(60, "gloo")
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
+"""
+ORPHAN = """
+    print(checkpointer.process.started.result()._save_process.pid, flush=True)
+    os._exit(1)
+"""
+INTERRUPTED = """
     while not (children := multiprocessing.active_children()):
         time.sleep(0.001)
     for _ in range(10):
@@ -310,11 +288,24 @@ if __name__ == "__main__":
 """
 
 
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """In a fresh process."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT + text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_the_process_ends_with_its_trainer(tmp_path):
+    done = run_script(tmp_path, ORPHAN)
+    status, end = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 5
+    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert time.monotonic() < end, done.stderr
+
+
 def test_ctrl_c_does_not_end_a_process_that_is_starting(tmp_path):
     """In a fresh process: multiprocessing's resource tracker unblocks signals when it starts."""
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_script(tmp_path, INTERRUPTED)
     assert done.stdout == "saved\n" and "Traceback" not in done.stderr, done.stderr

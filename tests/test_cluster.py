@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import table
-
-ROOT = Path(__file__).parent.parent
+from tests.started_jobs import ROOT
 
 
 @pytest.mark.slow

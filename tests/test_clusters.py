@@ -35,9 +35,6 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def test_a_name_alone_is_a_node() -> None:
     assert [load(name).devices for name in ("a100", "a100-40", "cpu")] == [8, 4, 2]
     assert all(load(name).nodes == 1 for name in NAMES)
-
-
-def test_nodes() -> None:
     cluster = load("a100x64")
     assert (cluster.devices, cluster.nodes, cluster.with_devices(12).nodes) == (64, 8, 2)
     assert cluster.with_devices(64) == cluster
@@ -53,17 +50,13 @@ def test_nodes() -> None:
         ("a100x0", "give at least 1"),
         ("tpu", "give one of a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu, this"),
         ("", "no such machine"),
+        ("this", "plan.py --calibrate"),
     ],
 )
 def test_unknown_names_end_in_one_line(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         load(name)
     assert ONE_LINE.fullmatch(str(error.value))
-
-
-def test_this_needs_a_calibration() -> None:
-    with pytest.raises(ValueError, match="plan.py --calibrate"):
-        load("this")
 
 
 # -- figures
@@ -85,18 +78,11 @@ def test_machines_are_plausible(name: str) -> None:
     assert 1.0 <= cluster.pue < 2.0
 
 
-def test_figures_of_the_mission() -> None:
+def test_figures_of_the_mission_and_of_the_design() -> None:
     a100 = load("a100x64")
     assert (a100.on_demand, a100.spot) == (3.50, 1.23)
     assert (a100.between.latency, a100.between.bandwidth) == (50e-6, 25e9)
     assert (a100.inside.latency, a100.device.peak["bf16"]) == (10e-6, 312e12)
-    # its ring all-reduce of 2.4 GB over 64 devices: 195 ms
-    steps, size = 2 * 63, 2.4e9
-    seconds = steps * a100.between.latency + steps / 64 * size / a100.between.bandwidth
-    assert seconds == pytest.approx(0.195, abs=1e-3)
-
-
-def test_figures_of_the_design() -> None:
     h200 = load("h200").device
     assert (h200.matmul["bf16"], h200.bandwidth, h200.peak["bf16"]) == (790e12, 4.3e12, 989e12)
 
@@ -157,11 +143,9 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("[a100]\nprice = 3\n", "a100.price = 3: no such key"),
         ("[a100]\non_demnd = 3\n", "did you mean on_demand?"),
         ("[a100]\nmemory = -1\n", "a100.memory = -1: give a positive number"),
-        ("[a100]\nmemory = true\n", "give a positive number"),
         ("[a100]\nmemory = inf\n", "give a positive number"),
         ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32, fp8"),
         ("[a100]\nmatmul = { fp32 = 1e12 }\n", "at least bf16, fp32"),
-        ("[a100]\nattention_forward = {}\n", "a table of positive numbers"),
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "a list of names"),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),

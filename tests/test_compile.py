@@ -72,26 +72,6 @@ def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
     assert graphs.frame_count == 2
 
 
-def test_forward_and_backward_are_one_graph_each() -> None:
-    compiled = {"forward": 0, "backward": 0}
-
-    def counting(direction: str):
-        def compiler(graph, _):
-            compiled[direction] += 1
-            return graph
-
-        return compiler
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
-    model = build(4)
-    apply_compile(model, backend=backend)
-    for _ in range(2):
-        step(model)
-    assert compiled == {"forward": 1, "backward": 1}
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ("sdpa", "math"))
 def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import forecast
 from checkpoints.export import OneStep, export_program
 from config import Config, Model
 from datasets.conditions import Conditions
@@ -21,10 +20,9 @@ from models.registry import build_model, num_channels
 from planning.start_checks import check_model
 from planning.workload import architecture_of
 from tests.parity import TOLD, Layout, SmallRun, full
+from tests.planned import run_forecast, run_train
 from tests.started_jobs import write_config
 from tests.test_conservation import described, statistics, weather
-from train import train
-from training.config_checks import load_checked
 from verification.rollout import model_forecast, rollout
 
 NAMES = ("time_of_day", "day_of_year", "lead_time")
@@ -158,13 +156,12 @@ def test_a_model_that_is_told_more_passes_the_checks_of_a_start():
 def test_a_run_begins_with_weights_that_were_trained_without(tmp_path, caplog):
     """And its forecasts are told the lead; a forecast by a model that is told nothing is refused."""
     plain = ["--job.config_file", str(write_config(tmp_path)), "--training.steps", "2"]
-    train(load_checked([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
+    run_train(*plain, "--job.dump_folder", str(tmp_path / "plain"))
     told = [*plain, "--job.dump_folder", str(tmp_path / "told"), "--training.rollout_steps", "[2]"]
     told += ["--model.conditions", str(list(NAMES)).replace("'", '"')]
-    train(load_checked([*told, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
+    run_train(*told, "--checkpoint.initial_load_path", str(tmp_path / "plain"))
     assert "weights that are not there, initialised: modulation.hidden.bias" in caplog.text
-    more = ["--forecast.num_steps", "2", "--forecast.path", str(tmp_path / "f.zarr")]
-    more += ["--forecast.period", '["2020-01-07", "2020-01-07T00"]']
-    assert forecast.forecast(load_checked([*told, *more])) == 0
+    told += ["--forecast.num_steps", "2", "--forecast.period", '["2020-01-07", "2020-01-07T00"]']
+    run_forecast(told, tmp_path / "f.zarr")
     with pytest.raises(ConfigError, match=r"model.conditions = \[\]: .* was trained with \['time_of_day'"):
-        forecast.forecast(load_checked([*told, "--model.conditions", "[]", *more]))
+        run_forecast(told, tmp_path / "f.zarr", "--model.conditions", "[]")

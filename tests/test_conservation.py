@@ -140,21 +140,6 @@ def test_an_exported_program_and_validations_conserve_too(tmp_path):
     assert np.abs(changes[:, 0]).min() > 1e-3
 
 
-@pytest.mark.parametrize("unet", [False, True])
-def test_a_batch_and_its_states_have_one_loss(one_rank, unet):
-    """What is trained on shards is what validations score: a grid that patches do not divide."""
-    run = SmallRun(Layout(grid=(11, 10), conserve=True, unet=unet))
-    objective, normalizer = run.objective, run.objective.normalizer
-    normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
-    fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
-    changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    output = objective.project(objective.meta_model.from_fields(changes))
-    found = objective.loss_part(output, objective.cut(fields, times).targets)
-    states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
-    parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
-    assert found.item() == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
-
-
 def test_gradients_of_a_shard_are_those_of_whole_fields(one_rank):
     run = SmallRun(Layout(grid=(11, 10), conserve=True))
     objective, held = run.objective, run.objective.normalizer.conservation

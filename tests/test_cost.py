@@ -18,7 +18,6 @@ from planning.cost import (
     daly_interval,
     expected_time,
     fleets,
-    interval_text,
     run_cost,
     young_interval,
 )
@@ -32,8 +31,10 @@ UNFAILING = dataclasses.replace(A100, failures=0.0)
 
 
 def test_mission_on_demand() -> None:
+    """And the energy: 64 x 670 W x 1.2 for 110 hours."""
     cost = run_cost(110 * HOUR, Fleet(UNFAILING, 8), Saves(interval=HOUR))
     assert (cost.hours, cost.device_hours, cost.dollars) == pytest.approx((110, 7_040, 24_640))
+    assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110) and cost.dollars_lost == 0.0
 
 
 def test_mission_mixed_fleet() -> None:
@@ -164,9 +165,6 @@ def test_intervals_by_hand() -> None:
     assert young_interval(30.0, 1 / 6000) == pytest.approx(600.0)
     assert daly_interval(30.0, 1 / 6000) == pytest.approx(600 * (1 + 0.05 / 3 + 0.0025 / 9) - 30)
     assert daly_interval(300.0, 1 / 100) == 100.0  # a save takes longer than two preemptions are apart
-
-
-def test_interval_limits() -> None:
     assert young_interval(30.0, 0.0) == daly_interval(30.0, 0.0) == math.inf
     assert best_interval(Saves(1.0, stall=0.0, write=20.0), rate=1e-4) == 20.0
     assert best_interval(Saves(1.0, stall=30.0, write=20.0), 1 / 6000) == daly_interval(30.0, 1 / 6000)
@@ -182,18 +180,8 @@ def test_fleets_of_a_cluster() -> None:
     assert found["on demand"].preemption_rate == 0.0
     assert found["spot"].preemption_rate == pytest.approx(8 / 7 * MIXED.preemption_rate)
     assert list(fleets(A100.with_devices(8))) == ["on demand", "spot"]
-
-
-def test_a_part_of_a_node_is_paid_as_such() -> None:
-    fleet = Fleet(A100.with_devices(4), on_demand_nodes=1)
-    assert (fleet.on_demand_devices, fleet.spot_devices) == (4, 0)
-
-
-def test_energy() -> None:
-    """64 x 670 W x 1.2 for 110 hours."""
-    cost = run_cost(110 * HOUR, Fleet(UNFAILING, 8), Saves(interval=HOUR))
-    assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110)
-    assert cost.dollars_lost == 0.0
+    part = Fleet(A100.with_devices(4), on_demand_nodes=1)  # of a node
+    assert (part.on_demand_devices, part.spot_devices) == (4, 0)
 
 
 def test_money_lost_to_preemptions() -> None:
@@ -210,12 +198,6 @@ def test_nodes_on_demand_fail_too() -> None:
     assert MIXED.rate == pytest.approx(rate + MIXED.preemption_rate)
     cost = run_cost(110 * HOUR, Fleet(A100, 8), Saves(HOUR, restart=900.0))
     assert cost.preemptions > 0 and cost.dollars_lost > 0
-
-
-def test_intervals_that_say_nothing_are_a_dash() -> None:
-    assert interval_text(math.inf, 2.0) == interval_text(0.0, 2.0) == "-"
-    assert interval_text(120.0, 2.0) == "60 steps, 2 min"
-    assert interval_text(0.5, 60.0) == "1 steps, 1 min"  # no save between two steps
 
 
 def test_storage() -> None:

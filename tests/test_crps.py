@@ -11,8 +11,8 @@ import torch
 from datasets.grid import area_weights, global_grid
 from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, difference, full
-from training.losses.penalties import CRPS, by_member, penalty_of
-from training.losses.pointwise import fused_sum_of_costs, sum_of_costs
+from tests.test_losses import assert_as_exact
+from training.losses.penalties import CRPS, by_member
 from training.rollout import seed_rollout_step
 
 ALPHA = 0.95  # Lang et al. 2024
@@ -65,17 +65,13 @@ def test_sums_and_gradients():
     crps = groups.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
     sums = (3 * weights[::3].double() * crps).sum(dim=(1, 2))
     scale = torch.tensor([1.0, 2.0])
-    (sums * scale).sum().backward()
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        for function in (sum_of_costs, fused_sum_of_costs):
-            ours = output.to(dtype, copy=True).requires_grad_()
-            found = function(
-                *(by_member(each, 3) for each in (ours, target, weights)), penalty=penalty_of("crps")
-            )
-            (found * scale).sum().backward()
-            assert ours.grad is not None and exact.grad is not None and ours.grad.dtype == dtype
-            for one, other in ((found, sums.detach()), (ours.grad, exact.grad)):
-                assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+    assert_as_exact(
+        exact,
+        sums,
+        scale,
+        output,
+        lambda sum_of, ours: sum_of(*(by_member(each, 3) for each in (ours, target, weights)), penalty=CRPS),
+    )
 
 
 # -- the loss of fields
@@ -124,6 +120,7 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
     assert conditions.noise is not None
     keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
     assert torch.equal(plain.objective.noise_keys(1, times), keys)
+    assert not torch.isin(plain.objective.noise_keys(2, times), keys).any()  # new at every step
     area = torch.from_numpy(area_weights(conditions.latitude.numpy())).float()
     states = [fields[:, n].nan_to_num().repeat_interleave(3, 0) for n in range(history)]
     losses = []
@@ -202,16 +199,6 @@ def test_a_single_channel_is_fine_noise():
     assert torch.equal(one.draw(keys, keys), several.draw(keys, keys)[:, :1])
 
 
-def test_channels_have_names_by_their_scale():
-    fine, coarse = (f"noise {{}} over {size} points, {{}}".format for size in (4, 16))
-    assert noise_names(1) == [fine(0, "of a step")]
-    assert noise_names(2) == [fine(0, "of a step"), coarse(0, "kept")]
-    assert noise_names(5) == [
-        *(fine(0, "of a step"), fine(1, "of a step"), fine(0, "kept")),
-        *(coarse(0, "of a step"), coarse(0, "kept")),
-    ]
-
-
 @pytest.mark.parametrize("number", [2, 3, 4, 8])
 def test_half_of_the_noise_is_kept_through_a_forecast(number):
     """Of either scale; the other half has nothing to do with the step before."""
@@ -223,15 +210,3 @@ def test_half_of_the_noise_is_kept_through_a_forecast(number):
         assert torch.equal(first[:, channel], second[:, channel]) == same
         product = (first[:, channel] * second[:, channel]).mean(dim=0)
         assert product.mean().item() == pytest.approx(float(same), abs=0.08)
-
-
-def test_noise_is_new_at_every_step(one_rank):
-    run = SmallRun(Layout(members=2))
-    fields, times = run.batches(0)[0]
-    objective = run.objective
-    inputs = [
-        objective.cut(fields, times, *objective.condition(objective.noise_keys(step, times), times, 0)).inputs
-        for step in (1, 1, 2)
-    ]
-    assert torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[0], inputs[2])
-    assert not torch.equal(inputs[0][0], inputs[0][1]) and len(inputs[0]) == 2 * len(fields)

@@ -22,6 +22,12 @@ from errors import DataError
 from tests.started_jobs import write_config
 
 DATE = "2020-01-01T12:00:00"  # the third
+HOURS = "hours since 2020-01-01"
+AXES = {
+    "time": np.arange(0, 30, 6),
+    "latitude": np.linspace(75, -75, 6),
+    "longitude": np.arange(0, 360, 45.0),
+}
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
 CODECS["lzma"] = LZMA()  # left to zarr-python, and to loader processes
 
@@ -30,42 +36,25 @@ def fields() -> np.ndarray:
     return 280 + np.random.default_rng(0).normal(size=(5, 6, 8)).astype("f4")
 
 
-def coordinates(root: Any, **options: Any) -> None:
-    for name, values, attrs in (
-        ("time", np.arange(0, 30, 6), {"units": "hours since 2020-01-01"}),
-        ("latitude", np.linspace(75, -75, 6), {}),
-        ("longitude", np.arange(0, 360, 45.0), {}),
-    ):
-        array = root.create_array(name, data=values, **options)
-        array.attrs.update(attrs | {"_ARRAY_DIMENSIONS": [name]})
-
-
-def store(path: Path, codec: str, fill: float | None = 0.0) -> Path:
+def store(path: Path, codec: str) -> Path:
     """A Zarr with a chunk a date; the file of the third."""
     format = 3 if codec == "zarr3" else 2
     root = zarr.open_group(str(path), mode="w", zarr_format=format)
-    dims = ("time", "latitude", "longitude")
-    names: dict[str, Any] = {"dimension_names": dims} if format == 3 else {}
-    compressors = "auto" if format == 3 else CODECS[codec]
+    for name, values in AXES.items():
+        named: dict[str, Any] = {"dimension_names": (name,)} if format == 3 else {}
+        array = root.create_array(name, data=values, **named)
+        array.attrs.update({"_ARRAY_DIMENSIONS": [name], **({"units": HOURS} if name == "time" else {})})
     array = root.create_array(
         "2m_temperature",
         shape=(5, 6, 8),
         chunks=(1, 6, 8),
         dtype="f4",
-        compressors=compressors,
-        fill_value=fill,
-        **names,
+        compressors="auto" if format == 3 else CODECS[codec],
+        fill_value=0.0,
+        dimension_names=tuple(AXES) if format == 3 else None,
     )
     array[:] = fields()
-    array.attrs["_ARRAY_DIMENSIONS"] = dims
-    if format == 3:
-        for name in dims:
-            values = {"time": np.arange(0, 30, 6), "latitude": np.linspace(75, -75, 6)}
-            data = values.get(name, np.arange(0, 360, 45.0))
-            made = root.create_array(name, data=data, dimension_names=(name,))
-            made.attrs.update({"units": "hours since 2020-01-01"} if name == "time" else {})
-    else:
-        coordinates(root)
+    array.attrs["_ARRAY_DIMENSIONS"] = tuple(AXES)
     return path / "2m_temperature" / ("c/2/0/0" if format == 3 else "2.0.0")
 
 
@@ -91,22 +80,12 @@ def test_a_damaged_chunk_is_one_line(tmp_path, codec):
 
 def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
     path = tmp_path / "data.h5"
-    with h5py.File(path, "w") as file:
-        options = {"chunks": (1, 6, 8), "fletcher32": True}
-        file.create_dataset("t2m", data=fields(), **options)
-        for name, values in (
-            ("time", np.arange(0, 30, 6)),
-            ("latitude", np.linspace(75, -75, 6)),
-            ("longitude", np.arange(0, 360, 45.0)),
-        ):
-            file[name] = values
-            scale: Any = file[name]
-            scale.make_scale(name)
-        file["time"].attrs["units"] = "hours since 2020-01-01"
-        for dim, name in enumerate(("time", "latitude", "longitude")):
-            field: Any = file["t2m"]
-            field.dims[dim].attach_scale(file[name])
-        offset = file["t2m"].id.get_chunk_info(2).byte_offset
+    attributes = {name: {"units": HOURS} if name == "time" else {} for name in AXES}
+    ds = xr.Dataset({"t2m": (tuple(AXES), fields())}, {n: (n, v, attributes[n]) for n, v in AXES.items()})
+    ds.to_netcdf(path, engine="h5netcdf", encoding={"t2m": {"chunksizes": (1, 6, 8), "fletcher32": True}})
+    with h5py.File(path) as file:
+        field: Any = file["t2m"]
+        offset = field.id.get_chunk_info(2).byte_offset
     content = bytearray(path.read_bytes())
     content[offset + 9] ^= 255
     path.write_bytes(bytes(content))
@@ -115,12 +94,15 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
         archive.read_block(0, 5, ["2m_temperature"])
 
 
+def samples_of(path: Path) -> FieldDataset:
+    return FieldDataset(open_archive(str(path)), ["2m_temperature"], np.arange(5)[:, None])
+
+
 @pytest.mark.parametrize("codec", ["zlib", "lzma"])
 def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
     """Its threads, and its processes."""
     damage(store(tmp_path / "data.zarr", codec))
-    archive = open_archive(str(tmp_path / "data.zarr"))
-    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
+    samples = samples_of(tmp_path / "data.zarr")
     loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 2, pin=False)
     with pytest.raises(DataError) as error:
         for _, _ in zip(range(5), loader.iterate(0), strict=False):
@@ -175,8 +157,7 @@ def test_a_missing_shard_is_no_field_of_zeros(tmp_path):
 def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
     """Docker gives /dev/shm 64 MB: what loader processes read goes through a pipe."""
     store(tmp_path / "data.zarr", "lzma")
-    archive = open_archive(str(tmp_path / "data.zarr"))
-    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
+    samples = samples_of(tmp_path / "data.zarr")
 
     def batches() -> list[torch.Tensor]:
         loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, pin=False)
@@ -189,8 +170,7 @@ def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
 
 def test_shared_memory_is_for_the_loaders_of_all_ranks_of_a_host(tmp_path, monkeypatch):
     store(tmp_path / "data.zarr", "lzma")
-    archive = open_archive(str(tmp_path / "data.zarr"))
-    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
+    samples = samples_of(tmp_path / "data.zarr")
     batch = 4 * int(np.prod(samples.field_shape))
     room = SimpleNamespace(free=3 * batch + 1)
     monkeypatch.setattr("datasets.loader.shutil.disk_usage", lambda _: room)

@@ -1,5 +1,8 @@
 """datasets.describe: contents, problems and a section that trains, of every layout and the real archives."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from datasets.selection import open_selection
 from errors import ConfigError
 from tests import sample_archives as samples
 from tests.sample_archives import NAMES, analyses, file_a_year, weatherbench
+from tests.started_jobs import ROOT
 from tests.test_archive import needs
 from training.config_checks import load_checked
 
@@ -179,3 +183,19 @@ def test_real_archives(capsys: pytest.CaptureFixture) -> None:
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
     assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0
+
+
+# -- docs/data.md: its file is made and described as it says
+
+
+def test_the_file_of_the_page_is_described_as_it_shows(tmp_path: Path) -> None:
+    text = (ROOT / "docs/data.md").read_text().partition("## A source of your own")[2]
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    shown = re.search(r"datasets\.describe winds\.nc.*?\n(.*?)```", text, re.DOTALL)
+    assert shown
+    command = [sys.executable, "-m", "datasets.describe", str(tmp_path / "winds.nc")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    missing = [line for line in shown[1].splitlines() if line not in done.stdout.splitlines()]
+    assert not missing, done.stdout

@@ -182,17 +182,6 @@ def whole_gradient(parameter: Tensor) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[reportAttributeAccessIssue]
 
 
-def check_gather() -> dict:
-    tiles = build_tiles(domain((2, 2)), (2, 2), (28, 44), 4)
-    x = torch.arange(2 * 3 * 28 * 44).view(2, 3, 28, 44).float()
-    piece = tiles.cut_input(x)
-    return {
-        "same": torch.equal(tiles.gather_output(piece), x),
-        "shape": list(piece.shape),
-        "sum": tiles.sum_over_shards(piece.double().sum()).item() == x.double().sum().item(),
-    }
-
-
 # -- what the tests ask of it
 
 
@@ -220,13 +209,6 @@ def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):
     for found in ranks(NUM_RANKS).run(check_model, (1, 1), True, "float32"):
         assert not any(found[what] for what in ("output", "loss", "input_gradient", "gradients"))
         assert found["forward"] == [0, 0]
-
-
-def test_tiles_are_cut_and_put_together(ranks):
-    results = ranks(NUM_RANKS).run(check_gather)
-    assert all(found["same"] and found["sum"] for found in results)
-    shapes = [found["shape"] for found in results]
-    assert shapes == [[2, 3, 16, 24], [2, 3, 16, 20], [2, 3, 12, 24], [2, 3, 12, 20]]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -5,17 +5,15 @@ ROSSBY_EARTH2STUDIO names the Python of an environment with earth2studio==0.19.0
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
 
-import forecast
+from tests.planned import run_export, run_forecast
 from tests.started_jobs import ROOT
 from tests.test_roles import RAIN, WIND, folder, options, run  # noqa: F401
-from training.config_checks import load_checked
 
 PYTHON = os.environ.get("ROSSBY_EARTH2STUDIO", "")
 NEEDS_PACKAGE = pytest.mark.skipif(not PYTHON, reason="ROSSBY_EARTH2STUDIO names no Python with earth2studio")
@@ -51,15 +49,12 @@ assert members.root.sizes["ensemble"] == 3
 @pytest.mark.slow
 @NEEDS_PACKAGE
 @pytest.mark.parametrize("changes", [[], ["--data.history", "2"]], ids=["roles", "history"])
-def test_its_workflow_equals_forecast_py(folder: Path, tmp_path: Path, monkeypatch, changes) -> None:  # noqa: F811
+def test_its_workflow_equals_forecast_py(folder: Path, tmp_path: Path, changes) -> None:  # noqa: F811
     words = [*options(folder)[:2], "--job.dump_folder", str(tmp_path / "run"), *changes]
     run(words)
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *words, "--export", str(tmp_path / "model")])
-    forecast.main()
+    run_export(words, tmp_path / "model")
     start = ["--forecast.period", f'["{DATE}", "{DATE}T00"]', "--forecast.num_steps", "3"]
-    start += ["--forecast.path", str(tmp_path / "own.zarr"), "--forecast.persist_forcings"]
-    assert forecast.forecast(load_checked([*words, *start])) == 0
-    own = xr.open_zarr(tmp_path / "own.zarr")
+    own = run_forecast([*words, *start], tmp_path / "own.zarr", "--forecast.persist_forcings")
 
     (tmp_path / "workflow.py").write_text(PROGRAM)
     arguments = [str(tmp_path / "model"), str(folder / "wb.zarr"), DATE, str(tmp_path / "theirs.nc")]

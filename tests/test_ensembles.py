@@ -7,35 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import xarray as xr
 
 import evaluate
-import forecast
-from datasets.grid import area_weights, global_grid
+from datasets.grid import area_weights
 from errors import UserError
-from parallelisms.mesh import start_ranks
-from planning.dry_run import dry_run
 from planning.memory import memory
 from planning.workload import workload_of
-from tests.parity import Layout, SmallRun, config_of
-from tests.started_jobs import records, write_config
-from tests.test_rollout_training import peak_bytes
-from train import train
+from tests.parity import Layout, config_of
+from tests.planned import run_export, run_forecast, run_main, run_train
+from tests.started_jobs import records, run_options, write_config
+from tests.test_rollout_training import memory_of
 from training.config_checks import load_checked
 from verification.validation import spread_skill
 
-ROOT = Path(__file__).parent.parent
 NAME = "10m_u_component_of_wind"
 ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
 RUN = ["--training.steps=6", "--training.rollout_steps=[1, 2]"]
 RUN += ["--checkpoint.interval=3", "--checkpoint.async_mode=disabled"]
 VALIDATION = ["--validation.enable", "--validation.lead_hours=[6, 12]", "--validation.plots=false"]
-
-
-def options_of(folder: Path) -> list[str]:
-    config, run = folder / "tiny.toml", folder / "run"
-    return ["--job.config_file", str(config), "--job.dump_folder", str(run), *RUN, *VALIDATION, *ENSEMBLE]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
@@ -44,15 +34,16 @@ def options(request, tmp_path_factory) -> list[str]:
     its folder holds two checkpoints.
     """
     folder = tmp_path_factory.mktemp("ensemble")
-    write_config(folder)
+    config = write_config(folder)
     archive = xr.open_zarr(folder / "wb.zarr").load()
     archive[NAME][37, 2] = np.nan  # in the validation period
     archive.to_zarr(folder / "holes.zarr", zarr_format=2)
-    found = [*options_of(folder), "--data.path", str(folder / "holes.zarr")]
+    found = run_options(config, folder / "run", *RUN, *VALIDATION, *ENSEMBLE)
+    found += ["--data.path", str(folder / "holes.zarr")]
     found += ["--data.history", str(request.param)]
     found += ["--data.train_period", '["2020-01-01", "2020-01-08"]']
     found += ["--data.validation_period", '["2020-01-09", "2020-01-10"]']
-    train(load_checked(found))
+    run_train(*found)
     return found
 
 
@@ -62,9 +53,7 @@ def run_folder(options: list[str]) -> Path:
 
 def make_forecast(options: list[str], target: Path, *more: str) -> xr.DataArray:
     """(time, lead, number, latitude, longitude) from the dates of the validation."""
-    arguments = [*options, "--forecast.path", str(target), "--forecast.num_steps", "2", *more]
-    assert forecast.forecast(load_checked(arguments)) == 0
-    return xr.open_zarr(target, decode_timedelta=True)[NAME].load()
+    return run_forecast(options, target, "--forecast.num_steps", "2", *more)[NAME]
 
 
 def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
@@ -127,8 +116,7 @@ def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_pa
 def test_evaluate_scores_them(options, tmp_path):
     make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
     words = [*options, f"--forecast=model={tmp_path / 'f.zarr'}", "--baselines", "persistence"]
-    own, rest = evaluate.parse_options([*words, "--output", str(tmp_path / "scores")])
-    assert evaluate.run(load_checked(rest), own) == 0
+    assert not run_main(evaluate.main, *words, "--output", str(tmp_path / "scores")).returncode
     with xr.open_dataset(tmp_path / "scores/scores.nc", decode_timedelta=True) as scores:
         model = scores[NAME].sel(forecast="model", region="global")
         assert {"crps", "spread", "spread_skill_ratio"} <= set(model.metric.values)
@@ -139,13 +127,13 @@ def test_evaluate_scores_them(options, tmp_path):
 
 def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, caplog):
     plain = [*options, "--training.loss", "mse", "--training.members", "1", "--model.noise_dim", "0"]
-    train(load_checked([*plain, "--job.dump_folder", str(tmp_path / "plain")]))
+    run_train(*plain, "--job.dump_folder", str(tmp_path / "plain"))
     finer = [*options, "--job.dump_folder", str(tmp_path / "finer")]
-    train(load_checked([*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain")]))
+    run_train(*finer, "--checkpoint.initial_load_path", str(tmp_path / "plain"))
     names = [f"noise 0 over {size} points, {kept}" for size in (4, 16) for kept in ("of a step", "kept")]
     assert f"new channels, initialised: {', '.join(names)}" in caplog.text
     with pytest.raises(UserError, match=r"model.noise_dim = 2.*was trained with 4"):
-        train(load_checked([*options, "--model.noise_dim", "2"]))
+        run_train(*options, "--model.noise_dim", "2")
 
 
 PROGRAM = """
@@ -160,10 +148,9 @@ assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 """
 
 
-def test_an_exported_program_takes_keys(options, tmp_path, monkeypatch):
+def test_an_exported_program_takes_keys(options, tmp_path):
     target = tmp_path / "model"
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(target)])
-    forecast.main()
+    run_export(options, target)
     history = load_checked(options).data.history
     np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
     command = [sys.executable, "-c", PROGRAM, str(target / "model.pt2"), str(tmp_path / "state.npy")]
@@ -225,15 +212,8 @@ def test_the_best_checkpoint_may_be_that_of_the_best_crps():
 )
 def test_memory_of_an_ensemble(monkeypatch, rollout, history) -> None:
     """The dry run within 7 % of what the allocator counts, the planner within 5 %."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
-    layout = Layout(rollout=rollout, history=history, members=4, grid=(32, 64), model=size)
-    config = config_of(layout, 0)
-    tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
-    work = workload_of(config, 1, layout.grid, 3)
-    start_ranks(60, "gloo")
-    counted = peak_bytes(SmallRun(layout))
-    dist.destroy_process_group()
+    layout = Layout(rollout=rollout, history=history, members=4)
+    tracked, work, counted = memory_of(monkeypatch, layout)
     assert tracked == pytest.approx(counted, rel=0.07)
     assert memory(work).peak == pytest.approx(counted, rel=0.05)
 

@@ -1,6 +1,5 @@
 """train_configs/era5_64x32.toml as it stands, on a store of the same metadata behind a real S3 server."""
 
-import json
 import math
 import tomllib
 from pathlib import Path
@@ -9,8 +8,8 @@ import pytest
 
 from datasets.selection import open_selection
 from tests.era5_like import write_era5_like
+from tests.planned import run_train
 from tests.s3_server import ROOT, S3Server
-from train import train
 from training.config_checks import load_checked
 
 CONFIG = ROOT / "train_configs/era5_64x32.toml"
@@ -27,10 +26,8 @@ def test_the_configuration_trains_and_validates(store, tmp_path):
     with S3Server({"weatherbench2/64x32.zarr": store}, latency=0.01, error_rate=0.02) as server:
         source = ["--data.path", "s3://weatherbench2/64x32.zarr", *server.arguments]
         run = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path), "--training.steps", "2"]
-        few = ["--validation.plots", "false", "--metrics.loggers=[]"]
-        few += ["--metrics.log_freq", "1"]
-        train(load_checked([*run, *source, *few]))
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        few = ["--validation.plots", "false", "--metrics.loggers=[]", "--metrics.log_freq", "1"]
+        records = run_train(*run, *source, *few)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     scores = {key: value for record in records for key, value in record.items() if key.startswith("val/")}
     assert math.isfinite(scores["val/rmse/geopotential:500@72h"]) and "val/rmse/2m_temperature" in scores

@@ -1,9 +1,6 @@
 """evaluate.py as a user calls it: files, tables, gates, several ranks."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,8 @@ import xarray as xr
 
 import evaluate
 from tests.forecasts import analyses, forecasts, grid, write
-from tests.planned import ROOT, run_main
+from tests.planned import run_main
+from tests.started_jobs import Job, run_options, started_by, write_config
 from verification.details import MIDLATITUDES, mean_over_latitudes
 
 LEADS = [6, 12, 24]
@@ -30,32 +28,22 @@ def run(truth, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluation")
     write(truth, folder / "truth.zarr")
     write(forecasts(truth, 10, LEADS), folder / "ours.zarr")
-    (folder / "tiny.toml").write_text(f"""
-[data]
-path = "{folder / "truth.zarr"}"
-variables = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_temperature"]
-levels = [500, 850]
-train_period = ["2019-12-25", "2020-01-03"]
-[model]
-attention_backend = "sdpa"
-patch_size = [4, 4]
-""")
+    data = {"variables": list(truth.data_vars), "levels": [500, 850]}
+    data |= {"train_period": ["2019-12-25", "2020-01-03"]}
+    config_file = write_config(
+        folder, path=str(folder / "truth.zarr"), data=data, model={"patch_size": [4, 4]}
+    )
 
     def call(
         *options: str, ranks: int = 1, output: str = "out", run: str = "run", data: str = ""
     ) -> tuple[int, str, Path]:
-        config = ["--job.config_file", str(folder / "tiny.toml"), "--job.dump_folder", str(folder / run)]
-        config += ["--data.path", str(folder / data)] if data else []
-        words = [*config, "--output", str(folder / output), *options]
+        words = ["--data.path", str(folder / data)] if data else []
+        words += ["--output", str(folder / output), *options]
         if ranks == 1:
-            done = run_main(evaluate.main, *words)
-        else:
-            program = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", str(ranks), "evaluate.py"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                [*program, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-            )
-        return done.returncode, done.stdout + done.stderr, folder / output
+            done = run_main(evaluate.main, *run_options(config_file, folder / run, *words))
+            return done.returncode, done.stdout + done.stderr, folder / output
+        job = Job(config_file, folder / run, *words, command=started_by("evaluate.py", ranks))
+        return job.end(240), job.output, folder / output
 
     call.folder = folder  # type: ignore[attr-defined]
     return call

@@ -13,13 +13,13 @@ from datasets.archive import Archive, open_archive
 from datasets.regrid import Regridder
 from errors import ConfigError, DataError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
+from tests.started_jobs import ROOT
 from verification import matching
 from verification.baselines import AnalysesForecast, damped_persistence, persistence
 from verification.climatology import open_climatology
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 
-ROOT = Path(__file__).parent.parent
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
 LEADS = [6, 24]
 WIND = "wind_vector"

@@ -4,10 +4,11 @@ Configurations are drawn: spikes that are skipped, going back, averages, updates
 rollouts in stages, windows, ensembles, ways of saving.
 """
 
-import json
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,34 +17,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints.files import complete_steps, step_folder
 from tests.planned import run_train
-from tests.sample_archives import weatherbench
-from tests.started_jobs import SMALL_MODEL, small_dataset, small_wave
+from tests.started_jobs import records, run_options, small_dataset, small_wave, write_config
 
 STEPS, INTERVAL = 60, 5
 OTHERS = {1: "LAMB", 4: "Muon"}  # seed -> optimiser that is not AdamW
-CONFIG = """
-[data]
-path = "{path}"
-variables = ["10m_u_component_of_wind"]
-"""
-CONFIG += f"""{SMALL_MODEL}
-[optimizer]
-lr = 1e-3
-[lr_scheduler]
-warmup_steps = 5
-[training]
-steps = 60
-local_batch_size = 2
-[metrics]
-log_freq = 1
-loggers = []
-[checkpoint]
-enable = true
-interval = 5
-keep_latest_k = 0
-[validation]
-enable = false
-"""
+SECTIONS: dict[str, Any] = {
+    "optimizer": {"lr": 1e-3},
+    "lr_scheduler": {"decay_type": "cosine"},
+    "training": {"steps": STEPS},
+    "checkpoint": {"interval": INTERVAL, "keep_latest_k": 0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +35,7 @@ def config_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exact")
     u = small_wave(90)
     u[[30, 31, 62]] += 60 * np.random.default_rng(0).normal(size=u[:3].shape)
-    path = folder / "exact.toml"
-    path.write_text(CONFIG.format(path=weatherbench(folder, small_dataset({"10m_u_component_of_wind": u}))))
-    return path
+    return write_config(folder, small_dataset({"10m_u_component_of_wind": u}), **SECTIONS)
 
 
 def draw(seed: int) -> list[str]:
@@ -82,15 +63,10 @@ def test_rollouts_in_stages_go_on_from_any_step(config_file, tmp_path):
     goes_on_exactly(config_file, tmp_path, [*options, "--checkpoint.async_mode=disabled"], [30, 40])
 
 
-def run(config_file: Path, folder: Path, options: list[str]) -> None:
-    run_train("--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options)
-
-
 def end(folder: Path) -> tuple[dict[str, torch.Tensor], dict[int, tuple]]:
     """All tensors after the last step, and step -> loss and gradient norm."""
     dcp_to_torch_save(str(step_folder(folder / "checkpoints", STEPS)), folder / "whole.pt")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return torch.load(folder / "whole.pt"), {r["step"]: (r["loss"], r["grad_norm"]) for r in lines}
+    return torch.load(folder / "whole.pt"), {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder)}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -102,7 +78,7 @@ def test_every_checkpoint_leads_to_the_same_end(config_file, tmp_path, seed, mon
 
 def goes_on_exactly(config_file: Path, tmp_path: Path, options: list[str], steps: list[int]) -> None:
     """From the checkpoint of each of these steps."""
-    run(config_file, tmp_path / "whole", options)
+    run_train(*run_options(config_file, tmp_path / "whole", *options))
     expected, losses = end(tmp_path / "whole")
     for kept in steps:
         folder = tmp_path / f"from-{kept}"
@@ -110,7 +86,7 @@ def goes_on_exactly(config_file: Path, tmp_path: Path, options: list[str], steps
         for step in complete_steps(folder / "checkpoints"):
             if step > kept:
                 shutil.rmtree(step_folder(folder / "checkpoints", step))
-        run(config_file, folder, options)
+        run_train(*run_options(config_file, folder, *options))
         tensors, again = end(folder)
         assert again == losses, options
         different = [n for n in expected if not np.array_equal(tensors[n], expected[n], equal_nan=True)]
@@ -120,11 +96,9 @@ def goes_on_exactly(config_file: Path, tmp_path: Path, options: list[str], steps
 def test_the_draws_reach_what_they_are_for(config_file, tmp_path, caplog, monkeypatch):
     """Skipped spikes and going back, so that the test above is about them."""
     spikes = ["--training.spike_threshold", "4"]
-    run(config_file, tmp_path / "skips", spikes)
+    run_train(*run_options(config_file, tmp_path / "skips", *spikes))
     assert "steps skipped" in caplog.text
     monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 1)
-    try:
-        run(config_file, tmp_path / "back", spikes)
-    except RuntimeError:
-        pass
+    with suppress(RuntimeError):
+        run_train(*run_options(config_file, tmp_path / "back", *spikes))
     assert "on with other samples" in caplog.text

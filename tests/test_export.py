@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +19,11 @@ import torch
 import xarray as xr
 from safetensors.torch import load_file
 
-import forecast
 from checkpoints.export import CARD
 from config import Config
 from errors import UserError
-from tests.started_jobs import write_config
-from train import train
+from tests.planned import run_export, run_forecast, run_train
+from tests.started_jobs import records, run_options, write_config
 from training.config_checks import load_checked
 
 PROGRAM = """
@@ -53,25 +53,22 @@ class Exported(NamedTuple):
 def exported(request, tmp_path_factory) -> Exported:
     """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
-    options = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
+    options = run_options(write_config(folder), folder / "run")
     options += ["--training.steps", "2", "--training.ema_decay", "0.9", "--validation.enable"]
     options += ["--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
     options += UNET if request.param == "unet" else []
     options += HISTORY if request.param == "history" else []
-    train(load_checked(options))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(folder / "model")])
-        forecast.main()
+    run_train(*options)
+    run_export(options, folder / "model")
     return Exported(options, folder / "model")
 
 
 def forecast_of(options: list[str], target: Path, *more: str) -> np.ndarray:
     """Return the wind (4, H, W) of a forecast of four steps."""
     words = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4", *more]
-    assert forecast.forecast(load_checked([*options, *words, "--forecast.path", str(target)])) == 0
-    return xr.open_zarr(target)[NAME].values[0]
+    return run_forecast(options, target, *words)[NAME].values[0]
 
 
 def test_the_program_runs_with_torch_alone_and_equals_the_forecast(exported, tmp_path):
@@ -104,8 +101,8 @@ def test_the_folder_is_complete(exported):
     assert json.loads(extra["model.json"]) == about
     head, _, card = (exported.model / "README.md").read_text().partition("\n---\n")
     assert "license:" in head and f"| {NAME} | m s-1 | prognostic |" in card
-    lines = (exported.model.parent / "run/metrics.jsonl").read_text().splitlines()
-    rmse = json.loads(next(line for line in reversed(lines) if "val/loss" in line))[f"val/rmse/{NAME}"]
+    lines = records(exported.model.parent / "run")
+    rmse = next(line for line in reversed(lines) if "val/loss" in line)[f"val/rmse/{NAME}"]
     assert f"{rmse:.4g}" in card
 
 
@@ -139,14 +136,11 @@ def test_the_folder_is_a_checkpoint(exported, tmp_path):
     found = forecast_of(exported.options, tmp_path / "model.zarr", *own, *named)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * expected.std())
     tuned = [*exported.options, *own, "--training.steps", "1"]
-    train(load_checked([*tuned, "--checkpoint.initial_load_path", str(exported.model)]))
+    run_train(*tuned, "--checkpoint.initial_load_path", str(exported.model))
 
 
 def test_a_damaged_or_other_model_is_refused(exported, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in exported.model.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(exported.model, tmp_path / "copy")
     own = ["--job.dump_folder", str(tmp_path / "other"), "--forecast.checkpoint", str(copy)]
     with pytest.raises(UserError, match="data.step_hours"):
         forecast_of(exported.options, tmp_path / "a.zarr", *own, "--data.step_hours", "12")

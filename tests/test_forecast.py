@@ -1,38 +1,42 @@
 """Forecasts from a checkpoint: the store and its values, restarts, ranks, ensembles, what goes wrong."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import xarray as xr
-from torch.distributed.checkpoint import state_dict_loader
+from torch import Tensor
 
 import forecast
-from config import Model
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
 from errors import UserError
 from models.attention import Kernel
-from models.vit import VisionTransformer
+from tests.forecasts import plain_forecast
+from tests.planned import run_forecast, run_main, run_train
 from tests.sample_archives import zarr_chunked
-from tests.started_jobs import SMALL_MODEL
-from train import train
+from tests.started_jobs import (
+    LATITUDE,
+    LONGITUDE,
+    Job,
+    run_options,
+    small_wave,
+    started_by,
+    write_config,
+)
 from training.config_checks import load_checked
 from verification.forecast_layouts import open_forecast
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size
 
-ROOT = Path(__file__).parent.parent
 VARIABLES = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
 EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this date
 
@@ -41,41 +45,25 @@ EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this da
 def run(tmp_path_factory) -> Path:
     """The folder of a short training with averaged weights, with the archive and the configuration."""
     folder = tmp_path_factory.mktemp("forecast")
-    (folder / "tiny.toml").write_text(f"""
-[data]
-path = "{write_archive(folder)}"
-variables = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
-forcings = ["toa_incident_solar_radiation"]
-train_period = ["2020-01-01", "2020-01-06"]
-validation_period = ["2020-01-07", "2020-01-10"]
-{SMALL_MODEL}
-[training]
-steps = 4
-local_batch_size = 2
-ema_decay = 0.9
-[metrics]
-loggers = []
-[checkpoint]
-enable = true
-interval = 2
-async_mode = "disabled"
-[validation]
-enable = false
-local_batch_size = 4
-[forecast]
-period = ["2020-01-07", "2020-01-08T06"]
-num_steps = 5
-""")
-    train(load_checked(arguments(folder / "run")))
+    data = {"variables": VARIABLES, "forcings": ["toa_incident_solar_radiation"]}
+    data |= {"train_period": ["2020-01-01", "2020-01-06"]}
+    write_config(
+        folder,
+        path=write_archive(folder),
+        data=data | {"validation_period": ["2020-01-07", "2020-01-10"]},
+        training={"steps": 4, "ema_decay": 0.9},
+        checkpoint={"interval": 2, "async_mode": "disabled"},
+        validation={"local_batch_size": 4},
+        forecast={"period": ["2020-01-07", "2020-01-08T06"], "num_steps": 5},
+    )
+    run_train(*arguments(folder / "run"))
     return folder / "run"
 
 
 def write_archive(folder: Path) -> str:
     """Ten days of waves that travel east, on 6 x 8 points."""
     time = np.datetime64("2020-01-01", "ns") + np.arange(40) * np.timedelta64(6, "h")
-    latitude, longitude = np.arange(75.0, -76, -30.0), np.arange(0, 360, 45.0)
-    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(40)[:, None, None]
-    wave = np.cos(np.deg2rad(latitude))[None, :, None] * np.sin(2 * phase)  # (T, H, W)
+    wave = small_wave(40, size=1.0)  # (T, H, W)
     upper, surface = ("time", "level", "latitude", "longitude"), ("time", "latitude", "longitude")
     ds = xr.Dataset(
         {
@@ -83,36 +71,25 @@ def write_archive(folder: Path) -> str:
             "temperature": (upper, np.stack([250 + 9 * wave, 280 + 5 * wave], axis=1).astype("f4")),
             "2m_temperature": (surface, (288 - 7 * wave).astype("f4")),
         },
-        {"time": time, "level": [500, 850], "latitude": latitude, "longitude": longitude},
+        {"time": time, "level": [500, 850], "latitude": LATITUDE, "longitude": LONGITUDE},
     )
     ds["2m_temperature"].loc[EMPTY] = np.nan
     return zarr_chunked(folder / "wb.zarr", ds.drop_sel(time=np.datetime64("2020-01-08T12")), {"time": 1})
 
 
 def arguments(run: Path, *options: str) -> list[str]:
-    files = ["--job.config_file", str(run.parent / "tiny.toml"), "--job.dump_folder", str(run)]
-    return [*files, *options]
+    return run_options(run.parent / "tiny.toml", run, *options)
 
 
 def store(run: Path, path: Path, *options: str, code: int = 0) -> xr.Dataset:
     """The forecasts of a run made in this process."""
-    assert forecast.forecast(load_checked(arguments(run, "--forecast.path", str(path), *options))) == code
-    return xr.open_zarr(path).load()
+    return run_forecast(arguments(run), path, *options, code=code)
 
 
-def start(run: Path, path: Path, *options: str, ranks: int = 1) -> subprocess.Popen:
+def start(start_job, run: Path, path: Path, *options: str, ranks: int = 1) -> Job:
     """The same as a user starts it."""
-    launch = ["-m", "jobs.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [
-        sys.executable,
-        *launch,
-        "forecast.py",
-        *arguments(run, "--forecast.path", str(path), *options),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    words = ["--forecast.path", str(path), *options]
+    return start_job(run.parent / "tiny.toml", run, *words, command=started_by("forecast.py", ranks))
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -140,10 +117,6 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
     )
 
 
-def raise_error(error: Exception) -> None:
-    raise error
-
-
 def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventions(
     run, tmp_path, monkeypatch
 ):
@@ -151,7 +124,7 @@ def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventio
     plain = store(run, tmp_path / "forecast.zarr")
     words = arguments(run, "--forecast.path", str(path))
     with monkeypatch.context() as full, pytest.raises(UserError, match="start again"):
-        full.setattr(xr.Dataset, "to_netcdf", lambda *_, **options: raise_error(OSError(28, "No space left")))
+        full.setattr(xr.Dataset, "to_netcdf", Mock(side_effect=OSError(28, "No space left")))
         forecast.forecast(load_checked(words))
     dist.destroy_process_group()  # as the end of the process would
     assert forecast.forecast(load_checked(words)) == 0
@@ -169,44 +142,14 @@ def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventio
         forecast.forecast(load_checked(words))
 
 
-def plain_forecast(run: Path, part: str, num_steps: int) -> np.ndarray:
-    """(L, V, H, W) from 2020-01-07, written out: weights as they are stored, no module of the rollout."""
-    model = VisionTransformer(5, 4, (6, 8), Model("vit", (3, 4), 16, 2, 2))
-    stored = {f"{part}.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
-    folder = run / "checkpoints/step-00000004"
-    state_dict_loader.load(stored, checkpoint_id=str(folder), no_dist=True)  # type: ignore[arg-type]
-    model.load_state_dict({name.removeprefix(f"{part}."): t for name, t in stored.items()})
-    moments = np.load(run / "statistics.npz")
-    mean, std, change = (torch.tensor(moments[n])[:, None, None] for n in ("mean", "std", "change_std"))
-    analysis = xr.open_zarr(run.parent / "wb.zarr").sel(time="2020-01-07T00")
-    fields = [
-        analysis[name].sel(level=int(level)) if level else analysis[name]
-        for name, _, level in (variable.partition(":") for variable in VARIABLES)
-    ]
-    state = torch.tensor(np.stack([field.values for field in fields])).double()
-    latitude, longitude = (torch.tensor(analysis[name].values) for name in ("latitude", "longitude"))
-    seconds, states = 1578355200, []
-    for _ in range(num_steps):
-        sun = compute_forcings(["toa_incident_solar_radiation"], torch.tensor([seconds]), latitude, longitude)
-        inputs = torch.cat([((state - mean) / std)[None].float(), sun], dim=1)
-        patches = F.unfold(inputs, (3, 4), stride=(3, 4)).transpose(1, 2)
-        with torch.no_grad():
-            output = F.fold(model(patches).transpose(1, 2), (6, 8), (3, 4), stride=(3, 4))[0]
-        state, seconds = state + change * output, seconds + 6 * 3600
-        states.append(state)
-    return torch.stack(states).numpy()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_raw_weights_are_validated_beside_the_averaged_ones(run: Path, tmp_path: Path) -> None:
     """They are those of a run that averages nothing, to the bit."""
     options = ("--validation.enable=true", "--validation.plots=false", "--checkpoint.enable=false")
-    options += ("--job.config_file", str(run.parent / "tiny.toml"))
     scores = []
     for decay in ("0.9", "0"):
-        folder = tmp_path / decay
-        train(load_checked([*options, "--training.ema_decay", decay, "--job.dump_folder", str(folder)]))
-        scores.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
+        words = run_options(run.parent / "tiny.toml", tmp_path / decay, *options)
+        scores.append(run_train(*words, "--training.ema_decay", decay)[-1])
     averaged, plain = scores
     key = "geopotential:500@24h"
     assert averaged[f"val/rmse_raw_weights/{key}"] == plain[f"val/rmse/{key}"] != averaged[f"val/rmse/{key}"]
@@ -216,25 +159,34 @@ def test_raw_weights_are_validated_beside_the_averaged_ones(run: Path, tmp_path:
 def test_values_are_those_of_a_plain_loop(run, tmp_path):
     """Of the averaged weights, which the checkpoint has."""
     ds = store(run, tmp_path / "f.zarr", "--forecast.num_steps", "40")
-    expected, moments = plain_forecast(run, "ema", 40), np.load(run / "statistics.npz")
-    for v, variable in enumerate(VARIABLES):
+    analysis = xr.open_zarr(run.parent / "wb.zarr").sel(time="2020-01-07T00")
+
+    def field_of(variable: str, fields: xr.Dataset) -> np.ndarray:
         name, _, level = variable.partition(":")
-        got = ds[name].isel(time=0)
-        got = got.sel(level=int(level)) if level else got
-        np.testing.assert_allclose(got, expected[:, v], atol=2e-5 * moments["std"][v], rtol=1e-6)
+        return (fields[name].sel(level=int(level)) if level else fields[name]).values
+
+    def sun(lead: int) -> Tensor:
+        seconds = torch.tensor([1578355200 + lead * 6 * 3600])
+        axes = (torch.tensor(axis) for axis in (LATITUDE, LONGITUDE))
+        return compute_forcings(["toa_incident_solar_radiation"], seconds, *axes)[0]
+
+    start = [field_of(variable, analysis) for variable in VARIABLES]
+    expected, std = plain_forecast(run, (4, "ema"), [start], 40, sun), np.load(run / "statistics.npz")["std"]
+    for v, variable in enumerate(VARIABLES):
+        got = field_of(variable, ds.isel(time=0))
+        np.testing.assert_allclose(got, expected[:, v], atol=2e-5 * std[v], rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
+def test_killed_and_started_again_it_completes_what_is_missing(start_job, run, tmp_path):
     options = ["--forecast.num_steps", "60", "--validation.local_batch_size", "1"]
     store(run, tmp_path / "whole.zarr", *options)
     path = tmp_path / "killed.zarr"
-    process = start(run, path, *options)
+    job = start(start_job, run, path, *options)
     while not list(path.glob(".finished/*-000")):
-        assert process.poll() is None, process.communicate()
+        assert job.process.poll() is None, job.output
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    job.kill_all()
     done = [p.name for p in path.glob(".finished/*-000")]
     assert 1 <= len(done) < 6
     assert 0 < int(xr.open_zarr(path)["2m_temperature"].isnull().sum()) < 6 * 60 * 48  # opens as it is
@@ -247,15 +199,14 @@ def test_killed_and_started_again_it_completes_what_is_missing(run, tmp_path):
     assert (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns == written
 
 
-def test_two_ranks_forecast_what_one_does(run, tmp_path):
+def test_two_ranks_forecast_what_one_does(start_job, run, tmp_path):
     """Sharded over dates to the bit; over heads and tokens to rounding."""
     options = ["--validation.local_batch_size", "2"]
     layouts = {"dates": [], "grid": ["--parallelism.tensor_parallel_degree", "2"]}
-    jobs = {name: start(run, tmp_path / name, *options, *layout, ranks=2) for name, layout in layouts.items()}
+    jobs = {n: start(start_job, run, tmp_path / n, *options, *each, ranks=2) for n, each in layouts.items()}
     one = store(run, tmp_path / "one", *options)
     for name, job in jobs.items():
-        _, errors = job.communicate(timeout=120)
-        assert job.returncode == 0, errors.decode()
+        assert job.end() == 0, job.output
         xr.testing.assert_allclose(xr.open_zarr(tmp_path / name).load(), one, rtol=1e-5)
     assert files(tmp_path / "dates") == files(tmp_path / "one")
 
@@ -362,24 +313,18 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
         (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'"),
         (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
         (["--model.dim", "32"], "was trained with 16; take the config.toml of"),
-        (["--model.predict", "state"], "was trained with 'change'"),
-        (["--model.position", "sincos"], "was trained with 'learned'"),
         (["--forecast.perturbation", "-0.5"], "name 0 or more, or -1"),
     ],
 )
-def test_bad_input_is_one_line(run, tmp_path, capsys, options, message):
-    argv = ["forecast.py", *arguments(run, "--forecast.path", str(tmp_path / "f.zarr"), *options)]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(sys, "argv", argv)
-        forecast.main()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rossby: ")]
-    assert stop.value.code == 2 and len(lines) == 1 and message in lines[0]
+def test_bad_input_is_one_line(run, tmp_path, options, message):
+    words = arguments(run, "--forecast.path", str(tmp_path / "f.zarr"), *options)
+    ended = run_main(forecast.main, *words)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("rossby: ")]
+    assert ended.returncode == 2 and len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "f.zarr").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, monkeypatch):
     whole, path = store(run, tmp_path / "whole.zarr"), tmp_path / "f.zarr"
     write = forecast.ForecastStore.write_chunks
 
@@ -388,14 +333,11 @@ def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, mo
             raise OSError(28, "No space left on device")
         write(self, name, pairs, lead, fields)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+    with monkeypatch.context() as patch:
         patch.setattr(forecast.ForecastStore, "write_chunks", full)
-        patch.setattr(sys, "argv", ["forecast.py", *arguments(run, "--forecast.path", str(path))])
-        forecast.main()
-    torch.distributed.destroy_process_group()
-    assert stop.value.code == 1
-    error = capsys.readouterr().err
-    assert "rossby: [Errno 28] No space left on device; start it again" in error and "Traceback" not in error
+        ended = run_main(forecast.main, *arguments(run, "--forecast.path", str(path)))
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "rossby: [Errno 28] No space left on device; start it again" in ended.stderr
     assert len(list(path.glob(".finished/*"))) == 4
     xr.testing.assert_equal(store(run, path), whole)
 
@@ -405,7 +347,6 @@ def test_another_forecast_is_not_written_over(run, tmp_path):
     before = files(tmp_path / "f.zarr")
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
         store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
-    torch.distributed.destroy_process_group()
     assert files(tmp_path / "f.zarr") == before
 
 
@@ -414,12 +355,12 @@ def test_a_forecast_takes_the_kernel_of_its_run_on_the_same_kind_of_device(run, 
     """A GPU's kernel stopped a forecast on a CPU once."""
     options = ["--model.attention_backend", "auto", "--training.local_batch_size", "1"]
     folder = tmp_path / "run"
-    files = ["--job.config_file", str(run.parent / "tiny.toml"), "--job.dump_folder", str(folder)]
-    train(load_checked([*files, *options]))
+    words = run_options(run.parent / "tiny.toml", folder, *options)
+    run_train(*words)
     kept = json.loads((folder / "attention.json").read_text())
     backend = "math" if device == "cpu" else "cudnn"
     (folder / "attention.json").write_text(json.dumps(kept | {"backend": backend, "device": device}))
-    config = load_checked([*files, *options, "--validation.local_batch_size", "3"])
+    config = load_checked([*words, "--validation.local_batch_size", "3"])
     model = forecast.load_forecaster(config, forecast.open_data(config)).model.parts[0]
     torch.distributed.destroy_process_group()
     backends = {module.backend for module in model.modules() if isinstance(module, Kernel)}

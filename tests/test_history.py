@@ -1,24 +1,21 @@
 """A model that sees a window of states: forecasts, gradients, samples and refusals, written out here."""
 
-import json
 import logging
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 import xarray as xr
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 
 import forecast
 from checkpoints.initial_weights import Channels
 from checkpoints.trained_weights import Trained
-from config import Data, Model
+from config import Data
 from datasets.conditions import Conditions
 from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
@@ -26,12 +23,11 @@ from datasets.normalization import Normalizer
 from datasets.selection import open_selection
 from datasets.statistics import Statistics
 from errors import UserError
-from models.vit import VisionTransformer
 from tests import parity
+from tests.forecasts import plain_forecast
 from tests.parity import Layout, SmallRun, difference
-from tests.planned import run_train
-from tests.sample_archives import weatherbench
-from tests.started_jobs import LATITUDE, LONGITUDE, SMALL_MODEL, small_dataset
+from tests.planned import run_forecast, run_train
+from tests.started_jobs import LATITUDE, LONGITUDE, run_options, small_dataset, write_config
 from training.assembly import Fields
 from training.config_checks import load_checked
 from training.losses.spectral import amse
@@ -44,35 +40,20 @@ MISSING = np.datetime64("2020-02-05T12")  # a date that is not there
 EMPTY = np.datetime64("2020-02-06T18")  # V has no value there
 HOLED = np.datetime64("2020-02-03T06")  # V lacks a cell there
 STEP = np.timedelta64(6, "h")
-CONFIG = """
-[data]
-path = "{path}"
-variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-train_period = ["2020-01-01", "2020-01-31"]
-validation_period = ["2020-02-01", "2020-02-09"]
-history = 2
-"""
-CONFIG += f"""{SMALL_MODEL}
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 10
-[training]
-steps = 200
-local_batch_size = 8
-[metrics]
-log_freq = 100
-loggers = []
-[checkpoint]
-enable = true
-interval = 100
-async_mode = "disabled"
-[validation]
-lead_hours = [6, 12]
-plots = false
-[forecast]
-num_steps = 2
-"""
+SECTIONS: dict[str, Any] = {
+    "data": {
+        "train_period": ["2020-01-01", "2020-01-31"],
+        "validation_period": ["2020-02-01", "2020-02-09"],
+        "history": 2,
+    },
+    "optimizer": {"lr": 1e-2},
+    "lr_scheduler": {"warmup_steps": 10, "decay_type": "cosine"},
+    "training": {"steps": 200, "local_batch_size": 8},
+    "metrics": {"log_freq": 100},
+    "checkpoint": {"interval": 100, "async_mode": "disabled"},
+    "validation": {"enable": True, "lead_hours": [6, 12], "plots": False},
+    "forecast": {"num_steps": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,31 +65,18 @@ def config_file(tmp_path_factory) -> Path:
     ds = small_dataset({U: wave, V: 3 - 0.5 * wave})
     ds[V].loc[{"time": EMPTY}] = np.nan
     ds[V].loc[{"time": HOLED, "latitude": 45.0, "longitude": 90.0}] = np.nan
-    path = folder / "tiny.toml"
-    path.write_text(CONFIG.format(path=weatherbench(folder, ds.drop_sel(time=MISSING))))
-    return path
-
-
-def arguments(config_file: Path, folder: Path, *options: str) -> list[str]:
-    return ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options]
+    return write_config(folder, ds.drop_sel(time=MISSING), **SECTIONS)
 
 
 def run(config_file: Path, folder: Path, *options: str) -> dict[str, float]:
     """A training in this process; what its validation has found."""
-    run_train(*arguments(config_file, folder, *options))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    return run_train(*run_options(config_file, folder, *options))[-1]
 
 
 @pytest.fixture(scope="module")
 def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
     folder = tmp_path_factory.mktemp("trained") / "run"
     return folder, run(config_file, folder)
-
-
-def make_forecasts(config_file: Path, trained, path: Path, *options: str) -> tuple[int, xr.Dataset]:
-    words = arguments(config_file, trained[0], "--forecast.path", str(path), *options)
-    code = forecast.forecast(load_checked(words))
-    return code, xr.open_zarr(path).load()
 
 
 # -- the model, applied to itself
@@ -151,44 +119,21 @@ def test_two_states_say_where_a_standing_wave_goes(config_file, trained, tmp_pat
     assert alone[f"val/rmse/{U}"] > 0.8 * np.sin(FREQUENCY) * deviation
 
 
-def plain_forecast(folder: Path, archive: xr.Dataset, date: np.datetime64, num_steps: int) -> np.ndarray:
-    """(L, V, H, W) from a date, written out: weights as they are stored, no module of the rollout."""
-    model = VisionTransformer(4, 2, (6, 8), Model("vit", (3, 4), 16, 2, 2))
-    stored = {f"model.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
-    path = folder / "checkpoints/step-00000200"
-    state_dict_loader.load(stored, checkpoint_id=str(path), no_dist=True)  # type: ignore[arg-type]
-    model.load_state_dict({name.removeprefix("model."): t for name, t in stored.items()})
-    moments = np.load(folder / "statistics.npz")
-    mean, std, change = (torch.tensor(moments[n])[:, None, None] for n in ("mean", "std", "change_std"))
-
-    def normalised(when: np.datetime64) -> Tensor:
-        at = archive.sel(time=when)
-        return ((torch.tensor(np.stack([at[U].values, at[V].values])).double() - mean) / std).nan_to_num()
-
-    now, before, states = normalised(date), normalised(date - STEP), []
-    for _ in range(num_steps):
-        patches = F.unfold(torch.cat([now, before])[None].float(), (3, 4), stride=(3, 4)).transpose(1, 2)
-        with torch.no_grad():
-            output = F.fold(model(patches).transpose(1, 2), (6, 8), (3, 4), stride=(3, 4))[0]
-        now, before = now + change / std * output, now
-        states.append(now * std + mean)
-    return torch.stack(states).numpy()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, caplog) -> None:
     """From dates of which the newest state or the one before lacks a cell, too."""
     with caplog.at_level(logging.INFO, "datasets.selection"):
-        code, found = make_forecasts(config_file, trained, tmp_path / "f.zarr", "--forecast.num_steps", "4")
+        words = run_options(config_file, trained[0], "--forecast.num_steps", "4")
+        found = run_forecast(words, tmp_path / "f.zarr", code=1)
     archive = xr.open_zarr(config_file.parent / "wb.zarr")
     for date in (np.datetime64("2020-02-01"), HOLED, HOLED + STEP):
-        expected = plain_forecast(trained[0], archive, date, 4)
+        window = [[archive[n].sel(time=t).values for n in (U, V)] for t in (date, date - STEP)]
+        expected = plain_forecast(trained[0], (200, "model"), window, 4)
         for v, name in enumerate((U, V)):
             np.testing.assert_allclose(found[name].sel(time=date), expected[:, v], atol=1e-4)
     # Left out, and counted: the date after the one that is missing. Said at the end: what lacks V.
     assert len(found.time) == 36 - 1 - 1 and MISSING + STEP not in found.time.values
     assert "forecast.period: 1 dates left out: the data lack some of the data.history = 2" in caplog.text
-    assert code == 1
     wrong = found.time.values[found[U].isnull().all(("prediction_timedelta", "latitude", "longitude"))]
     assert (wrong == np.array([EMPTY, EMPTY + STEP], "M8[ns]")).all()
     said = " ".join(path.read_text() for path in sorted((tmp_path / "f.zarr/.finished").iterdir()))
@@ -196,7 +141,7 @@ def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, cap
 
 
 def test_members_differ_in_their_newest_state(config_file, trained) -> None:
-    config = load_checked(arguments(config_file, trained[0], "--forecast.num_members", "2"))
+    config = load_checked(run_options(config_file, trained[0], "--forecast.num_members", "2"))
     selection = forecast.open_data(config)
     statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
     chosen = np.array([[7, 6], [8, 7]])
@@ -215,21 +160,19 @@ def test_another_history_is_another_model(config_file, trained, tmp_path) -> Non
     with pytest.raises(UserError, match=message):
         run(config_file, trained[0], "--data.history", "1")
     with pytest.raises(UserError, match=r"data.history = 1: .* was trained with 2; take the config"):
-        make_forecasts(config_file, trained, tmp_path / "f.zarr", "--data.history", "1")
-    dist.destroy_process_group()
+        run_forecast(run_options(config_file, trained[0], "--data.history", "1"), tmp_path / "f.zarr")
 
 
 def test_a_wanted_date_without_its_past_is_named(config_file, trained, tmp_path) -> None:
-    options = ("--forecast.interval_hours", "6", "--forecast.period")
+    words, path = run_options(config_file, trained[0], "--forecast.period"), tmp_path / "f.zarr"
     with pytest.raises(UserError, match=r"can start from 2020-02-05T18:00:00: .*data.history = 2"):
-        make_forecasts(config_file, trained, tmp_path / "f.zarr", *options, '["2020-02-05T18", "2020-02-06"]')
+        run_forecast([*words, '["2020-02-05T18", "2020-02-06"]', "--forecast.interval_hours", "6"], path)
     with pytest.raises(UserError, match=r"forecast.period = .*no forecast can start from 2020-01-01"):
-        words = ("--forecast.period", '["2020-01-01", "2020-01-01T00"]')
-        make_forecasts(config_file, trained, tmp_path / "f.zarr", *words)
+        run_forecast([*words, '["2020-01-01", "2020-01-01T00"]'], path)
 
 
 def test_no_window_in_a_period(config_file) -> None:
-    data = load_checked(arguments(config_file, Path("unused"))).data
+    data = load_checked(run_options(config_file, Path("unused"))).data
     short = replace(data, train_period=("2020-01-01", "2020-01-01T18"), history=4)
     with pytest.raises(UserError, match="data.train_period: none of its 4 dates has another 6 hours later"):
         open_selection(short, (1, 1), ())
@@ -239,7 +182,7 @@ def test_no_window_in_a_period(config_file) -> None:
 
 
 def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> None:
-    data: Data = load_checked(arguments(config_file, Path("unused"))).data
+    data: Data = load_checked(run_options(config_file, Path("unused"))).data
     for history in (1, 2, 3):
         selection = open_selection(replace(data, history=history), (1, 1), ())
         times, empty = selection.archive.times, selection.archive.index(EMPTY)
@@ -275,6 +218,7 @@ def test_channels_have_names() -> None:
 
 # -- gradients
 
+THIRDS = [1 / 3] * 3
 MEAN, STD, CHANGE = (1.0, -2.0, 0.5), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0)
 
 
@@ -341,22 +285,22 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
     ("layout", "settings", "shares"),
     [
         (Layout(history=2), {}, [1.0]),
-        (Layout(history=2, rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(history=3, rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(history=2, rollout=3, unet=True), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(history=2, rollout=3, roles=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3), {}, THIRDS),
+        (Layout(history=3, rollout=3), {}, THIRDS),
+        (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, THIRDS),
+        (Layout(history=2, rollout=3, unet=True), {}, THIRDS),
+        (Layout(history=2, rollout=3, roles=True), {}, THIRDS),
         (Layout(boundary=True), {}, [1.0]),
-        (Layout(history=2, rollout=3, boundary=True), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(rollout=3, roles=True, boundary=True), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(rollout=3), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(history=2, rollout=3, boundary=True), {}, THIRDS),
+        (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), {}, THIRDS),
+        (Layout(rollout=3, roles=True, boundary=True), {}, THIRDS),
+        (Layout(rollout=3), {}, THIRDS),
         (Layout(rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
         (Layout(rollout=3, model=(("predict", "state"),)), {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
-        (Layout(rollout=3), {"spectral_fraction": 0.7}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), {}, [1 / 3, 1 / 3, 1 / 3]),
-        (Layout(rollout=3, conserve=True), {}, [1 / 3, 1 / 3, 1 / 3]),
+        (Layout(rollout=3), {"spectral_fraction": 0.7}, THIRDS),
+        (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), {}, THIRDS),
+        (Layout(rollout=3, conserve=True), {}, THIRDS),
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, settings, shares) -> None:

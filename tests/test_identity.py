@@ -12,14 +12,13 @@ import xarray as xr
 import zarr
 
 import evaluate
-import forecast
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
 from errors import ConfigError, DataError, UserError
 from planning.start_checks import open_checked
-from tests.planned import run_train
+from tests.planned import run_forecast, run_train
 from tests.sample_archives import weatherbench
-from tests.started_jobs import SMALL_MODEL, small_dataset, small_wave
+from tests.started_jobs import run_options, small_dataset, small_wave, write_config
 from training.config_checks import load_checked
 from training.run_folder import lock_folder
 
@@ -30,41 +29,21 @@ def waves(num_dates: int = 80) -> xr.Dataset:
     return small_dataset({NAMES[0]: small_wave(num_dates), NAMES[1]: small_wave(num_dates, 3, 5.0)})
 
 
-CONFIG = """
-[data]
-path = "{path}"
-variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-train_period = ["2020-01-01", "2020-01-12"]
-"""
-CONFIG += f"""{SMALL_MODEL}
-[lr_scheduler]
-warmup_steps = 2
-decay_type = "constant"
-[training]
-steps = 4
-local_batch_size = 2
-[metrics]
-log_freq = 1
-loggers = []
-[checkpoint]
-enable = true
-interval = 2
-async_mode = "disabled"
-[validation]
-enable = false
-"""
+SECTIONS: dict[str, Any] = {
+    "data": {"train_period": ["2020-01-01", "2020-01-12"]},
+    "lr_scheduler": {"warmup_steps": 2},
+    "training": {"steps": 4},
+    "checkpoint": {"interval": 2, "async_mode": "disabled"},
+}
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """(options of a run of 4 steps that has ended, its folder, its data); no test changes them."""
     folder = tmp_path_factory.mktemp("identity")
-    path = weatherbench(folder, waves())
-    config = folder / "tiny.toml"
-    config.write_text(CONFIG.format(path=path))
-    options = ["--job.config_file", str(config), "--job.dump_folder", str(folder / "run")]
+    options = run_options(write_config(folder, waves(), **SECTIONS), folder / "run")
     run_train(*options)
-    return options, folder / "run", Path(path)
+    return options, folder / "run", folder / "wb.zarr"
 
 
 @pytest.fixture
@@ -73,10 +52,8 @@ def trained(ended, tmp_path):
     options, folder, path = ended
     shutil.copytree(folder, tmp_path / "run")
     shutil.copytree(path, tmp_path / "wb.zarr")
-    config = tmp_path / "tiny.toml"
-    config.write_text(CONFIG.format(path=tmp_path / "wb.zarr"))
-    copied = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
-    return copied, tmp_path / "run", tmp_path / "wb.zarr"
+    copied = [*options[:2], "--data.path", str(tmp_path / "wb.zarr"), "--job.dump_folder"]
+    return [*copied, str(tmp_path / "run")], tmp_path / "run", tmp_path / "wb.zarr"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -115,19 +92,15 @@ def test_another_meaning_is_refused_before_a_byte_changes(ended, key, value, was
         open_checked(load_checked(words))
 
 
-def test_other_data_under_the_same_dates_are_refused(trained):
+def test_other_data_under_the_same_dates_and_other_units_are_refused(trained):
     options, folder, path = trained
     before = contents(folder)
-    array: Any = zarr.open_group(str(path), mode="r+")[NAMES[0]]
-    array[20:22] = array[20:22] + 3
+    store: Any = zarr.open_group(str(path), mode="r+")
+    store[NAMES[0]][20:22] = store[NAMES[0]][20:22] + 3
     with pytest.raises(DataError, match="mean of 10m_u_component_of_wind is .* here and was"):
         run_train(*options, "--training.steps", "6")
     assert contents(folder) == before
-
-
-def test_other_units_are_refused(trained):
-    options, _, path = trained
-    zarr.open_group(str(path), mode="r+")[NAMES[1]].attrs["units"] = "K"
+    store[NAMES[1]].attrs["units"] = "K"
     zarr.consolidate_metadata(str(path), zarr_format=2)
     with pytest.raises(DataError, match="10m_v_component_of_wind.*: its units 'K' cannot be .*'m s-1'"):
         run_train(*options, "--training.steps", "6")
@@ -143,10 +116,8 @@ def test_what_may_change_is_said_in_one_line(trained, caplog):
 
 
 def test_data_that_have_grown_keep_the_statistics(tmp_path):
-    config = tmp_path / "tiny.toml"
-    text = CONFIG.replace('train_period = ["2020-01-01", "2020-01-12"]\n', "")
-    config.write_text(text.format(path=weatherbench(tmp_path, waves(60))))
-    options = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
+    config = write_config(tmp_path, waves(60), **SECTIONS)
+    options = run_options(config, tmp_path / "run", "--data.train_period", "[]")
     run_train(*options)
     before = (tmp_path / "run/statistics.npz").read_bytes()
     shutil.rmtree(tmp_path / "wb.zarr")
@@ -159,7 +130,7 @@ def test_data_that_have_grown_keep_the_statistics(tmp_path):
 
 def test_fine_tuning_needs_the_same_model(ended, tmp_path):
     options, folder, _ = ended
-    fresh = ["--job.config_file", options[1], "--job.dump_folder", str(tmp_path / "fine")]
+    fresh = [*options, "--job.dump_folder", str(tmp_path / "fine")]
     fresh += ["--checkpoint.initial_load_path", str(folder)]
     for key, value in (("num_layers", "1"), ("num_heads", "4"), ("predict", "state")):
         with pytest.raises(ConfigError, match=f"model.{key} = .*was trained with.*initial_load_path"):
@@ -182,7 +153,7 @@ def test_evaluating_changes_nothing_of_the_run(trained, capsys):
     """Not even with other variables, whose statistics are others."""
     options, folder, _ = trained
     period = ["--forecast.period", '["2020-01-13", "2020-01-14"]', "--forecast.num_steps", "2"]
-    assert forecast.forecast(load_checked([*options, *period])) == 0
+    run_forecast(options, folder / "forecast.zarr", *period)
     before = contents(folder)
     argv = [*options, "--data.variables", '["10m_v_component_of_wind"]', "--baselines", "damped_persistence"]
     own, rest = evaluate.parse_options(argv)

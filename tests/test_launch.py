@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from errors import ConfigError
-from parallelisms.degrees import check_processes
 from tests.started_jobs import ROOT, losses, write_config
 
 TORCHRUN = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "2"]
@@ -171,9 +169,3 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_
     undisturbed = start_job(config_file, tmp_path / "undisturbed", *options, NGPU="2")
     assert undisturbed.end() == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")
-
-
-def test_more_processes_than_fit_the_machine_are_refused():
-    for number in (10**9, 10**5):
-        with pytest.raises(ConfigError, match=rf"NGPU = {number}: processes on a machine of .* GiB; at most"):
-            check_processes("NGPU", number)

@@ -1,46 +1,33 @@
 """Limited areas: weather enters through the boundary, which is neither predicted nor scored."""
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 
-import forecast
 from datasets.grid import global_grid
 from datasets.normalization import boundary_cells
 from errors import ConfigError
 from evaluate import main as evaluate
 from planning.start_checks import check_boundary
-from tests.sample_archives import weatherbench
-from train import train
-from training.config_checks import load_checked
+from tests.planned import run_export, run_forecast, run_main, run_train
+from tests.started_jobs import records, run_options, write_config
 
 WIND, WIDTH, STEPS, NUM_DATES = "10m_u_component_of_wind", 2, 6, 200
-CONFIG = """
-[data]
-path = "{path}"
-variables = ["10m_u_component_of_wind"]
-train_period = ["2020-01-01", "2020-02-09"]
-validation_period = ["2020-02-10", "2020-02-18"]
-[model]
-name = "unet"
-width = 8
-levels = 1
-[optimizer]
-lr = 1e-2
-[training]
-steps = 300
-local_batch_size = 8
-[validation]
-lead_hours = [6, 36]
-plots = false
-[metrics]
-loggers = []
-"""
+SECTIONS: dict[str, Any] = {
+    "data": {
+        "train_period": ["2020-01-01", "2020-02-09"],
+        "validation_period": ["2020-02-10", "2020-02-18"],
+    },
+    "model": {"name": "unet", "width": 8, "levels": 1},
+    "optimizer": {"lr": 1e-2},
+    "lr_scheduler": {"warmup_steps": 100, "decay_type": "cosine"},
+    "training": {"steps": 300, "local_batch_size": 8},
+    "validation": {"enable": True, "lead_hours": [6, 36], "plots": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +40,12 @@ def folder(tmp_path_factory) -> Path:
     axes = {"time": np.datetime64("2020-01-01", "ns") + np.arange(NUM_DATES) * np.timedelta64(6, "h")}
     axes |= {"latitude": latitude, "longitude": longitude}
     data = xr.Dataset({WIND: (tuple(axes), np.stack(dates).astype("f4"))}, axes)
-    (folder / "area.toml").write_text(CONFIG.format(path=weatherbench(folder, data)))
+    write_config(folder, data, **SECTIONS)
     return folder
 
 
 def options(folder: Path, width: int) -> list[str]:
-    words = ["--job.config_file", str(folder / "area.toml"), "--job.dump_folder", str(folder / f"run{width}")]
-    return [*words, "--data.boundary_width", str(width)]
+    return run_options(folder / "tiny.toml", folder / f"run{width}", "--data.boundary_width", str(width))
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +53,11 @@ def stores(folder: Path) -> dict[int, xr.DataArray]:
     """Width of the boundary -> forecasts (time, lead, latitude, longitude) of a run with it."""
     found = {}
     for width in (0, WIDTH):
-        train(load_checked(options(folder, width)))
+        run_train(*options(folder, width))
         words = ["--forecast.num_steps", str(STEPS), "--forecast.period", '["2020-02-10", "2020-02-15"]']
-        assert forecast.forecast(load_checked([*options(folder, width), *words])) == 0
-        found[width] = xr.open_zarr(folder / f"run{width}/forecast.zarr")[WIND]
+        found[width] = run_forecast(options(folder, width), folder / f"run{width}/forecast.zarr", *words)[
+            WIND
+        ]
     return found
 
 
@@ -90,7 +77,7 @@ def test_weather_enters_through_the_boundary(folder: Path, stores) -> None:
     assert errors[WIDTH][0] < 0.3 and errors[WIDTH][-1] < 0.6 * errors[0][-1]
 
 
-def test_scores_are_of_what_lies_inside(folder: Path, stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_of_what_lies_inside(folder: Path, stores) -> None:
     store = stores[WIDTH]
     inside = (slice(None), 5, slice(WIDTH, -WIDTH), slice(WIDTH, -WIDTH))
     squares = np.square(store.values - truth_of(folder, store))[inside]
@@ -98,21 +85,16 @@ def test_scores_are_of_what_lies_inside(folder: Path, stores, monkeypatch: pytes
     expected = np.sqrt((squares.mean((0, 2)) * -np.diff(edges)).sum() / -np.diff(edges).sum())
     own = ["--forecast", f"model={folder / f'run{WIDTH}/forecast.zarr'}", "--output", str(folder / "scores")]
     words = [*options(folder, WIDTH), *own, "--baselines", "persistence"]
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *words])
-    with pytest.raises(SystemExit) as ended:
-        evaluate()
-    assert not ended.value.code
+    assert not run_main(evaluate, *words).returncode
     scores = xr.open_dataset(folder / "scores/scores.nc")[WIND].sel(forecast="model", metric="rmse")
     assert float(scores.sel(region="global")[-1]) == pytest.approx(expected, rel=1e-4)
-    lines = (folder / f"run{WIDTH}/metrics.jsonl").read_text().splitlines()
-    record = next(each for each in map(json.loads, reversed(lines)) if "val/loss" in each)
+    record = next(each for each in reversed(records(folder / f"run{WIDTH}")) if "val/loss" in each)
     assert record[f"val/rmse/{WIND}@36h"] == pytest.approx(expected, rel=0.2)  # of some dates more
 
 
-def test_the_exported_step_takes_the_boundary(folder: Path, stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exported_step_takes_the_boundary(folder: Path, stores) -> None:
     target = folder / "model"
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *options(folder, WIDTH), "--export", str(target)])
-    forecast.main()
+    run_export(options(folder, WIDTH), target)
     step, store = torch.export.load(target / "model.pt2").module(), stores[WIDTH]
     truth = xr.open_zarr(folder / "wb.zarr")[WIND]
     fields = torch.from_numpy(truth.sel(time=store.time.values[:2]).values)
@@ -130,6 +112,6 @@ def test_the_exported_step_takes_the_boundary(folder: Path, stores, monkeypatch:
 )
 def test_what_cannot_be_is_refused(folder: Path, more: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        train(load_checked([*options(folder, WIDTH), *more]))
+        run_train(*options(folder, WIDTH), *more)
     with pytest.raises(ConfigError, match="data.boundary_width"):
         check_boundary(WIDTH, global_grid((16, 32)))

@@ -1,15 +1,12 @@
 """The sampler is a function of (seed, step); the loader adds nothing to it."""
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 
-from datasets.archive import open_archive
 from datasets.field_dataset import MemoryArchive, cache_if_small
 from datasets.loader import EvaluationSampler, FieldDataset, TrainLoader, TrainSampler
-from tests.sample_archives import NAMES, analyses, values, weatherbench
+from tests.sample_archives import NAMES, analyses, values
 
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
@@ -39,11 +36,6 @@ def test_evaluation_visits_every_sample_once_on_any_number_of_ranks():
             seen = sorted(i for s in samplers for batch in s for i in batch if i >= 0)
             assert seen == list(range(num_samples))
             assert len({len(s) for s in samplers}) == 1  # none waits for another
-
-
-@pytest.fixture
-def archive(tmp_path):
-    return open_archive(weatherbench(tmp_path, analyses()))
 
 
 SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
@@ -80,10 +72,3 @@ def test_resumed_loader_continues_the_sequence(archive, num_workers, cached):
     whole = first_batches(archive, 0, step=0, count=7)
     rest = first_batches(source, num_workers, step=4, count=3)
     assert all(torch.equal(a, b) for a, b in zip(whole[8:], rest, strict=True))
-
-
-def test_a_dataset_can_be_sent_to_a_loader_process(archive):
-    dataset = pickle.loads(pickle.dumps(FieldDataset(archive, NAMES, SAMPLES)))
-    assert torch.equal(
-        dataset.__getitems__([0])[0].nan_to_num(), torch.from_numpy(values(analyses())[:2])[None].nan_to_num()
-    )

@@ -21,10 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config import Config, Job, Training
 from config import Metrics as Settings
 from errors import ConfigError
-from tests.started_jobs import ROOT, losses, write_config
+from tests.planned import run_train
+from tests.started_jobs import ROOT, losses, run_options, write_config
 from tests.test_metrics import CONTRACT
-from train import train
-from training.config_checks import load_checked
 from training.loggers.opening import EXTRAS, Loggers, check_loggers, open_loggers
 from training.loggers.stored_run import StoredRun
 from training.loggers.tensorboard import Logger as TensorBoard
@@ -127,13 +126,12 @@ def resumed(tmp_path_factory) -> Path:
     pytest.importorskip("mlflow", reason="requirements-extras.txt")
     folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
-    options = ["--job.config_file", str(config), "--job.dump_folder", str(run), "--checkpoint.interval", "4"]
-    loggers = ['--metrics.loggers=["wandb", "mlflow"]']
+    options = run_options(config, run, "--checkpoint.interval", "4", '--metrics.loggers=["wandb", "mlflow"]')
     options += ["--validation.enable", "--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
-    train(load_checked([*options, *loggers, "--training.steps", "6"]))
+    run_train(*options, "--training.steps", "6")
     shutil.rmtree(run / "checkpoints/step-00000006")
-    train(load_checked([*options, *loggers, "--training.steps", "8"]))
+    run_train(*options, "--training.steps", "8")
     assert sorted(losses(run)) == list(range(1, 9))
     return run
 

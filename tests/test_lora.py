@@ -1,15 +1,12 @@
 """Adapters: what they compute and train, what a run with them starts from, and merged, plain weights."""
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-import xarray as xr
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -27,8 +24,8 @@ from models.registry import build_model
 from models.weather_model import WeatherModel
 from planning.dry_run import dry_run
 from tests.parity import TABLE, Layout, SmallRun, config_of, difference, full, reference_of
+from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import write_config
-from train import train
 from training.config_checks import load_checked
 
 
@@ -109,16 +106,10 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
     ("options", "message"),
     [
         ([], "lora.enable = True: adapts a trained model; name its run in checkpoint.initial_load_path"),
-        (
-            ["--model.name", "unet"],
-            'adapts the matrices of a ViT, and model.name = "unet" has none',
-        ),
+        (["--model.name", "unet"], 'adapts the matrices of a ViT, and model.name = "unet" has none'),
         (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
         (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
-        (
-            ["--lora.also_train", '["modulation"]'],
-            "this model has no modulation that could train",
-        ),
+        (["--lora.also_train", '["modulation"]'], "this model has no modulation that could train"),
         (["--lora.base_dtype", "int8"], "lora.base_dtype: the key was removed; adapt matrices in float32"),
     ],
 )
@@ -129,11 +120,7 @@ def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) ->
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-SETTINGS = {
-    "Muon": {"name": "Muon"},
-    "LAMB": {"name": "LAMB"},
-    "averages": {"ema_decay": 0.9},
-}
+SETTINGS = {"Muon": {"name": "Muon"}, "LAMB": {"name": "LAMB"}, "averages": {"ema_decay": 0.9}}
 
 
 def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
@@ -153,8 +140,7 @@ def test_ways_to_update_under_fsdp_and_tensor_parallelism(ranks, name: str) -> N
     layout = replace(TABLE["lora, fsdp 2 x tp 2"], model=(("dim", 128),))
     expected = ranks(1).run(weights_after, reference_of(layout), SETTINGS[name])[0]
     got = ranks(4).run(weights_after, layout, SETTINGS[name])[0]
-    # An 8-bit code at the border of two goes either way.
-    assert difference(got, expected)[0] < (1e-2 if "int8" in name else 1e-4)
+    assert difference(got, expected)[0] < 1e-4
 
 
 def save(folder: Path, layout: Layout, seed: int) -> None:
@@ -207,7 +193,7 @@ def base(tmp_path_factory) -> list[str]:
     """Options of a short run that has ended, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp("base")
     options = ["--job.config_file", str(write_config(folder))]
-    train(load_checked([*options, "--job.dump_folder", str(folder / "base"), *BASE]))
+    run_train(*options, "--job.dump_folder", str(folder / "base"), *BASE)
     return options
 
 
@@ -221,16 +207,14 @@ def adapted_options(base: list[str], folder: Path, *options: str) -> list[str]:
 def adapt(base: list[str], folder: Path, *options: str) -> list[str]:
     """The same, and the run has taken them."""
     chosen = adapted_options(base, folder, *options)
-    train(load_checked(chosen))
+    run_train(*chosen)
     return chosen
 
 
 def refused(options: list[str], message: str) -> None:
     """A run that starts its ranks and ends in one line."""
     with pytest.raises(ConfigError, match=message):
-        train(load_checked(options))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        run_train(*options)
 
 
 def tensors(run: Path, step: int = 4) -> dict[str, Tensor]:
@@ -243,9 +227,7 @@ def tensors(run: Path, step: int = 4) -> dict[str, Tensor]:
 
 def forecast_of(options: list[str], target: Path) -> np.ndarray:
     period = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "3"]
-    assert forecast.forecast(load_checked([*options, *period, "--forecast.path", str(target)])) == 0
-    with xr.open_zarr(target) as store:
-        return store["10m_u_component_of_wind"].values
+    return run_forecast(options, target, *period)["10m_u_component_of_wind"].values
 
 
 def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path) -> None:
@@ -258,9 +240,8 @@ def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path) -> No
     assert ours["model.blocks.0.attention.qkv.lora_b"].abs().max() > 0
     kept = {each.split(".")[-2] for each in ours if each.startswith("optimizer.")}
     assert kept == {"lora_a", "lora_b"} == {each.split(".")[-1] for each in ours if each.startswith("ema.")}
-    train(load_checked([*options, "--training.steps", "7"]))
-    whole = adapt(base, tmp_path / "whole", "--training.steps", "7")
-    assert whole
+    run_train(*options, "--training.steps", "7")
+    adapt(base, tmp_path / "whole", "--training.steps", "7")
     stopped, through = tensors(tmp_path / "run", 7), tensors(tmp_path / "whole", 7)
     assert stopped.keys() == through.keys()
     for each in stopped:
@@ -273,10 +254,9 @@ def test_other_adapters_do_not_resume(base, tmp_path: Path, change: tuple[str, s
     refused([*options, "--training.steps", "6", f"--lora.{change[0]}={change[1]}"], f"lora.{change[0]}")
 
 
-def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path, monkeypatch) -> None:
+def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path) -> None:
     options = adapt(base, tmp_path / "run", "--optimizer.lr", "0.05")
-    monkeypatch.setattr(sys, "argv", ["forecast.py", *options, "--export", str(tmp_path / "merged")])
-    forecast.main()
+    run_export(options, tmp_path / "merged")
     plain = [*base, "--job.dump_folder", str(tmp_path / "merged")]
     expected = forecast_of(options, tmp_path / "adapted.zarr")
     got = forecast_of(plain, tmp_path / "merged.zarr")
@@ -288,7 +268,7 @@ def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path
         assert not any("lora" in name for name in file.keys())
     # Training goes on from it, and from nothing else that a run with adapters leaves.
     more = ["--training.steps", "1", "--job.dump_folder", str(tmp_path / "on")]
-    train(load_checked([*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged")]))
+    run_train(*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged"))
     more[-1] = str(tmp_path / "refused")
     unmerged = ["--checkpoint.initial_load_path", str(tmp_path / "run")]
     refused([*base, *more, *unmerged], "its weights work only with their adapters")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,11 +30,8 @@ SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size
 
 
 def workload(world: int = 1, /, **options: str) -> Workload:
-    os.environ["WORLD_SIZE"] = str(world)
-    try:
+    with patch.dict(os.environ, WORLD_SIZE=str(world)):
         return workload_of(configuration(**options), world, GRID, 7)
-    finally:
-        del os.environ["WORLD_SIZE"]
 
 
 def configuration(**options: str):
@@ -142,12 +140,9 @@ def test_states_of_a_shard_by_hand():
 
 
 def vit1b(degrees: Degrees, **changes: object) -> Workload:
-    os.environ["WORLD_SIZE"] = str(degrees.world)
-    try:
+    with patch.dict(os.environ, WORLD_SIZE=str(degrees.world)):
         config = load_checked(["--job.config_file=train_configs/vit1b.toml"])
         work = workload_of(config, degrees.world, (1024, 2048), 17)
-    finally:
-        del os.environ["WORLD_SIZE"]
     return work.replace(degrees=degrees, **changes)
 
 

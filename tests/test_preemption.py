@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from errors import ConfigError
 from jobs.hang_report import process_state
 from jobs.preemption import EXIT_SAVED, Agreement, started_at
 from jobs.watchdog import Watchdog
-from tests.distributed import Ranks
-from tests.started_jobs import last_step, losses, write_config
+from tests.started_jobs import last_step, losses, run_options, write_config
 from train import train
 from training.config_checks import load_checked
 
@@ -30,13 +28,6 @@ def test_wall_time(text, seconds):
 def test_wall_time_of_another_form_is_one_line(text):
     with pytest.raises(ValueError, match="training.max_wall_time = "):
         load_checked(["--training.max_wall_time", text])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks(2)
-    yield group
-    group.stop()
 
 
 def boundaries_with_a_signal() -> list[str]:
@@ -60,7 +51,7 @@ def boundaries_with_a_signal() -> list[str]:
 
 def test_all_ranks_stop_at_the_same_step(ranks):
     expected = ["", "", "", "SIGUSR1 on rank 1"]
-    assert ranks.run(boundaries_with_a_signal) == [expected, expected]
+    assert ranks(2).run(boundaries_with_a_signal) == [expected, expected]
 
 
 def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
@@ -74,12 +65,11 @@ def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    options = ["--training.max_wall_time", "1:00:00", f"--checkpoint.enable={str(saves).lower()}"]
+    options = run_options(write_config(tmp_path), tmp_path / "run", "--training.max_wall_time", "1:00:00")
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            train(load_checked([*files, *options]))
+            train(load_checked([*options, f"--checkpoint.enable={str(saves).lower()}"]))
     finally:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)  # a run that leaves ignores them

@@ -2,8 +2,6 @@
 refused in one line.
 """
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import forecast
 from checkpoints.identity import Identity, meaning, plain
 from command_line import load_config
 from config import Config, Data, Model, Parallelism
@@ -19,8 +16,8 @@ from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.registry import CONTEXT, HARMLESS, MODELS, Registered, build_model
 from models.weather_model import GridModel, TokenModel, WeatherModel
-from tests.started_jobs import write_config
-from train import train
+from tests.planned import run_forecast, run_train
+from tests.started_jobs import run_options, write_config
 from training.config_checks import check, load_checked
 
 GRID = (13, 32)  # rows that nothing divides
@@ -88,9 +85,6 @@ def test_a_removed_kind_is_one_line(tmp_path: Path, key: str, value: str) -> Non
     with pytest.raises(ConfigError, match=f"its model.{key} = '{value}' was removed") as caught:
         Identity(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_an_adapted_base_of_a_removed_type_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[lora]\nenable = true\nbase_dtype = "int8"\n')
     with pytest.raises(ConfigError, match="its lora.base_dtype = 'int8' was removed; adapt matrices"):
         Identity(tmp_path)
@@ -117,11 +111,6 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
     )
     with pytest.raises(ConfigError, match=message):
         check(config)
-
-
-def test_a_configuration_is_read_without_torch() -> None:
-    command = "import sys, command_line; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
 
 OUTSIDE = """
@@ -169,9 +158,11 @@ def test_a_model_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """It trains, forecasts, is part of the identity, and cannot be split in ways that it does not name."""
     (tmp_path / "their_models.py").write_text(OUTSIDE)
     monkeypatch.syspath_prepend(tmp_path)
-    words = [*write_options(tmp_path), "--model.name", "their_models:build", "--training.steps", "3"]
-    train(load_checked(words))
-    assert forecast.forecast(load_checked([*words, "--forecast.num_steps", "1"])) == 0
+    words = run_options(write_config(tmp_path), tmp_path / "run")
+    words += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
+    words += ["--model.name", "their_models:build", "--training.steps", "3"]
+    run_train(*words)
+    run_forecast(words, tmp_path / "f.zarr", "--forecast.num_steps", "1")
     for name, reason in (
         ("their_models:other", "no attribute 'other'"),
         ("no_models:build", "No module named"),
@@ -183,8 +174,3 @@ def test_a_model_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         check(replace(load_checked(words), parallelism=Parallelism(tensor_parallel_degree=2)))
     with pytest.raises(ConfigError, match="a Linear, not a GridModel"):
         build_model(Model("their_models:build_linear"), 3, 2, GRID, True)
-
-
-def write_options(folder: Path) -> list[str]:
-    config = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
-    return [*config, "--data.validation_period", '["2020-01-10", "2020-01-10"]']

@@ -82,12 +82,6 @@ def test_overlaps_add_up_to_the_cells():
     np.testing.assert_allclose(columns.sum(0), 0.25, rtol=1e-9)
 
 
-def test_same_grid_is_the_identity():
-    for grid in GRIDS:
-        field = np.random.default_rng(1).normal(size=grid.shape)
-        np.testing.assert_allclose(regrid(field, grid, grid), field, rtol=1e-12)
-
-
 def test_nan_only_where_nothing_valid_lies_below():
     source, target = globe(8, 16), globe(4, 8)
     field = np.ones(source.shape)

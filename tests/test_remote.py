@@ -10,19 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import forecast
 from command_line import to_toml
 from datasets import remote
 from datasets.archive import open_archive
 from datasets.options import parse_storage_options
 from datasets.remote import Access
 from errors import ConfigError, DataError, without_secrets
+from tests.planned import run_forecast, run_train
 from tests.s3_server import S3Server
 from tests.sample_archives import NAMES, analyses, values, weatherbench, zarr3
-from tests.started_jobs import SMALL_MODEL, records
+from tests.started_jobs import run_options, write_config
 from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
-from train import train
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
 from verification.forecast_layouts import open_forecast
@@ -77,44 +76,32 @@ def test_a_missing_chunk_is_missing_there_too(server):
     assert np.isnan(found[2]).all() and np.isfinite(found[[0, 1, 3, 4]]).all()
 
 
-def configuration(folder: Path, run: Path, *options: str) -> list[str]:
-    path = folder / "tiny.toml"
-    path.write_text(f"""
-[data]
-variables = ["geopotential:500", "2m_temperature"]
-train_period = ["2020-01-01", "2020-01-06"]
-validation_period = ["2020-01-07", "2020-01-10"]
-cache_gib = 0.0
-{SMALL_MODEL}
-[training]
-steps = 3
-local_batch_size = 4
-[metrics]
-log_freq = 1
-loggers = []
-[checkpoint]
-enable = true
-async_mode = "disabled"
-[validation]
-lead_hours = [6]
-plots = false
-[forecast]
-period = ["2020-01-07", "2020-01-07T06"]
-num_steps = 20
-""")
-    return ["--job.config_file", str(path), "--job.dump_folder", str(run), *options]
+def configuration(folder: Path, run: Path, path: str) -> list[str]:
+    file = write_config(
+        folder,
+        path=path,
+        data={
+            "variables": ["geopotential:500", "2m_temperature"],
+            "train_period": ["2020-01-01", "2020-01-06"],
+            "validation_period": ["2020-01-07", "2020-01-10"],
+            "cache_gib": 0.0,
+        },
+        training={"steps": 3, "local_batch_size": 4},
+        checkpoint={"async_mode": "disabled"},
+        validation={"enable": True, "lead_hours": [6], "plots": False},
+        forecast={"period": ["2020-01-07", "2020-01-07T06"], "num_steps": 20},
+    )
+    return run_options(file, run)
 
 
 def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp_path):
     """The losses are those of local files, to the bit, and the forecasts too."""
-    local = configuration(tmp_path, tmp_path / "local", "--data.path", str(folder / "training/wb.zarr"))
-    options = ["--data.path", "s3://bucket/ten.zarr", *server.arguments]
-    remote = configuration(tmp_path, tmp_path / "remote", *options)
+    local = configuration(tmp_path, tmp_path / "local", str(folder / "training/wb.zarr"))
+    remote = [*run_options(Path(local[1]), tmp_path / "remote"), "--data.path", "s3://bucket/ten.zarr"]
     server.set(latency=0.005, error_rate=0.1)
-    for arguments in (local, remote):
-        train(load_checked(arguments))
-        assert forecast.forecast(load_checked(arguments)) == 0
-    here, there = (records(tmp_path / run) for run in ("local", "remote"))
+    here, there = (run_train(*arguments) for arguments in (local, [*remote, *server.arguments]))
+    run_forecast(local, tmp_path / "local/forecast.zarr")
+    run_forecast([*remote, *server.arguments], tmp_path / "remote/forecast.zarr")
     assert [each.get("loss") for each in here] == [each.get("loss") for each in there]
     assert any("val/loss" in each for each in there)
     chunks = [

@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import xarray as xr
 
 from config import Config
-from datasets.field_dataset import FieldDataset
 from datasets.selection import open_selection
 from parallelisms.mesh import mesh_of
 from tests.distributed import own_device
 from tests.parity import difference, full, gather_stages
-from tests.sample_archives import weatherbench
-from tests.test_exact_resume import CONFIG, goes_on_exactly, run
+from tests.planned import run_train
+from tests.started_jobs import run_options, small_dataset, write_config
+from tests.test_exact_resume import SECTIONS, goes_on_exactly
 from training.assembly import Fields, assemble
 from training.batches import Batches
 from training.config_checks import load_checked
-from training.replay import ReplaySampler, one_step_samples, phases
+from training.replay import ReplaySampler, phases
 from training.samples import Samples
 from training.state import build_state
 from training.step import Run, train_step
@@ -34,25 +33,14 @@ NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
-    time = np.datetime64("2020-01-01", "ns") + np.arange(60) * np.timedelta64(6, "h")
-    axes = {"time": time, "latitude": np.arange(75.0, -76, -30.0), "longitude": np.arange(0, 360, 45.0)}
     draw = np.random.default_rng(3)
-    fields = {name: (tuple(axes), draw.normal(size=(60, 6, 8)).astype("f4")) for name in NAMES}
-    path = folder / "replay.toml"
-    text = CONFIG.format(path=weatherbench(folder, xr.Dataset(fields, axes)))
-    path.write_text(text.replace(f'["{NAMES[0]}"]', f'["{NAMES[0]}", "{NAMES[1]}"]'))
-    return path
+    fields = {name: draw.normal(size=(60, 6, 8)) for name in NAMES}
+    return write_config(folder, small_dataset(fields), **SECTIONS)
 
 
 def config_of(path: Path, folder: Path, *options: str) -> Config:
-    own = [
-        "--job.config_file",
-        str(path),
-        "--job.dump_folder",
-        str(folder),
-        f"--training.replay_steps={STEPS}",
-    ]
-    return load_checked([*own, f"--training.global_batch_size={PLACES}", *options])
+    ring = [f"--training.replay_steps={STEPS}", f"--training.global_batch_size={PLACES}"]
+    return load_checked(run_options(path, folder, *ring, *options))
 
 
 class Trial:
@@ -102,15 +90,6 @@ def test_every_forecast_takes_its_steps_in_turn() -> None:
     first_epoch = [one.sample(n) for n in range(50)]
     assert sorted(first_epoch) == list(range(50))
     assert set(starts[:40]) <= set(first_epoch[: 40 + 2 * PLACES])
-
-
-def test_samples_of_a_later_step() -> None:
-    """Of windows of two states: the newest first, then the one before, then what follows."""
-    samples = FieldDataset.__new__(FieldDataset)
-    samples.samples = np.array([[10, 9, 11, 12, 13], [20, 19, 21, 22, 23]])
-    later = one_step_samples(samples, 3, history=2).samples.tolist()
-    assert later[:3] == [[10, 9, 11], [11, 10, 12], [12, 11, 13]]
-    assert later[3:] == [[20, 19, 21], [21, 20, 22], [22, 21, 23]]
 
 
 @pytest.mark.parametrize("history", [1, 2])
@@ -235,6 +214,7 @@ def test_a_resumed_run_is_the_undisturbed_one(config_file, tmp_path) -> None:
 @pytest.mark.slow
 def test_another_ring_starts_empty(config_file, tmp_path, caplog) -> None:
     """A run goes on with another batch, from analyses."""
-    run(config_file, tmp_path, ["--training.replay_steps=3", "--training.steps=20"])
-    run(config_file, tmp_path, ["--training.replay_steps=2", "--training.global_batch_size=6"])
+    run_train(*run_options(config_file, tmp_path, "--training.replay_steps=3", "--training.steps=20"))
+    other = ["--training.replay_steps=2", "--training.global_batch_size=6"]
+    run_train(*run_options(config_file, tmp_path, *other))
     assert "resumed from" in caplog.text and not dist.is_initialized()

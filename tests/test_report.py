@@ -11,7 +11,7 @@ from errors import ConfigError
 from verification.evaluation import Evaluation
 from verification.plots import draw_published, headline, published
 from verification.report import Gate, shown_leads, table, write_csv
-from verification.score_tables import combine, squared, variable_names
+from verification.score_tables import combine, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -93,14 +93,6 @@ def test_the_first_lead_every_whole_day_and_the_last_are_shown():
     assert len(shown_leads(leads[:6])) == 6
     odd = np.arange(40) * np.timedelta64(7, "h").astype("timedelta64[ns]") + np.timedelta64(1, "m")
     assert len(shown_leads(odd)) == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("m s-1", "m2 s-2"), ("K", "K2"), ("m2 s-2", "m4 s-4"), ("kg kg-1", "kg2 kg-2"), ("1", "1"), ("", "")],
-)
-def test_units_squared(text, wanted):
-    assert squared(text) == wanted
 
 
 def test_combined_scores_have_the_dates_of_every_forecast():

@@ -11,10 +11,10 @@ import pytest
 
 from command_line import to_toml
 from errors import DataError
+from tests.started_jobs import ROOT
 from training.config_checks import load_checked
 from verification.report_page import describe, gather_scores, main, open_run, tabulate, write_page
 
-ROOT = Path(__file__).parent.parent
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

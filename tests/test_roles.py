@@ -1,15 +1,12 @@
 """Variables of all roles: what a model sees and predicts, from training to scores."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import xarray as xr
 
-import forecast
 from config import Data
 from datasets.archive import open_archive
 from datasets.field_dataset import LaterFields
@@ -17,9 +14,9 @@ from datasets.options import Roles, check_data, roles_of, state_variables
 from errors import ConfigError
 from evaluate import main as evaluate
 from tests.parity import VARIABLES, Layout, SmallRun
-from tests.sample_archives import weatherbench
-from tests.test_history import CONFIG
-from train import train
+from tests.planned import run_export, run_forecast, run_main, run_train
+from tests.started_jobs import LATITUDE, LONGITUDE, run_options, small_dataset, write_config
+from tests.test_history import SECTIONS
 from training.config_checks import load_checked
 
 WIND, RAIN, SEA = "10m_u_component_of_wind", "total_precipitation_6hr", "sea_surface_temperature"
@@ -33,23 +30,16 @@ def folder(tmp_path_factory) -> Path:
     The forcing of the last dates is another one in a second store, and of other dates in a third.
     """
     folder, draw = tmp_path_factory.mktemp("roles"), np.random.default_rng(0)
-    axes = {
-        "time": np.datetime64("2020-01-01", "ns") + np.arange(LAST + 1) * STEP,
-        "latitude": np.arange(75.0, -76, -30.0),
-        "longitude": np.arange(0, 360, 45.0),
-    }
-    waves = np.stack([np.sin(np.deg2rad(axes["longitude"])), np.cos(np.deg2rad(axes["longitude"]))])
-    pattern = np.cos(np.deg2rad(axes["latitude"]))[:, None] * waves[:, None]  # (2, H, W)
+    waves = np.stack([np.sin(np.deg2rad(LONGITUDE)), np.cos(np.deg2rad(LONGITUDE))])
+    pattern = np.cos(np.deg2rad(LATITUDE))[:, None] * waves[:, None]  # (2, H, W)
     sea = np.einsum("tk,khw->thw", draw.normal(size=(LAST + 1, 2)), pattern)
     wind, rain = np.zeros_like(sea), np.zeros_like(sea)
     for t in range(LAST):
         wind[t + 1], rain[t + 1] = wind[t] / 2 + sea[t], wind[t] - sea[t]
-    fields = {WIND: wind, RAIN: rain, SEA: sea}
-    data = xr.Dataset({name: (tuple(axes), field.astype("f4")) for name, field in fields.items()}, axes)
-    text = CONFIG.format(path=weatherbench(folder, data)).replace("history = 2", "history = 1")
-    roles = f'["{WIND}"]\ndiagnostic_variables = ["{RAIN}"]\nforcing_variables = ["{SEA}"]'
-    text = text.replace('["10m_u_component_of_wind", "10m_v_component_of_wind"]', roles)
-    (folder / "roles.toml").write_text(text)
+    data = small_dataset({WIND: wind, RAIN: rain, SEA: sea})
+    data[RAIN].attrs["units"], data[SEA].attrs["units"] = "m", "K"
+    roles = {"history": 1, "variables": [WIND], "diagnostic_variables": [RAIN], "forcing_variables": [SEA]}
+    write_config(folder, data, **SECTIONS | {"data": SECTIONS["data"] | roles})
     shuffled = data[SEA].copy(data=data[SEA].values[draw.permutation(LAST + 1)])
     data.assign({SEA: shuffled}).to_zarr(folder / "shuffled.zarr", zarr_format=2)
     # Weather that the forcing of the same date drives, and rain that is never negative.
@@ -59,18 +49,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def options(folder: Path, *more: str) -> list[str]:
-    return ["--job.config_file", str(folder / "roles.toml"), "--job.dump_folder", str(folder / "run"), *more]
+    return run_options(folder / "tiny.toml", folder / "run", *more)
 
 
 def run(arguments: list[str]) -> dict[str, float]:
     """Train, and return the scores of the validation."""
-    try:
-        train(load_checked(arguments))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    lines = (Path(arguments[3]) / "metrics.jsonl").read_text().splitlines()
-    return next(each for each in map(json.loads, reversed(lines)) if "val/loss" in each)
+    return next(each for each in reversed(run_train(*arguments)) if "val/loss" in each)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +89,7 @@ def test_a_diagnostic_variable_is_no_input(one_rank) -> None:
     assert not torch.equal(predict(other), outputs[0])
 
 
-def test_forcings_of_the_target_and_logarithms(folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_forcings_of_the_target_and_logarithms(folder: Path, tmp_path: Path) -> None:
     """Wind is predicted from the forcing of its own date alone; rain is predicted as a logarithm of what the
     data have, and scored and forecast in their units.
     """
@@ -117,11 +101,9 @@ def test_forcings_of_the_target_and_logarithms(folder: Path, tmp_path: Path, mon
     for name in (WIND, RAIN):
         assert found["with"][f"val/rmse/{name}"] < 0.4 * found["without"][f"val/rmse/{name}"]
     words = [*base, str(tmp_path / "with"), *path, *given]
-    monkeypatch.setattr("sys.argv", ["forecast.py", *words, "--export", str(tmp_path / "model")])
-    forecast.main()
+    run_export(words, tmp_path / "model")
     day = ["--forecast.num_steps", "1", "--forecast.period", '["2020-02-01T00:00", "2020-02-01T00:00"]']
-    assert forecast.forecast(load_checked([*words, *day])) == 0
-    stored = xr.open_zarr(tmp_path / "with/forecast.zarr")
+    stored = run_forecast([*words, *day], tmp_path / "with/forecast.zarr")
     assert float(stored[RAIN].min()) >= 0 > float(stored[WIND].min())
     archive = open_archive(str(folder / "target.zarr"))
     row = int(np.flatnonzero(archive.times == stored.time.values[0])[0])
@@ -134,22 +116,18 @@ def test_forcings_of_the_target_and_logarithms(folder: Path, tmp_path: Path, mon
         load_checked([*words, "--data.log1p", f'["{WIND}=1"]'])
 
 
-def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monkeypatch) -> None:
+def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float]) -> None:
     """Forecasts have the predicted variables, and the scores of the validation; one with the forcing of its
     initial date does not.
     """
     errors = {}
     for persist in ("false", "true"):
         path = folder / f"{persist}.zarr"
-        period = ["--forecast.period", '["2020-02-01", "2020-02-08"]', "--forecast.path", str(path)]
-        words = options(folder, *period, "--forecast.persist_forcings", persist)
-        assert forecast.forecast(load_checked(words)) == 0
-        assert set(xr.open_zarr(path).data_vars) == {WIND, RAIN}
+        words = options(folder, "--forecast.period", '["2020-02-01", "2020-02-08"]')
+        made = run_forecast(words, path, "--forecast.persist_forcings", persist)
+        assert set(made.data_vars) == {WIND, RAIN}
         own = ["--forecast", f"model={path}", "--baselines", "persistence", "--output", str(folder / persist)]
-        monkeypatch.setattr("sys.argv", ["evaluate.py", *options(folder), *own])
-        with pytest.raises(SystemExit) as ended:
-            evaluate()
-        assert not ended.value.code
+        assert not run_main(evaluate, *options(folder), *own).returncode
         found = xr.open_dataset(folder / persist / "scores.nc").sel(forecast="model", metric="rmse")
         errors[persist] = found[WIND].isel(region=0).values
     assert errors["false"][0] == pytest.approx(errors["true"][0])  # the first step has the same forcing
@@ -159,11 +137,10 @@ def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float], monk
     )
 
 
-def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path: Path, monkeypatch) -> None:
+def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path: Path) -> None:
     """What the program is given of a diagnostic variable does not matter; its forcing stays as it is."""
     target = tmp_path / "model"
-    monkeypatch.setattr("sys.argv", ["forecast.py", *options(folder), "--export", str(target)])
-    forecast.main()
+    run_export(options(folder), target)
     step, archive = torch.export.load(target / "model.pt2").module(), open_archive(str(folder / "wb.zarr"))
     state = torch.from_numpy(archive.read(130, [WIND, RAIN, SEA]))[None]
     times = torch.from_numpy(archive.times[[130]].astype("datetime64[s]").astype(np.int64))
@@ -172,9 +149,8 @@ def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path
     after = step(state, times)
     assert torch.equal(after, step(other, times)) and torch.allclose(after[:, 2], state[:, 2], atol=1e-5)
     day = str(archive.times[130])[:16]
-    words = ["--forecast.period", f'["{day}", "{day}"]', "--forecast.path", str(tmp_path / "one.zarr")]
-    assert forecast.forecast(load_checked(options(folder, *words, "--forecast.num_steps", "1"))) == 0
-    stored = xr.open_zarr(tmp_path / "one.zarr")
+    words = options(folder, "--forecast.period", f'["{day}", "{day}"]', "--forecast.num_steps", "1")
+    stored = run_forecast(words, tmp_path / "one.zarr")
     for position, name in enumerate((WIND, RAIN)):
         np.testing.assert_allclose(after[0, position], stored[name].values[0, 0], atol=1e-4)
 

@@ -1,5 +1,6 @@
 """Rollouts: the stages of a run, and memory. tests/test_history.py has their gradients."""
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +13,7 @@ from datasets.grid import global_grid
 from parallelisms.mesh import start_ranks
 from planning.dry_run import dry_run
 from planning.memory import memory
-from planning.workload import workload_of
+from planning.workload import Workload, workload_of
 from tests.parity import Layout, SmallRun, config_of
 from training.due import Rollouts
 
@@ -30,19 +31,24 @@ def test_stages_of_a_run() -> None:
 @pytest.mark.parametrize(("steps", "history"), [(4, 1), (2, 3)])
 def test_memory_of_a_rollout(monkeypatch, steps, history) -> None:
     """The dry run within 5 % of what the allocator counts, the planner within 10 %; a window a step."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
-    layout = Layout(rollout=steps, grid=(32, 64), model=size, history=history)
-    config = config_of(layout, 0)
-    tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
-    work = workload_of(config, 1, layout.grid, 3)
-    start_ranks(60, "gloo")
-    counted = peak_bytes(SmallRun(layout))
-    dist.destroy_process_group()
+    tracked, work, counted = memory_of(monkeypatch, Layout(rollout=steps, history=history))
     assert tracked == pytest.approx(counted, rel=0.05)
     assert memory(work).peak == pytest.approx(counted, rel=0.1)
     one_more = memory(work.rolled_out(5, 5)).peak - memory(work.rolled_out(4, 4)).peak
     assert one_more == (history + 1) * 4 * 8 * 3 * 32 * 64  # the window, and the truth it is held against
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> tuple[int, Workload, int]:
+    """The peak of the dry run, what the planner takes, and what the allocator counts, of a larger model."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    size = (("dim", 128), ("num_layers", 3), ("attention_backend", "sdpa"))
+    layout = replace(layout, grid=(32, 64), model=size)
+    config = config_of(layout, 0)
+    tracked = dry_run(config, 1, global_grid(layout.grid), 3).peak["Total"]
+    start_ranks(60, "gloo")
+    counted = peak_bytes(SmallRun(layout))
+    dist.destroy_process_group()
+    return tracked, workload_of(config, 1, layout.grid, 3), counted
 
 
 def peak_bytes(run: SmallRun) -> int:

@@ -14,7 +14,6 @@ from verification.scores import (
     append_wind,
     complete,
     date_statistics,
-    fair_crps,
     final_scores,
     region_weights,
     regions_on,
@@ -141,12 +140,6 @@ def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
         "arctic": (21, 240),
         "antarctic": (21, 240),
     }
-
-
-def test_crps_in_closed_form() -> None:
-    """Two members a and b: (|a - y| + |b - y|) / 2 - |a - b| / 2; a truth between both scores 0."""
-    members = torch.tensor([[1.0, 1.0, 4.0], [3.0, 3.0, 4.0]])
-    assert fair_crps(members, torch.tensor([2.0, 5.0, 1.0])).tolist() == [0, 2, 3]
 
 
 def test_scores_of_means_in_closed_form() -> None:

@@ -41,11 +41,6 @@ def test_dates_with_an_offset_become_utc() -> None:
     assert last and last.isoformat() == "2020-01-01T23:59:59"
 
 
-def test_without_a_training_period_all_other_dates_train(data):
-    selection = open_selection(replace(data, train_period=()), (2, 2), ())
-    assert len(selection.train) + len(selection.validation) == len(selection.archive.times)
-
-
 def test_the_last_day_counts_to_its_end(data):
     selection = open_selection(data, (2, 2), ())
     assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T18")

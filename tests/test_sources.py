@@ -1,6 +1,5 @@
 """Several sources of one run: variables and dates joined, and what cannot be joined."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ import xarray as xr
 from config import Data
 from datasets.selection import open_selection
 from errors import DataError
-from tests.started_jobs import write_config
-from train import train
+from tests.planned import run_train
+from tests.started_jobs import run_options, write_config
 from training.config_checks import load_checked
 
 WIND, SEA = "10m_u_component_of_wind", "sea_surface_temperature"
@@ -34,12 +33,8 @@ def write_sea(folder: Path, changes: dict | None = None, skip: int = 7) -> str:
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    config = write_config(tmp_path)
-    text = config.read_text().replace(
-        "[model]", f'forcing_variables = ["{SEA}"]\nmore_paths = ["sea.nc"]\n[model]'
-    )
-    config.write_text(text.replace('"sea.nc"', f'"{write_sea(tmp_path)}"'))
-    return ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")]
+    config = write_config(tmp_path, data={"forcing_variables": [SEA], "more_paths": [write_sea(tmp_path)]})
+    return run_options(config, tmp_path / "run")
 
 
 def test_variables_and_dates_are_joined(options: list[str]) -> None:
@@ -51,8 +46,7 @@ def test_variables_and_dates_are_joined(options: list[str]) -> None:
     assert lacking.tolist() == [0, 1, 9]  # the first two of the wind, and the one that the sea lacks
     field = archive.read(10, [WIND, SEA])
     assert np.isfinite(field).all() and (field[1] == 280 + 7).all()
-    train(load_checked([*options, "--training.steps", "2"]))
-    log = json.loads((Path(options[3]) / "metrics.jsonl").read_text().splitlines()[-1])
+    log = run_train(*options, "--training.steps", "2")[-1]
     assert log["step"] == 2 and np.isfinite(log["loss"])
     with np.load(Path(options[3]) / "statistics.npz") as statistics:
         empty = statistics["empty_dates"]

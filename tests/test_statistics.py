@@ -1,19 +1,23 @@
-"""Streaming statistics against numpy over everything at once; by many ranks, killed, and over more dates."""
+"""Streaming statistics against numpy over everything at once; by many ranks, killed, and over more dates; and
+physical fields to normalised ones and back.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 import zarr
 
 from datasets.archive import open_archive
 from datasets.field_dataset import MemoryArchive
 from datasets.grid import Grid, area_weights, global_grid
+from datasets.normalization import Normalizer
 from datasets.statistics import (
     Counting,
     Source,
@@ -24,17 +28,11 @@ from datasets.statistics import (
     sampled_pairs,
 )
 from errors import DataError
-from tests.distributed import Ranks
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 from training import shared_statistics
 from training.shared_statistics import load_or_count
 
 STEP = np.timedelta64(6 * 3600, "s")
-
-
-@pytest.fixture
-def archive(tmp_path):
-    return open_archive(weatherbench(tmp_path, analyses()))
 
 
 def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -46,29 +44,24 @@ def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return mean, np.sqrt(squares / total)
 
 
-def test_statistics_are_those_of_all_dates_at_once(archive):
+@pytest.mark.parametrize("dates", [[0, 1, 2, 3, 4], [0, 1, 3, 4]], ids=["all", "with a gap"])
+def test_statistics_are_those_of_all_dates_at_once(archive, dates):
+    """Changes do not cross gaps."""
     fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
-    statistics = compute(Source(archive, NAMES, np.arange(5), STEP, area))
-    mean, std = moments(fields, area)
+    statistics = compute(Source(archive, NAMES, np.array(dates), STEP, area))
+    mean, std = moments(fields[dates], area)
+    changes = np.stack([fields[date + 1] - fields[date] for date in dates if date + 1 in dates])
     np.testing.assert_allclose(statistics.mean, mean, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(statistics.std, std, rtol=1e-6)
-    np.testing.assert_allclose(statistics.change_std, moments(np.diff(fields, axis=0), area)[1], rtol=1e-5)
-    np.testing.assert_allclose(statistics.mean_field, np.nanmean(fields, axis=0), rtol=1e-5, atol=1e-6)
-
-
-def test_changes_do_not_cross_gaps(archive):
-    dates = np.array([0, 1, 3, 4])
-    fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
-    statistics = compute(Source(archive, NAMES, dates, STEP, area))
-    changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
     np.testing.assert_allclose(statistics.change_std, moments(changes, area)[1], rtol=1e-5)
+    np.testing.assert_allclose(statistics.mean_field, np.nanmean(fields[dates], axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_dates_without_any_value_are_left_out(tmp_path):
     ds = analyses()
     ds["2m_temperature"][3] = np.nan
     archive = open_archive(weatherbench(tmp_path, ds))
-    statistics = compute(Source(archive, NAMES, np.arange(5), STEP, area_weights(archive.grid.latitude)))
+    statistics = compute(source_of(archive.path))
     assert statistics.empty_in(archive.times).tolist() == [3]
     assert known_empty_dates(
         MemoryArchive(archive, NAMES, np.arange(5)), NAMES, np.arange(1, 5)
@@ -135,25 +128,14 @@ def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
         load_or_count(cache, source_of(path, 4), first.numbers)
 
 
-def change(path: Path, name: str) -> None:
-    """Change a number, with the archive's own checksums right."""
-    with np.load(path) as stored:
-        arrays = dict(stored)
-    arrays[name] = arrays[name] + 1
-    np.savez(path, **arrays)
-
-
-def test_changed_numbers_are_seen(one_rank, archive, tmp_path):
-    path, source = tmp_path / "statistics.npz", source_of(archive.path)
-    load_or_count(path, source)
-    change(path, "change_std")
-    with pytest.raises(DataError, match="statistics.npz"):
-        load_or_count(path, source)
-
-
-def test_another_shape_and_a_folder_of_that_name_are_one_line_each(one_rank, archive, tmp_path):
+def test_another_cache_than_was_written_is_one_line(one_rank, archive, tmp_path):
+    """Other numbers, with the archive's own checksums right; another shape; a folder of that name."""
     path, source = tmp_path / "statistics.npz", source_of(archive.path)
     statistics = load_or_count(path, source)
+    with np.load(path) as stored:
+        np.savez(path, **{**stored, "change_std": stored["change_std"] + 1})
+    with pytest.raises(DataError, match="statistics.npz"):
+        load_or_count(path, source)
     replace(statistics, std=statistics.std[:2]).write(path)
     with pytest.raises(DataError, match="statistics.npz: its arrays differ in length; remove it"):
         load_or_count(path, source)
@@ -223,13 +205,6 @@ def test_statistics_without_any_pair_are_refused():
 # -- by many ranks, many times
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    group = Ranks(4)
-    yield group
-    group.stop()
-
-
 def of_a_rank(path: str, cache: Path, count: int) -> Statistics:
     return load_or_count(cache, source_of(path, count))
 
@@ -247,7 +222,7 @@ def test_four_ranks_count_what_one_counts(ranks, tmp_path):
     ds = analyses()
     ds["temperature"][1] = np.nan
     path = weatherbench(tmp_path, ds)
-    together = ranks.run(of_a_rank, path, tmp_path / "run" / "statistics.npz", 5)
+    together = ranks(4).run(of_a_rank, path, tmp_path / "run" / "statistics.npz", 5)
     alone = compute(source_of(path))
     for statistics in together:
         equal_to_rounding(statistics, alone)
@@ -274,7 +249,7 @@ def interrupted(path: str, cache: Path) -> str:
 
 def test_what_one_rank_cannot_read_is_said_by_all(ranks, tmp_path):
     path = weatherbench(tmp_path, analyses())
-    said = ranks.run(interrupted, path, tmp_path / "statistics.npz")
+    said = ranks(4).run(interrupted, path, tmp_path / "statistics.npz")
     assert said == ["chunk 2 is damaged"] * 4
 
 
@@ -342,3 +317,46 @@ def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
         part.go_on()
     parts[0].sums.merge(parts[1].sums)  # the empty date is read by the second part, too
     assert parts[0].sums.moments()[2][v] == pytest.approx(expected, rel=1e-12)
+
+
+# -- normalised fields
+
+
+@pytest.mark.parametrize("predict", ["state", "change"])
+def test_normalizer(archive, predict):
+    statistics = compute(source_of(archive.path))
+    normalizer = Normalizer(statistics, predict)
+    fields = torch.from_numpy(values(analyses()))
+    state, mask = normalizer.normalize(fields)
+    assert torch.isfinite(state).all() and torch.equal(mask, torch.isfinite(fields))
+    assert not state[~mask].any()
+    torch.testing.assert_close(normalizer.denormalize(state)[mask], fields[mask], rtol=1e-5, atol=1e-5)
+    output = torch.ones_like(state)
+    change = normalizer.denormalize(normalizer.advance(state, output)) - normalizer.denormalize(state)
+    if predict == "change":  # an output of 1 is one standard deviation of the change
+        expected = torch.tensor(statistics.change_std, dtype=torch.float32).view(-1, 1, 1).expand_as(change)
+        torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-3)
+    else:
+        assert torch.equal(normalizer.advance(state, output), output)
+
+
+def test_logarithms(archive):
+    """Moments are those of log(1 + x / s), negative values as 0; the mean field is of the values."""
+    scales, area = [0.0] * (len(NAMES) - 1) + [0.5], area_weights(archive.grid.latitude)
+    source = Source(archive, NAMES, np.arange(5), STEP, area)
+    plain, statistics = compute(source), compute(replace(source, scales=scales))
+    fields = values(analyses())
+    logs = np.log1p(np.maximum(fields[:, -1], 0).astype(float) / 0.5)
+    weights = np.broadcast_to(area[:, None], logs.shape) * np.isfinite(logs)
+    mean = np.nansum(weights * logs) / weights.sum()
+    std = np.sqrt(np.nansum(weights * (logs - mean) ** 2) / weights.sum())
+    np.testing.assert_allclose([statistics.mean[-1], statistics.std[-1]], [mean, std], rtol=1e-6)
+    np.testing.assert_array_equal(statistics.mean[:-1], plain.mean[:-1])
+    np.testing.assert_array_equal(statistics.mean_field, plain.mean_field)
+    assert statistics.fingerprint != plain.fingerprint
+    normalizer = Normalizer(statistics, "state", log_scales=scales)
+    state, mask = normalizer.normalize(torch.from_numpy(fields))
+    expected = torch.from_numpy(fields)
+    expected[:, -1].clamp_(min=0)
+    torch.testing.assert_close(normalizer.denormalize(state)[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert normalizer.denormalize(torch.full_like(state, -1e4))[:, -1].max() == 0

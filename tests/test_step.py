@@ -1,15 +1,19 @@
-"""What a step takes and what is due after it, beside what tests/test_parity.py holds it against."""
+"""What a step takes and what is due after it, beside what tests/test_parity.py holds it against; casts of
+weights in one that accumulates gradients.
+"""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config, Training
 from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
+from tests.parity import Layout, SmallRun
 from training.batches import Batches
 from training.due import COLLECT_EVERY, Schedule
 from training.state import Progress
@@ -32,17 +36,12 @@ def test_what_is_due(step: int, expected: set[str]) -> None:
     assert {name for name, value in EVERY.at(step)._asdict().items() if value} == expected
 
 
-def test_what_is_asked_for_comes_beside_the_schedule() -> None:
+def test_what_changes_the_schedule() -> None:
+    """Being asked to stop; checkpoints that are off; a validation that judges, which has its checkpoint."""
     stopped = EVERY.at(30, asked_to_stop=True)
     assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
-
-
-def test_nothing_is_saved_where_checkpoints_are_off() -> None:
     off = Schedule(last=100, log=10, save=0, validate=0)
     assert not any(off.at(step, asked_to_stop=True).save for step in (5, 20, 100))
-
-
-def test_a_validation_that_judges_has_its_checkpoint() -> None:
     judging = Schedule(last=100, log=10, save=40, validate=30, keeps_best=True)
     assert [judging.at(step).save for step in (30, 40, 50)] == [True, True, False]
 
@@ -127,3 +126,35 @@ def fail_on_the_first_rank() -> str:
 
 def test_a_mistake_that_the_first_rank_finds_is_found_by_all(ranks) -> None:
     assert ranks(2).run(fail_on_the_first_rank) == ["x.zarr: is not there"] * 2
+
+
+# -- casts of weights
+
+
+class Casts(TorchDispatchMode):
+    """How many matrices are cast from float32 to bfloat16, by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return out
+
+
+def casts_of_a_step(layout: Layout) -> int:
+    """Of a block's first MLP matrix, which has a shape of its own."""
+    small = SmallRun(layout)
+    shapes = [tuple(p.shape) for name, p in small.model.parameters.items() if name.endswith("mlp.up.weight")]
+    small.watch = casts = Casts()
+    small.step(0)
+    return casts.shapes.count(shapes[0]) // len(shapes)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_weights_are_cast_once_a_step(one_rank, checkpointing: str) -> None:
+    layout = Layout(1, accumulation=4, dtype="bfloat16", activation_checkpoint=checkpointing)
+    assert casts_of_a_step(layout) == 1

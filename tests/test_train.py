@@ -2,11 +2,6 @@
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +10,15 @@ import torch
 import xarray as xr
 
 from checkpoints.files import complete_steps
-from tests.sample_archives import weatherbench
-from train import train
+from tests.planned import run_train
+from tests.started_jobs import last_step, records, run_options, write_config
 from training.bad_steps import TrainingDiverged
-from training.config_checks import load_checked
 
-ROOT = Path(__file__).parent.parent
 CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory) -> str:
+def config_file(tmp_path_factory) -> Path:
     """40 days of two waves that travel east at different speeds: easily learned, badly persisted."""
     time = np.datetime64("2020-01-01", "ns") + np.arange(160) * np.timedelta64(6, "h")
     latitude, longitude = np.arange(82.5, -90, -15.0), np.arange(0, 360, 22.5)
@@ -40,50 +33,32 @@ def archive(tmp_path_factory) -> str:
         {name: (dims, field.astype("f4")) for name, field in zip(names, (u, v), strict=True)},
         {"time": time, "latitude": latitude, "longitude": longitude},
     )
-    return weatherbench(tmp_path_factory.mktemp("archive"), ds)
-
-
-@pytest.fixture(scope="module")
-def config_file(archive) -> Path:
-    path = Path(archive).parent / "tiny.toml"
-    path.write_text(f"""
-[data]
-path = "{archive}"
-variables = ["10m_u_component_of_wind", "10m_v_component_of_wind"]
-forcings = ["sin_local_time"]
-train_period = ["2020-01-01", "2020-01-31"]
-validation_period = ["2020-02-01", "2020-02-09"]
-[model]
-attention_backend = "sdpa"
-patch_size = [4, 4]
-dim = 32
-num_layers = 2
-num_heads = 2
-[lr_scheduler]
-warmup_steps = 5
-[training]
-steps = 12
-local_batch_size = 8
-[metrics]
-log_freq = 1
-[checkpoint]
-async_mode = "disabled"
-[validation]
-plots = false
-""")
-    return path
+    return write_config(
+        tmp_path_factory.mktemp("archive"),
+        ds,
+        data={
+            "forcings": ["sin_local_time"],
+            "train_period": ["2020-01-01", "2020-01-31"],
+            "validation_period": ["2020-02-01", "2020-02-09"],
+        },
+        model={"patch_size": [4, 4], "dim": 32},
+        lr_scheduler={"decay_type": "cosine"},
+        training={"steps": 12, "local_batch_size": 8},
+        metrics={"loggers": ["tensorboard"]},
+        checkpoint={"interval": 500, "async_mode": "disabled"},
+        validation={"enable": True, "plots": False},
+    )
 
 
 def run(config_file: Path, folder: Path, *options: str) -> list[dict]:
     """A run in this process; the objects of its metrics.jsonl."""
-    arguments = ["--job.config_file", str(config_file), "--job.dump_folder", str(folder), *options]
-    train(load_checked(arguments))
+    run_train(*run_options(config_file, folder, *options))
     return read(folder)
 
 
 def read(folder: Path) -> list[dict]:
     """All but how long a validation took."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = records(folder)
     return [{name: value for name, value in line.items() if name != "validation_seconds"} for line in lines]
 
 
@@ -95,15 +70,6 @@ def losses(records: list[dict]) -> list[float]:
 def plain(config_file, tmp_path_factory) -> list[dict]:
     """A run of the configuration as it stands."""
     return run(config_file, tmp_path_factory.mktemp("plain") / "run")
-
-
-def start(config_file: Path, folder: Path, *options: str, **environment: str) -> subprocess.Popen:
-    """The same through the launcher, as a user starts it."""
-    command = [ROOT / "run_train.sh", "--job.config_file", config_file, "--job.dump_folder", folder]
-    environment = {**os.environ, "ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        [*command, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
 
 
 def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
@@ -160,45 +126,16 @@ def test_half_precision_follows_float32(plain, config_file, tmp_path, dtype, tol
     np.testing.assert_allclose(losses(half), losses(plain), rtol=tolerance)
 
 
-def test_resolved_configuration_repeats_the_run(config_file, tmp_path):
-    first = run(config_file, tmp_path / "run", "--training.steps", "4")
-    train(load_checked(["--job.config_file", str(tmp_path / "run/config.toml")]))
-    assert losses(read(tmp_path / "run")) == losses(first)
-
-
-def test_a_killed_run_goes_on_to_the_bit(config_file, tmp_path):
+def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     options = ["--checkpoint.enable", "--checkpoint.interval", "10", "--training.steps", "40"]
     reference = run(config_file, tmp_path / "reference", *options)
-    process = start(config_file, tmp_path / "killed", *options)
-    metrics = tmp_path / "killed/metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 15:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert 15 <= len(read_complete_lines(metrics)) < 40
-    resumed = start(config_file, tmp_path / "killed", *options)
-    out, err = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, err.decode()
-    assert b"resumed from" in err
+    killed = start_job(config_file, tmp_path / "killed", *options)
+    killed.wait_for_step(15)
+    killed.kill_all()
+    assert 15 <= last_step(tmp_path / "killed") < 40
+    resumed = start_job(config_file, tmp_path / "killed", *options)
+    assert resumed.end() == 0 and "resumed from" in resumed.output, resumed.output
     assert losses(read(tmp_path / "killed")) == losses(reference)
-
-
-def read_complete_lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_same_run(plain, config_file, tmp_path):
-    process = start(config_file, tmp_path / "two", "--training.local_batch_size", "4", NGPU="2")
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err.decode()
-    two = read(tmp_path / "two")
-    np.testing.assert_allclose(losses(two), losses(plain), rtol=1e-5)
-    assert two[-1].keys() == plain[-1].keys()
-    for name, value in plain[-1].items():
-        assert two[-1][name] == pytest.approx(value, rel=1e-4)
-    assert "training mean" in out.decode() and out.decode().count("validation over") == 1
 
 
 @pytest.mark.parametrize("saves", ["true", "false"])
@@ -225,3 +162,53 @@ def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# -- the U-Net and float8, in one process and in two with a sharded model or a split grid
+
+# 12 x 16 cells, 4 x 4 of them one of the coarsest level: tiles of 8 and 4 rows.
+UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
+
+
+@pytest.fixture(scope="module")
+def one(config_file: Path, tmp_path_factory) -> list[dict]:
+    return run(config_file, tmp_path_factory.mktemp("one") / "run", *UNET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--training.local_batch_size=4"],
+        [*UNET, "--parallelism.context_parallel_degree=2", "--data.cache_gib=0"],
+        [*UNET, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
+        [*UNET, "--training.local_batch_size=4"],
+    ],
+    ids=["FSDP", "two bands of latitude", "two halves of the globe, recomputed", "FSDP of a U-Net"],
+)
+def test_two_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_path, options):
+    alone = one if "unet" in options else plain
+    job = start_job(config_file, tmp_path / "two", *options, NGPU="2")
+    assert job.end(180) == 0, job.output
+    two = read(tmp_path / "two")
+    assert alone is plain or losses(one)[-1] < 0.9 * losses(one)[0]
+    np.testing.assert_allclose(losses(two), losses(alone), rtol=1e-5)
+    assert two[-1].keys() == alone[-1].keys()
+    for name, value in alone[-1].items():  # of the validation, whose fields are gathered
+        assert two[-1][name] == pytest.approx(value, rel=1e-4)
+    tables = [line for line in job.output.splitlines() if line.startswith("validation over")]
+    assert "training mean" in job.output and len(tables) == 1  # beside the line of the log
+
+
+@pytest.fixture(scope="module")
+def float32(config_file: Path, tmp_path_factory) -> list[dict]:
+    return run(config_file, tmp_path_factory.mktemp("float32") / "run", "--optimizer.lr", "1e-2")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_follows_float32(float32, config_file: Path, tmp_path: Path, recipe: str) -> None:
+    """e4m3 keeps 3 bits of the fraction: measured 0.55 % off in the loss, which falls to an eighth."""
+    options = ["--optimizer.lr", "1e-2", "--float8.enable", "--float8.recipe", recipe]
+    rounded = run(config_file, tmp_path / "float8", *options)
+    assert losses(rounded) != losses(float32)
+    np.testing.assert_allclose(losses(rounded), losses(float32), rtol=0.02)

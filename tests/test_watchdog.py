@@ -20,7 +20,6 @@ from jobs.hang_report import (
     format_ranges,
     format_report,
     format_table,
-    process_state,
 )
 from jobs.heartbeat import Activity
 from jobs.watchdog import NO_REASON, Watchdog, is_lost_connection
@@ -125,10 +124,6 @@ def recorded(store, asked):
             return getattr(store, name)
 
     return Recorded()
-
-
-def test_state_of_a_process():
-    assert process_state(2**22 + 1) == "the process has ended"
 
 
 @pytest.mark.parametrize("what", ["stall", "leave"])

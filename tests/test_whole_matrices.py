@@ -81,7 +81,7 @@ def small_model() -> nn.ModuleDict:
     return nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Linear(48, 32)}), "head": nn.Linear(32, 5)})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ("AdamW", *NAMES))
 @pytest.mark.parametrize("bad_step", (1, 2))
 def test_a_bad_step_leaves_no_trace(one_rank, name: str, bad_step: int) -> None:
     """Not the first one either: moments start at 0, not where memory happens to be."""
