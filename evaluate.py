@@ -158,6 +158,7 @@ def build_baselines(
         baselines["damped persistence"] = build(forecast, caveat)
     if "climatology" in names and climatology:
         baselines["climatology"] = ClimatologyForecast(climatology, first.times, leads)
+        baselines["climatology"].from_analyses = first.from_analyses  # the same cells
     return baselines
 
 

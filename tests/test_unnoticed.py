@@ -238,3 +238,30 @@ def test_a_mean_by_hour_of_day_counts_every_date_once(tmp_path):
     compute_climatology(archive, [T2M], np.arange(len(time)), str(tmp_path / "c.zarr"))
     found = xr.open_zarr(tmp_path / "c.zarr")[T2M].values
     np.testing.assert_allclose(found, [values[h::2, ::-1].mean(0) for h in (0, 1)], atol=1e-6)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_cells_that_the_initial_analysis_lacks_are_scored_as_in_training(tmp_path, is_ours):
+    """There persistence has no value, and Rossby's own forecast one that it started from the mean: the model
+    lost to persistence in evaluate.py and won in train.py, by other cells.
+    """
+    time = np.arange("2020-01-01", "2020-01-04", dtype="datetime64[D]").astype("datetime64[ns]")
+    values = np.zeros((3, 2, 3), "f4")
+    values[0, 0, 0] = np.nan  # at the start of the first forecast
+    axes, coords = ("time", "latitude", "longitude"), grid(2, 3, poles=False)
+    truth = xr.Dataset({T2M: (axes, values)}, {"time": time, **coords})
+    made = np.ones((2, 1, 2, 3), "f4")
+    made[0, 0, 0, 0] = 100
+    leads = np.array([24], "timedelta64[h]").astype("timedelta64[ns]")
+    ds = xr.Dataset(
+        {T2M: (("time", "prediction_timedelta", *axes[1:]), made)},
+        {"time": time[:2], "prediction_timedelta": leads, **coords},
+    )
+    path = write(ds, tmp_path / "f.zarr")
+    if is_ours:
+        (Path(path) / ".finished").mkdir()
+        for stamp in ("20200101T000000-000", "20200102T000000-000"):
+            (Path(path) / ".finished" / stamp).write_text("")
+    scores = evaluate(open_forecast(path), open_archive(write(truth, tmp_path / "t.zarr"))).scores
+    found = float(scores[T2M].sel(metric="rmse", region="global").squeeze())
+    assert (found == pytest.approx(1.0)) == is_ours

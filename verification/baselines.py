@@ -94,6 +94,7 @@ def products(now: Tensor, later: Tensor, area: Tensor) -> Tensor:
 class AnalysesForecast:
     """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
 
+    from_analyses = False  # it has no value where they have none
     num_members, block, blown_up = 0, (1, 2**20), ()  # all leads of a date come from one analysis
 
     def __init__(

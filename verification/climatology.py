@@ -193,7 +193,7 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
 class ClimatologyForecast:
     """The climatology of the valid time as a forecast, from any initial date."""
 
-    num_members, block, blown_up = 0, (1, 1), ()
+    num_members, block, blown_up, from_analyses = 0, (1, 1), (), False
 
     def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
         """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""

@@ -57,6 +57,7 @@ class StoredForecast(FieldsByName):
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
         marks = finished_marks(Path(path))
+        self.from_analyses = marks is not None  # it fills what they lack, and is not scored there
         self.num_unfinished = 0 if marks is None else len(times) * max(1, members) - len(marks)
         stamps = [
             mark.rpartition("-")[0] for mark, text in (marks or {}).items() if text.startswith(BLOWN_UP)

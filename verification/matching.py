@@ -37,6 +37,7 @@ class ForecastFields(Protocol):
     num_members: int  # 0: not an ensemble
     block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
     caveat: str  # reason not to rely on it, "" for none
+    from_analyses: bool  # cells that the analysis of the initial date lacks are not scored, as in train.py
 
     @property
     def grid(self) -> Grid: ...
@@ -153,6 +154,9 @@ class Matcher:
             forecast = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
             if truth is not None and self.boundary is not None:
                 truth = truth.masked_fill(self.boundary, torch.nan)
+            start = self._find_truth(times[date]) if source.from_analyses else None
+            if truth is not None and start is not None:  # persistence has no value there either
+                truth = mask_missing(truth, start)
             if truth is not None and times[date] not in source.blown_up:
                 truth = mask_missing(truth, forecast)
             pairs.append(Pair(date, lead, forecast, truth, clim))
