@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_files, complete_steps
-from config import Checkpoint, Config, Job, Validation
+from config import Checkpoint, Config, Job, Training, Validation
 from tests.planned import run_train
 from tests.started_jobs import write_config
 from training.best import Best, history, link_folder
@@ -44,7 +44,8 @@ def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path)
     for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
         validate(best, checkpointer, tmp_path, step, value)
     assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
-    assert json.loads((tmp_path / "best/best.json").read_text()) == {"score": SCORE, "value": 1.0, "step": 2}
+    stored = json.loads((tmp_path / "best/best.json").read_text())
+    assert (stored["score"], stored["value"], stored["step"]) == (SCORE, 1.0, 2)
     kept = tmp_path / "best/step-00000002"
     check_files(kept)  # every byte is there, though the original is pruned
     assert best.later == {3, 4, 5} and not best.exhausted
@@ -76,7 +77,24 @@ def test_history_counts_validations_once_and_after_the_best(tmp_path):
     lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10}))
-    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE) == (0.5, 10, {20, 30})
+    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE, "") == (0.5, 10, {20, 30})
+
+
+def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
+    """A run that went on with mse after mae kept a worse model, and never improved after going back."""
+
+    def best(loss: str) -> Best:
+        training = Training(loss=loss)  # type: ignore[arg-type]
+        checkpoint, validation = Checkpoint(keep_best="val/loss"), Validation(early_stop_patience=1)
+        job = Job(dump_folder=str(tmp_path))
+        return Best(Config(job=job, checkpoint=checkpoint, validation=validation, training=training))
+
+    checkpointer.save(1, {"model.weight": torch.zeros(3)})
+    best("mae").judge(1, {"val/loss": 0.1}, checkpointer)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": 0.1}\n{"step": 2, "val/loss": 0.2}\n')
+    assert (best("mae").value, best("mae").exhausted) == (0.1, True)
+    other = best("mse")
+    assert (other.value, other.step, other.exhausted) == (math.inf, -1, False)
 
 
 def test_links_replace_what_a_kill_left_half_made(tmp_path):

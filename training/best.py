@@ -2,7 +2,7 @@
 improves.
 
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
-         best.json        {"score": ..., "value": ..., "step": ...}
+         best.json        {"score": ..., "value": ..., "step": ..., "basis": ...}
 
 It is never pruned, and `forecast.checkpoint` takes it like any other.
 """
@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class Best:
         """Read the best score so far from the run's folder."""
         run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
         self.folder, self.patience = run_folder / "best", config.validation.early_stop_patience
-        self.value, self.step, self.later = from_first_rank(
-            lambda: history(self.folder / "best.json", run_folder / "metrics.jsonl", self.name)
-        )
+        self.basis = basis_of(config)
+        files = self.folder / "best.json", run_folder / "metrics.jsonl"
+        self.value, self.step, self.later = from_first_rank(lambda: history(*files, self.name, self.basis))
 
     @property
     def exhausted(self) -> bool:
@@ -63,7 +64,7 @@ class Best:
 
     def _keep(self, checkpoint: Path) -> None:
         """Link the new one, write best.json, remove the old one: in this order a kill loses none."""
-        content = {"score": self.name, "value": self.value, "step": self.step}
+        content = {"score": self.name, "value": self.value, "step": self.step, "basis": self.basis}
         try:
             link_folder(checkpoint, self.folder / checkpoint.name)
             write_durably(self.folder / "best.json", json.dumps(content))
@@ -76,8 +77,26 @@ class Best:
         logger.info(f"{self.name} is {self.value:.4g}, the best so far: {self.folder / checkpoint.name}")
 
 
-def history(best_file: Path, metrics_file: Path, name: str) -> tuple[float, int, set[int]]:
-    """Return the best value of a score, its step (-1: none), and the steps of later validations."""
+def basis_of(config: Config) -> str:
+    """Return what values of a score need in common: dates, first lead, and of val/loss the loss."""
+    data, training, validation = config.data, config.training, config.validation
+    parts: list[Any] = [data.validation_period, min(validation.lead_hours, default=0)]
+    if config.checkpoint.keep_best.startswith("val/loss"):
+        parts += [training.loss, training.variable_weights, training.weight_by_change]
+        parts += [training.spectral_fraction]
+    return repr(parts)
+
+
+def history(best_file: Path, metrics_file: Path, name: str, basis: str) -> tuple[float, int, set[int]]:
+    """Return the best value of a score, its step (-1: none), and the steps of later validations.
+
+    Values of another score, or on another `basis`, are not compared, and their validations do not count.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        stored = json.loads(best_file.read_text())
+        if stored.get("score") == name and stored.get("basis", basis) != basis:
+            logger.warning("%s: another loss, period or leads were compared there; begun anew", best_file)
+            return math.inf, -1, set()
     records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
     best = read_best(best_file, records, name)
     return best["value"], best["step"], {step for step in records if step > best["step"]}
