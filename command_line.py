@@ -218,7 +218,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "optimizer.beta1": (0.9, "set optimizer.betas, a list of two"),
     "optimizer.beta2": (0.95, "set optimizer.betas, a list of two"),
     "forecast.zarr_format": (3, "rewrite the store with xarray: ds.to_zarr(path, zarr_format=2)"),
-    "metrics.enable_tensorboard": (True, "set metrics.loggers, a list: []"),
+    "metrics.enable_tensorboard": (True, "set metrics.loggers = []"),
     "metrics.enable_wandb": (False, 'set metrics.loggers = ["tensorboard", "wandb"]'),
     "metrics.enable_mlflow": (False, 'set metrics.loggers = ["tensorboard", "mlflow"]'),
     "metrics.prometheus_port": (0, 'set metrics.prometheus = "127.0.0.1:PORT"'),

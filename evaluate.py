@@ -306,6 +306,8 @@ def run(config: Config, options: Namespace) -> int:
             try:
                 write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
             except DataError as error:
+                if options.against:
+                    raise
                 logger.warning("no scorecard: %s", error)
         mask = selection.land()
         land = None if mask is None else Land(selection.archive.grid, mask)

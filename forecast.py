@@ -24,7 +24,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -99,8 +98,8 @@ def forecast(config: Config) -> int:
     )
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
     store = ForecastStore(Path(f"{target}.zarr") if target.suffix == ".nc" else target, index)
-    content = partial(about, config, index, forecaster.trained)
-    from_first_rank(lambda: create(store, content(crc_of_states(selection, chosen))))
+    content = config, index, forecaster.trained, selection, chosen
+    from_first_rank(lambda: create(store, about(*content)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     finished = from_first_rank(store.finished)
@@ -172,10 +171,12 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     return Forecaster(**vars(assembly), trained=trained, known=known if is_read else None)
 
 
-def about(config: Config, index: StoreIndex, trained: Trained, states: str) -> dict:
+def about(
+    config: Config, index: StoreIndex, trained: Trained, selection: Selection, chosen: np.ndarray
+) -> dict:
     """Return all that determines the bytes of a store, but for the layout (last digits).
 
-    states: `crc_of_states` of what it starts from.
+    chosen (n, h): indices of the windows that forecasts start from.
     """
     dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
@@ -186,7 +187,7 @@ def about(config: Config, index: StoreIndex, trained: Trained, states: str) -> d
         **trained.identity,
         "data.path": without_secrets(config.data.path),
         "data.select": list(config.data.select),
-        "states": states,
+        "states": crc_of_states(selection, chosen),
         "variables": list(index.variables),
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
         "leads": list(index.leads),

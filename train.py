@@ -89,7 +89,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, stop = Schedule.of(config), ""
+    schedule, stop = Schedule.of(config), ""  # stop: why the run ends before its last step
     gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
     metrics.start_interval()

@@ -109,8 +109,8 @@ class Identity:
         for name, numbers in self.more.get("static", {}).items():
             ours = static_numbers(selection.static[name])
             if not np.allclose(ours, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
-                ours, theirs = (f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (ours, numbers))
-                self._refuse(f"the field {name}", ours, theirs, way_out)
+                here, there = (f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (ours, numbers))
+                self._refuse(f"the field {name}", here, there, way_out)
 
     def _refuse(self, key: str, ours: Any, theirs: Any, way_out: str) -> None:
         raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")

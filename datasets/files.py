@@ -227,7 +227,8 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
             raise ValueError("they are no dates")
     except Exception:  # pandas and xarray raise their own
         reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
-        raise DataError(f"its time has {reason}; write dates of the standard calendar") from None
+        fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
+        raise DataError(f"its time has {reason}; {fix}") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
     return (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
 

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +87,25 @@ def basis_of(config: Config) -> str:
 
 
 def history(best_file: Path, metrics_file: Path, name: str, basis: str) -> tuple[float, int, set[int]]:
-    """Return the best value of a score, its step (-1: none), and the steps of later validations.
-
-    Values of another score, or on another `basis`, are not compared, and their validations do not count.
-    """
-    with suppress(OSError, ValueError, AttributeError):
-        stored = json.loads(best_file.read_text())
-        if stored.get("score") == name and stored.get("basis", basis) != basis:
-            logger.warning("%s: another loss, period or leads were compared there; begun anew", best_file)
-            return math.inf, -1, set()
+    """Return the best value of a score, its step (-1: none), and the steps of later validations."""
     records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
-    best = read_best(best_file, records, name)
-    return best["value"], best["step"], {step for step in records if step > best["step"]}
+    best = read_best(best_file, records, name, basis)
+    is_known = best["step"] >= 0  # else earlier values, of another loss or period, are not compared
+    return best["value"], best["step"], {step for step in records if is_known and step > best["step"]}
 
 
-def read_best(best_file: Path, records: dict[int, float | None], name: str) -> dict[str, Any]:
-    """Read best.json if it is of this score; if it is damaged, take the checkpoint next to it.
+def read_best(best_file: Path, records: dict[int, float | None], name: str, basis: str) -> dict[str, Any]:
+    """Read best.json if it is of this score on this basis; if it is damaged, take the checkpoint next to it.
 
     records: step -> value, from metrics.jsonl.
     """
     none = {"score": name, "value": math.inf, "step": -1}
     try:
         best = json.loads(best_file.read_text()) if best_file.exists() else none
-        return best if best["score"] == name and best["value"] + best["step"] else none
+        if best["score"] == name and best.get("basis", basis) == basis:
+            return {"score": name, "value": float(best["value"]), "step": int(best["step"])}
+        logger.info("%s: is of another score, loss, period or lead; begun anew", best_file)
+        return none
     except (OSError, ValueError, KeyError, TypeError):
         steps = [step for step in complete_steps(best_file.parent) if step in records]
         logger.warning(

@@ -32,7 +32,7 @@ DAYS, WINDOW = 366, 61
 MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
 SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
-FINGERPRINT = "fingerprint"  # attribute of a store
+FINGERPRINT = "computed_from"  # attribute of a store
 CLIMATOLOGY_ROLES = {"hour": "hour", "dayofyear": "dayofyear"}
 
 

@@ -93,6 +93,7 @@ class ForecastStore:
         try:
             stored = json.loads(attributes_of(self.path)[ATTRIBUTE])
             ours = json.loads(json.dumps(about))
+            # A store of an earlier version may lack a key.
             other = next((key for key in ours if stored.get(key, ours[key]) != ours[key]), None)
             if other is None:
                 return
