@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/planner_accuracy.py [--rounds 7] [--seconds 40]
 
-Calibrates on the shapes of two models (widths 256 and 512), then predicts and measures, interleaved, medians,
-14 other configurations: a step is train.py's, without reading data. The planner's bytes are counted by
+Calibrates on the shapes of two models (widths 256 and 512), measures 14 other configurations, interleaved,
+medians, and calibrates again: shared machines change their speed in these minutes, and predictions are the
+mean of both. A step is train.py's, without reading data. The planner's bytes are counted by
 saved_activations.py (what a block keeps), layout_parity.py (what ranks send) and, on a GPU, gpu.py (peaks).
 The last line is of plans without a calibration that one of the steps anchors (plan.py --anchor), each in
 turn. Ends with 1 when fewer than 5 of 6 steps are within 10 %.
@@ -40,30 +41,29 @@ def main() -> int:
     threads = torch.get_num_threads()
     listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     blocks = [BlockShape(*shape) for shape in listed["calibrated"]]
-    rates = calibrate(blocks, ("math", "sdpa"), DEVICE, threads, seconds=options.seconds)
-    listed_rates = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
-    cluster = replace(listed_rates, measured=rates)
+    again = partial(calibrate, blocks, ("math", "sdpa"), DEVICE, threads, seconds=options.seconds)
+    listed_rates, first = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1"), again()
 
     def step_twice(run: RandomRun) -> float:
         run.step()  # warms caches up
         return clock(run.step)
 
-    predicted, uncalibrated, steps = {}, {}, {}
+    works, steps = {}, {}
     for dim, layers, heads, (height, width), batch, dtype, backend, mode in listed["unseen"]:
         patch = (height, width)
         sizes = Sizes(GRID, (patch,), CHANNELS, dim, layers, (heads, heads), compiled=False)
         case = Case(patch, heads, mode=mode, batch=batch, backend=backend, dtype=dtype)
         shape = f"d {dim} x {layers}, {heads} heads, {sizes.tokens(patch)} tokens"
         what = f"{shape}, batch {batch}, {dtype}, {backend}, {mode}"
-        work = case.workload(sizes)
-        predicted[what], uncalibrated[what] = (step_time(work, c).total for c in (cluster, listed_rates))
-        steps[what] = partial(step_twice, training_of(case, sizes, DEVICE))
-    rows = []
-    for what, seconds in in_turns(options.rounds, steps).items():
+        works[what], steps[what] = case.workload(sizes), partial(step_twice, training_of(case, sizes, DEVICE))
+    rows, turns = [], in_turns(options.rounds, steps)
+    clusters = [replace(listed_rates, measured=each) for each in (first, again())]
+    for what, seconds in turns.items():
         measured = statistics.median(seconds)
-        row = {"kind": "time", "what": what, "predicted": predicted[what], "measured": measured}
-        row["uncalibrated"] = uncalibrated[what]
-        rows.append(row | {"error": predicted[what] / measured - 1, "noise": rates.noise})
+        predicted = statistics.mean(step_time(works[what], each).total for each in clusters)
+        row = {"kind": "time", "what": what, "predicted": predicted, "measured": measured}
+        row["uncalibrated"] = step_time(works[what], listed_rates).total
+        rows.append(row | {"error": predicted / measured - 1, "noise": first.noise})
     record("planner_accuracy", rows)
     errors = sorted(abs(row["error"]) for row in rows)
     within, mean = sum(error <= 0.10 for error in errors), statistics.mean(errors)
