@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from errors import DataError
 
-STEP = "ProfilerStep#"
+STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
 DATA = "data"  # the part of the loop that waits for a batch; in other people's loops, torch's own span
 # Chrome's categories -> what they are here; others ("python_function", "gpu_user_annotation") are left out.
 KINDS = {
@@ -95,7 +95,7 @@ class Trace:
 
     @property
     def title(self) -> str:
-        first, last = (step.name.removeprefix(STEP) for step in (self.steps[0], self.steps[-1]))
+        first, last = self.step_number(0), self.step_number(len(self.steps) - 1)
         which = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{self.path}: rank {self.rank} of {self.world_size}, {self.device}, {which}"
 
@@ -107,6 +107,12 @@ class Trace:
     @property
     def run_name(self) -> str:
         return self.run.name if self.run else self.path.name.partition(".")[0]
+
+    def step_number(self, index: int) -> int:
+        """Return the number of a recorded step: the run's, by its file's name, or else the profiler's."""
+        if match := _match_name(self.path):
+            return int(match[1]) - len(self.steps) + 1 + index
+        return int(self.steps[index].name.partition("#")[2])
 
     def launched_by(self, kernel: Event) -> Event | None:
         """Return the call of the host that launched a kernel or copy, if it was recorded."""
@@ -152,9 +158,9 @@ def read_trace(path: Path) -> Trace:
             threads[event.thread].append(event)
     for thread in threads.values():
         nest(thread)
-    steps = [e for e in events if e.kind == "span" and e.name.startswith(STEP)]
+    steps = [e for e in events if e.kind == "span" and STEP_NAME.fullmatch(e.name)]
     if not any(step.end > step.start for step in steps):
-        raise DataError(f"{path}: no step was recorded in it (no span {STEP}<number>)")
+        raise DataError(f"{path}: no step was recorded in it (no span ProfilerStep#<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
     device, match = kernels[0].args.get("device", 0) if kernels else None, _match_name(path)
     return Trace(

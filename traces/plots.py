@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from traces.classes import CLASSES
-from traces.events import STEP, Loop
+from traces.events import Loop
 from traces.timeline import Table, Timeline
 
 # Work in cool colours, what a step need not have in warm ones.
@@ -55,7 +55,7 @@ def draw_bars(axes: Axes, labeled: dict[str, Timeline]) -> None:
     bars: list[Table] = []
     for label, timeline in labeled.items():
         by_step = timeline.table.pivot_table(index="step", columns="name", values="ms", aggfunc="sum")
-        by_step.index = [step_number(timeline, i) for i in by_step.index]
+        by_step.index = [timeline.trace.step_number(i) for i in by_step.index]
         first_steps = by_step.head(max(MAX_BARS // len(labeled), 1))
         first = first_steps.index[0]
         bars += [first_steps.rename(index={first: f"{first}\n{label}"}), pd.DataFrame(index=[""])]
@@ -63,10 +63,6 @@ def draw_bars(axes: Axes, labeled: dict[str, Timeline]) -> None:
     table.plot.bar(stacked=True, ax=axes, color=COLORS, legend=False, width=0.8, rot=0, fontsize=8)
     axes.set(xlabel="step", ylabel="ms", title="by step")
     axes.grid(axis="y", alpha=0.3)
-
-
-def step_number(timeline: Timeline, index: int) -> str:
-    return timeline.trace.steps[index].name.removeprefix(STEP)
 
 
 def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
@@ -86,4 +82,4 @@ def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
             if part.end - part.start > NARROW * (end - begin):
                 axes.text((first + last) / 2, 1.2, part.name, ha="center", fontsize=7)
     axes.set(xlim=(0, (end - begin) / 1000), ylim=(0, 1.5), yticks=[], xlabel="ms")
-    axes.set_title(f"step {step_number(timeline, index)} of {label}", fontsize=9, loc="left")
+    axes.set_title(f"step {timeline.trace.step_number(index)} of {label}", fontsize=9, loc="left")

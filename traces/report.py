@@ -12,7 +12,7 @@ from jobs.journal import read_records
 from traces.classes import AROUND, ATTENTION, CLASSES, COMMUNICATION, DATA_WAIT, GEMM, IDLE
 from traces.events import Event, Loop, Trace
 from traces.timeline import Table, Timeline
-from traces.work import ClassWork, Rates, dims, loaded_bytes, operator_table, work_by_class
+from traces.work import ClassWork, Rates, dims, operator_table, work_by_class
 
 Row = tuple[object, ...]
 TOP = 8  # rows of a list
@@ -65,7 +65,7 @@ def si(value: float, unit: str) -> str:
 
 
 def remarks(timeline: Timeline, rates: Rates) -> str:
-    """Return the source of the floors, hidden communication, and the rate of the data."""
+    """Return the source of the floors and hidden communication."""
     lines = []
     if logged := logged_milliseconds(timeline.trace):
         lines.append(
@@ -81,11 +81,6 @@ def remarks(timeline: Timeline, rates: Rates) -> str:
         lines.append(
             f"communication: {exposed:.2f} ms a step exposed, {hidden:.2f} hidden behind computation"
             f" ({hidden / (exposed + hidden):.0%} overlapped)"
-        )
-    loaded, waited = loaded_bytes(timeline.trace), timeline.by_class[DATA_WAIT]
-    if loaded and waited:
-        lines.append(
-            f"data: {si(loaded, 'B')} a step, waited {waited:.2f} ms for: {si(loaded / waited * 1e3, 'B/s')}"
         )
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planning.clusters import load_cluster, machine_known_as
 from traces.classes import COMPUTE
-from traces.events import DATA, Event, Trace
+from traces.events import Event
 from traces.timeline import Table, Timeline
 
 ITEM_BYTES = {
@@ -185,11 +185,3 @@ def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
             floor = min(least * 1e3 / steps, timeline.by_class[name])
         result[name] = ClassWork(total, timeline.by_class[name], milliseconds, floor)
     return result
-
-
-def loaded_bytes(trace: Trace) -> float:
-    """Return the bytes of fields that the loader hands over, a step."""
-    casts = [e for e in trace.loop_events if e.name == "aten::to" and e.parent and e.parent.name == DATA]
-    inputs = [(dims(e), e.args.get("Input type")) for e in casts]
-    loaded = [product(d[0]) * ITEM_BYTES.get(kinds[0], 1) for d, kinds in inputs if d and kinds]
-    return sum(loaded) / len(trace.steps)
