@@ -82,7 +82,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog.begin(progress.step)
     metrics = Metrics(config, run, batches)
     validator = Validator(config, samples, run, metrics)
-    profiler = Profiler(config, progress.step)
+    profiler = Profiler(config)
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"
@@ -124,7 +124,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             if due.validate:
                 validator.validate(step)
                 metrics.start_interval()
-            profiler.step()
+            profiler.step(step)
     gc.enable()
     activity.start_phase("end", progress.step)
     unsaved = checkpointer.finish(progress.step, state.state_dict()) if checkpointer else ""

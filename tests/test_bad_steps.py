@@ -4,12 +4,17 @@ import pytest
 import torch
 
 from checkpoints.files import complete_steps
+from config import Training
+from tests.parity import Layout, SmallRun
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged
+from training.due import Rollouts
 from training.state import roll_back
 
 CPU = torch.device("cpu")
 NAN = float("nan")
+TENSOR_PARALLEL = Layout(2, {"tensor_parallel_degree": 2})
+CONTEXT_PARALLEL = Layout(2, {"context_parallel_degree": 2})
 
 
 def judge(bad_steps: BadSteps, step: int, loss: float, norm: float = 1.0, fp16: bool = False) -> bool:
@@ -17,7 +22,7 @@ def judge(bad_steps: BadSteps, step: int, loss: float, norm: float = 1.0, fp16: 
 
 
 def test_what_is_not_finite_is_bad(one_rank):
-    bad_steps = BadSteps(0.0, CPU)
+    bad_steps = BadSteps(Training(), CPU)
     assert not judge(bad_steps, 1, 1.0)
     assert judge(bad_steps, 2, 1.0, NAN) and judge(bad_steps, 3, 1.0, float("inf"))
     assert not judge(bad_steps, 4, 1.0, float("inf"), fp16=True)  # that is the loss scaler's
@@ -26,7 +31,7 @@ def test_what_is_not_finite_is_bad(one_rank):
 
 def test_a_spike_is_measured_in_robust_deviations(one_rank):
     """Losses 1 +- 0.01, alternating: the median is 1, the median absolute deviation 0.01."""
-    bad_steps = BadSteps(5.0, CPU)
+    bad_steps = BadSteps(Training(spike_threshold=5.0), CPU)
     for step in range(60):
         assert not judge(bad_steps, step, 1.0 + 0.01 * (step % 3 - 1))
     assert not judge(bad_steps, 60, 1.0 + 4.9 * 1.4826 * 0.01)
@@ -36,13 +41,39 @@ def test_a_spike_is_measured_in_robust_deviations(one_rank):
 
 
 def test_few_losses_make_no_spike(one_rank):
-    bad_steps = BadSteps(5.0, CPU)
+    bad_steps = BadSteps(Training(spike_threshold=5.0), CPU)
     assert not any(judge(bad_steps, step, 10.0**step) for step in range(15))
+
+
+def losses_and_window(layout: Layout) -> tuple[list[float], list[float]]:
+    """Losses of three steps, and what later ones are judged by."""
+    small = SmallRun(layout, spike_threshold=5.0)
+    losses = [small.step(step)[0] for step in range(3)]
+    return losses, small.state.bad_steps.losses[1:4].tolist()
+
+
+@pytest.mark.parametrize("layout", [TENSOR_PARALLEL, CONTEXT_PARALLEL, Layout(2)], ids=str)
+def test_a_checkpoints_losses_are_means_on_any_layout(ranks, layout):
+    """They were sums over ranks with a part of a sample: on another layout every step was a spike."""
+    for losses, window in ranks(2).run(losses_and_window, layout):
+        assert window == pytest.approx(losses, rel=1e-6)
+
+
+def test_longer_rollouts_are_no_spikes(one_rank):
+    """The second half of the steps has rollouts of three, with losses far above those before."""
+    small = SmallRun(Layout(rollout=3), spike_threshold=5.0)
+    small.state.bad_steps.rollouts = Rollouts((1, 3), steps=80)
+    window = small.state.bad_steps.losses
+    window.copy_(1e-6 * (1 + torch.arange(len(window)) % 3))
+    small.step(39)
+    assert small.state.bad_steps.bad[40]
+    small.step(40)
+    assert not small.state.bad_steps.bad[41] and window.isfinite().sum() == 1
 
 
 def test_bad_steps_are_counted_over_a_window(one_rank, caplog, monkeypatch):
     monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 3)
-    bad_steps = BadSteps(0.0, CPU)
+    bad_steps = BadSteps(Training(), CPU)
     for step in range(1, 5):
         judge(bad_steps, step, NAN, NAN)
         assert bad_steps.too_many(step) == (step == 4)
@@ -56,7 +87,7 @@ def test_bad_steps_are_counted_over_a_window(one_rank, caplog, monkeypatch):
 def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  # noqa: F811
     monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 0)
     run, checkpointer = Run(), build()
-    bad_steps = run.state.bad_steps = BadSteps(0.0, CPU)
+    bad_steps = run.state.bad_steps = BadSteps(Training(), CPU)
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
         roll_back(checkpointer, run.state)
     weights = []
@@ -78,6 +109,6 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
 
 
 def test_a_run_does_not_end_on_a_bad_step(one_rank):
-    bad_steps = BadSteps(0.0, CPU)
+    bad_steps = BadSteps(Training(), CPU)
     judge(bad_steps, 7, NAN, NAN)
     assert not bad_steps.too_many(7) and bad_steps.too_many(7, last=True)

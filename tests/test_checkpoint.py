@@ -36,7 +36,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
         parameters = dict(self.model.named_parameters())
         optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
-        scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(0.0, torch.device("cpu"))
+        scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(Training(), torch.device("cpu"))
         self.state = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
 
     def step(self, checkpointer: Checkpointer | None = None) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from config import Model
+from config import Model, Training
 from models.attention import Kernel
 from models.vit import LayerNorm, VisionTransformer
 from training.bad_steps import BadSteps
@@ -87,7 +87,7 @@ def test_an_update_whose_gradients_are_on_the_host(
     parameter = nn.Parameter(torch.empty(4, 4, device=host), requires_grad=False)
     parameter.grad = torch.empty(4, 4, device=host)
     optimizer = build_adamw({"weight": parameter}, (0.9, 0.95), 1e-8, 0.0)
-    bad_steps = BadSteps(spike_threshold, device)
+    bad_steps = BadSteps(Training(spike_threshold=spike_threshold), device)
     state = TrainState({"weight": parameter}, optimizer, LossScaler(False), None, Progress(), bad_steps)
     model = SimpleNamespace(parameters={"weight": parameter}, pipeline_group=None, after_update=lambda: None)
     parts: Any = (SimpleNamespace(model=model), None, state, lambda step: 1e-3, 1.0, None, None, None)

@@ -12,7 +12,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.initial_weights import Channels, TokenGrid, load_initial_weights
-from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism
+from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
 from models.registry import build_model
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import Recipe, parallelize
@@ -58,7 +58,7 @@ def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
     if average:
         for tensor in average.averages.values():
             tensor += 1
-    bad_steps = BadSteps(0.0, torch.device("cpu"))
+    bad_steps = BadSteps(Training(), torch.device("cpu"))
     run = TrainState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
     checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, {})
     checkpointer.save(1, run.state_dict())

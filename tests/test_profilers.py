@@ -13,11 +13,11 @@ from training.profiler import Profiler
 
 def steps(folder: Path, number: int, **settings: int | bool) -> None:
     config = Config(job=Job(dump_folder=str(folder)), profiling=Profiling(**settings))  # type: ignore[arg-type]
-    with Profiler(config, 0) as profiler:
-        for _ in range(number):
+    with Profiler(config) as profiler:
+        for step in range(1, number + 1):
             with span("forward"):
                 torch.ones(3).sum()
-            profiler.step()
+            profiler.step(step)
 
 
 def test_a_recording_has_the_spans_of_its_steps(one_rank, tmp_path):

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import Training
 from errors import RunFailed
+from training.due import Rollouts
 
 logger = logging.getLogger(__name__)
 WINDOW = 100  # steps that bad ones are counted in, and losses that a spike is measured against
@@ -27,8 +29,9 @@ class TrainingDiverged(RunFailed):
 class BadSteps:
     """Judges steps. Every rank judges the same global numbers, so that all of them skip alike."""
 
-    def __init__(self, spike_threshold: float, device: torch.device) -> None:
-        self.spike_threshold = spike_threshold
+    def __init__(self, training: Training, device: torch.device, dp: int = 1) -> None:
+        """dp: ranks that have samples of their own, of all those that have a part of the loss."""
+        self.spike_threshold, self.rollouts, self.dp = training.spike_threshold, Rollouts.of(training), dp
         self.losses = torch.full((WINDOW,), torch.nan, device=device)  # of good steps, the oldest overwritten
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
@@ -39,7 +42,7 @@ class BadSteps:
     @property
     def window(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint that later steps are judged by."""
-        return {"losses": self.losses, "bad": self.bad}
+        return {"mean_losses": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
         """Return whether a step is bad, a bool on the device; loss: this rank's, grad_norm: of all ranks.
@@ -51,9 +54,11 @@ class BadSteps:
         if self.spike_threshold or overflow_is_normal:
             loss = loss.clone()
             dist.all_reduce(loss)
-            loss /= dist.get_world_size()
+            loss /= self.dp  # the mean on any layout: another one may go on from here
         bad = ~torch.isfinite(loss) if overflow_is_normal else ~torch.isfinite(grad_norm)
         if self.spike_threshold:
+            if self.rollouts.begins_stage(step):
+                self.losses.fill_(torch.nan)  # of shorter rollouts, which are lower
             bad |= loss > self._ceiling()
             self.losses[step % WINDOW] = torch.where(bad, torch.nan, loss)
         self.bad[step % WINDOW] = bad

@@ -72,6 +72,10 @@ class Rollouts:
         """Return the steps of the model in training step `step`; 1 is the first."""
         return [length for length, begin, _ in self.stages() if begin < step][-1]
 
+    def begins_stage(self, step: int) -> bool:
+        """Return whether the rollouts of training step `step` are not as long as those before."""
+        return step > 1 and self.at(step) != self.at(step - 1)
+
     def stages(self) -> list[tuple[int, int, int]]:
         """Return each stage's length of a rollout, and the training steps before and after which it begins
         and ends.

@@ -19,10 +19,9 @@ MOST_ALLOCATIONS = 100_000  # entries of a memory snapshot
 class Profiler:
     """Records `profile_steps` steps out of every `profile_freq`; does nothing while disabled."""
 
-    def __init__(self, config: Config, step: int) -> None:
-        """step: the last one that was taken."""
+    def __init__(self, config: Config) -> None:
         settings, self.folder = config.profiling, config.dump_folder / "traces"
-        self.step_number, self.profile = step, nullcontext()
+        self.step_number, self.profile = 0, nullcontext()
         self.has_snapshot = settings.enable_memory_snapshot and torch.cuda.is_available()
         if settings.enable_profiling:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -53,9 +52,9 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.profile.__exit__(*error)  # type: ignore[arg-type]
 
-    def step(self) -> None:
-        """Tell the profiler that a step has ended."""
-        self.step_number += 1
+    def step(self, number: int) -> None:
+        """Tell the profiler that step `number` has ended."""
+        self.step_number = number
         if isinstance(self.profile, profile):
             self.profile.step()
 

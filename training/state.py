@@ -134,7 +134,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     average = None
     if training.ema_decay:
         average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)
-    bad_steps = BadSteps(training.spike_threshold, model.device)
+    bad_steps = BadSteps(training, model.device, model.mesh.degrees.dp)
     replay = None
     if training.replay_steps:
         channels = config.data.history * len(assembly.normalizer.mean)
