@@ -170,6 +170,7 @@ class CheckpointProcess:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_FILES, hard)), hard))
         self.store: list[TCPStore] = []  # rank 0's
+        self.is_lost = False
         address, port = from_first_rank(self._open_store)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
@@ -198,6 +199,7 @@ class CheckpointProcess:
         try:
             return self.started.result().save(*arguments, **options)
         except ConnectionError as error:
+            self.is_lost = True  # a process that is being killed still counts as alive for a while
             raise RuntimeError(f"Checkpoint background process is dead ({error})") from None
 
     @property
@@ -205,12 +207,13 @@ class CheckpointProcess:
         """Return whether the process can save, or may soon."""
         if not self.started.done():
             return True
-        return not self.started.exception() and self.started.result()._save_process.is_alive()
+        is_open = not self.is_lost and not self.started.exception()
+        return is_open and self.started.result()._save_process.is_alive()
 
     def close(self) -> None:
         """End the process, with no save in flight."""
         atexit.unregister(self.close)
-        if not self.started.exception() and self.is_alive:
+        if not self.started.exception():
             self.started.result()._save_process.kill()
             self.started.result()._save_process.join()
         self.store.clear()

@@ -23,10 +23,10 @@ RUNS = [
     ("saved_activations --dim 64", "0 of 12 counts off", (0,)),
     ("trainer_overhead --steps 4", "at least 2 are needed", (2,)),
     ("verification_speed --dates 2", "at least 4 are needed", (2,)),
-    ("layout_parity --optimizers few --ranks 1 2 --dim 32", "Muon: 2 layouts", (0,)),
 ]
 LONG = (pytest.mark.slow, pytest.mark.timeout(900))
 SLOW = [
+    ("layout_parity --optimizers few --ranks 1 2 --dim 32", "Muon: 2 layouts", (0,)),
     ("layout_parity 'fsdp 2, zero-2'", "formulas in 1 of the 1", (0,)),
     ("trainer_overhead saves --rounds 1 --dim 64", "async_with_pinned_mem", (0, 1)),
     ("chaos --trials 1", "seconds", (0,)),

@@ -179,7 +179,7 @@ def test_a_process_that_was_killed_is_started_again(build, tmp_path):
     assert complete_steps(tmp_path) == [1, 2]
 
 
-def test_a_process_that_is_killed_while_it_writes_costs_a_save(build, tmp_path, caplog):
+def test_a_process_that_is_killed_while_it_writes_costs_a_save(build, tmp_path, caplog, monkeypatch):
     run, checkpointer = Run(width=200_000), build("async_with_pinned_mem")
     run.step()
     process = checkpointer.process.started.result()._save_process
@@ -187,6 +187,7 @@ def test_a_process_that_is_killed_while_it_writes_costs_a_save(build, tmp_path, 
     run.save(checkpointer)
     checkpointer.wait_for_staging()
     process.kill()
+    monkeypatch.setattr(process, "is_alive", lambda: True)  # as it is for a while on a busy machine
     checkpointer.wait()
     assert "step 1 could not be written: Checkpoint background process is dead" in caplog.text
     run.step_and_save(checkpointer)
