@@ -129,6 +129,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
     if options.anchor:
         cluster = anchored(cluster, options)
+    asked = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(slowest=options.slowest)
@@ -145,7 +146,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         print(json.dumps(as_json(made, cluster, cost), indent=1))
         return 0 if fit else 1
     feed = data_lines(made.work, made.time.samples_per_second, cluster)
-    print("\n\n".join([*tables(plans, made, cluster), feed, cost.table()]))
+    print("\n\n".join([*tables(plans, made, cluster, asked), feed, cost.table()]))
     nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
     print(f"\n{nowhere}{next_to_try(made, cluster, bool(plans)) if fit else advice(made, cluster)}")
     return 0 if fit else 1
@@ -190,11 +191,14 @@ def num_variables(config: Config) -> int:
     return len(state_variables(config.data))
 
 
-def tables(plans: list[Plan], made: Plan, cluster: Cluster) -> list[str]:
+def tables(plans: list[Plan], made: Plan, cluster: Cluster, config: Config) -> list[str]:
+    """config: as the user has written it, which the options of a layout replace."""
     found = [describe(made.work, cluster)]
     if plans:
         why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
-        found.append("\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work)}"]))
+        found.append(
+            "\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work, config)}"])
+        )
     found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
     return [*found, cluster.anchor.line()] if cluster.anchor else found
 

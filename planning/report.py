@@ -1,8 +1,10 @@
 """Tables of plan.py: memory by component, the step by class, speed, layouts."""
 
+from dataclasses import asdict
 from typing import Any
 
 from command_line import text_table
+from config import Config
 from planning.compute import hardware_flops
 from planning.cost import CostRange
 from planning.error_bands import band_line, band_of, kind_of
@@ -176,25 +178,35 @@ def reason(first: Plan, second: Plan) -> str:
     return f"1 before 2: {-gap:.1%} faster ({where or 'nothing else'}){simpler}"
 
 
-def keys(work: Workload) -> str:
-    """The options that give this layout to train.py."""
+def keys(work: Workload, config: Config) -> str:
+    """Return the options with which train.py takes this layout in place of that of `config`."""
     d = work.degrees
-    options = {  # key -> (value, default)
-        "parallelism.data_parallel_replicate_degree": (d.dp_replicate, 1),
-        "parallelism.tensor_parallel_degree": (d.tp, 1),
-        "parallelism.context_parallel_degree": (d.cp, 1),
-        "parallelism.pipeline_parallel_degree": (d.pp, 1),
-        "parallelism.fsdp_reshard_after_forward": (work.reshard, "default"),
-        "parallelism.pipeline_parallel_microbatch_size": (
-            work.micro_batch,
-            work.micro_batch if d.pp == 1 else 0,
-        ),
-        "training.local_batch_size": (work.local_batch, 0),
-        "training.global_batch_size": (work.global_batch, work.local_batch * d.dp),
-        "activation_checkpoint.mode": (work.ac_mode, ""),
-        "compile.enable": (str(work.compiled).lower(), "false"),
+    wanted: dict[str, Any] = {
+        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
+        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
+        "parallelism.data_parallel_shard_degree": -1,  # the rest
+        "parallelism.tensor_parallel_degree": d.tp,
+        "parallelism.context_parallel_degree": d.cp,
+        "parallelism.pipeline_parallel_degree": d.pp,
+        "parallelism.fsdp_reshard_after_forward": work.reshard,
+        "parallelism.cpu_offload": work.offload,
+        "training.local_batch_size": work.local_batch,
+        "activation_checkpoint.mode": work.ac_mode,
+        "compile.enable": work.compiled,
     }
-    return " ".join(f"--{key} {value}" for key, (value, default) in options.items() if value != default)
+    if d.pp > 1:
+        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
+        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    if config.training.global_batch_size != -1 or work.accumulation > 1:
+        wanted["training.global_batch_size"] = work.global_batch
+    configured = {
+        f"{section}.{key}": v for section, found in asdict(config).items() for key, v in found.items()
+    }
+    other = {key: value for key, value in wanted.items() if value != configured[key]}
+    options = " ".join(
+        f"--{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in other.items()
+    )
+    return options or "as configured"
 
 
 def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:

@@ -50,6 +50,21 @@ def test_rollout_steps_reach_memory_time_and_cost():
     assert "rolled out over 4 steps, gradients through the last 1" in text
 
 
+def test_the_options_of_a_layout_replace_what_the_configuration_has():
+    """They named only what differs from the defaults: a configured degree, "always" or offload stayed."""
+    asked = ["--parallelism.tensor_parallel_degree=4", "--parallelism.fsdp_reshard_after_forward=always"]
+    asked += ["--parallelism.cpu_offload=true", "--parallelism.data_parallel_shard_degree=16"]
+    asked += ["--parallelism.pipeline_parallel_schedule=GPipe", "--compile.enable=false"]
+    text = plan("--cluster", "a100x64", "--layout", "auto", *asked)
+    (options,) = re.findall("to train so: (.*)", text)
+    argv = ["--job.config_file", "train_configs/vit1b.toml", *asked]
+    cluster, before = load_cluster("a100x64"), job(load_config(argv), 64)
+    (best,) = best_layouts(before, cluster, 1)
+    again = job(load_config([*argv, *options.split()]), 64)
+    same = {"schedule": again.schedule, "every_n": again.every_n}  # which it does not use
+    assert again == best.work.replace(**same) and best.work.degrees.pp == 1
+
+
 def test_nodes_and_storage_are_printed():
     """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
     made, text = figures(), plan("--cluster", "a100x64")
