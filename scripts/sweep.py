@@ -11,6 +11,7 @@ Exit codes: 0 done, 1 no trial has a score, 2 bad input, 75 stopped by SIGTERM: 
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -27,9 +28,7 @@ except ImportError:
 
 SCORE = "val/loss"  # of metrics.jsonl, the lower the better; "val/rmse/<variable>" if the loss differs
 TRAIN = [sys.executable, "train.py"]  # for several GPUs ["./run_train.sh"]
-PRUNER = optuna.pruners.MedianPruner(
-    n_startup_trials=5
-)  # stops runs above the median; NopPruner() stops none
+PRUNER = optuna.pruners.MedianPruner(n_startup_trials=5)  # stops runs above the median; NopPruner(): none
 
 
 def draw(trial: optuna.Trial) -> dict[str, Any]:
@@ -47,7 +46,6 @@ POLL_SECONDS = 0.5
 
 def sweep(command: list[str], num_trials: int, folder: Path) -> int:
     """Run trials until `num_trials` have ended, and return the exit code."""
-    folder.mkdir(parents=True, exist_ok=True)
     storage = f"sqlite:///{folder / 'optuna.db'}"
     study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True, pruner=PRUNER)
     while sum(trial.state.is_finished() for trial in study.trials) < num_trials:
@@ -55,7 +53,7 @@ def sweep(command: list[str], num_trials: int, folder: Path) -> int:
         interrupted = study.get_trials(states=(TrialState.RUNNING,))
         trial = optuna.Trial(study, interrupted[0]._trial_id) if interrupted else study.ask()
         state, score = run(trial, command, folder / f"trial-{trial.number:04d}")
-        study.tell(trial, score, state=state)
+        study.tell(trial, score if state == TrialState.COMPLETE else None, state=state)
         print(f"trial {trial.number}: {state.name.lower()}, {SCORE} = {score}, {trial.params}", flush=True)
     if not study.get_trials(states=(TrialState.COMPLETE,)):
         print(f"no trial has a score; see {folder}/trial-*.log", file=sys.stderr)
@@ -64,7 +62,7 @@ def sweep(command: list[str], num_trials: int, folder: Path) -> int:
     return 0
 
 
-def run(trial: optuna.Trial, command: list[str], folder: Path) -> tuple[TrialState, float | None]:
+def run(trial: optuna.Trial, command: list[str], folder: Path) -> tuple[TrialState, float]:
     """Train until the end or until the pruner stops it. Return the state and the last score."""
     words = [f"--{key}={_as_text(value)}" for key, value in draw(trial).items()]
     num_scores, pruned = 0, False
@@ -84,18 +82,18 @@ def run(trial: optuna.Trial, command: list[str], folder: Path) -> tuple[TrialSta
     if not pruned and code in (BAD_INPUT, SAVED):
         print(Path(f"{folder}.log").read_text().splitlines()[-1], file=sys.stderr)
         sys.exit(code)
-    values = [score for _, score in scores(folder)]
-    if pruned:
-        return TrialState.PRUNED, values[-1]
-    return (TrialState.COMPLETE, values[-1]) if code == 0 and values else (TrialState.FAIL, None)
+    score = scores(folder)[-1][1] if scores(folder) else math.nan
+    ended = TrialState.COMPLETE if code == 0 and math.isfinite(score) else TrialState.FAIL
+    return TrialState.PRUNED if pruned else ended, score
 
 
 def scores(folder: Path) -> list[tuple[int, float]]:
-    """Return (step, score) of each validation so far, without the last line while it is being written."""
+    """Return (step, score) of each validation so far, NaN where that is not finite."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be half written
     records = [json.loads(line) for line in lines]
-    return [(each["step"], each[SCORE]) for each in records if each.get(SCORE) is not None]
+    found = [(each["step"], each[SCORE]) for each in records if SCORE in each]
+    return [(step, math.nan if score is None else score) for step, score in found]
 
 
 def _as_text(value: Any) -> str:
@@ -110,6 +108,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("outputs/sweep"))
     options, overrides = parser.parse_known_args()
+    if options.trials < 1:
+        parser.error("--trials: 1 or more")
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--folder: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(SAVED))
     sys.exit(sweep([*TRAIN, "--job.config_file", options.config, *overrides], options.trials, options.folder))
 

@@ -1,5 +1,7 @@
 """scripts/sweep.py: trials, continuing a study, and what it refuses."""
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -68,6 +70,36 @@ def test_a_stopped_sweep_continues_its_open_trial(tmp_path: Path) -> None:
     (trial,) = trials_of(tmp_path)
     assert trial.state == TrialState.COMPLETE and out.count("trial 0: complete") == 1, error
     assert f"resumed from {run / 'checkpoints'}" in Path(f"{run}.log").read_text()
+
+
+def sweep_of(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[list[float | None]]) -> list[Any]:
+    """Trials whose runs write these scores, one a validation, in place of train.py."""
+    spec = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    program = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[-1].partition("=")[2])
+folder.mkdir()
+for step, score in enumerate(json.loads(sys.argv[1])[int(folder.name[-4:])]):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "val/loss": score}) + chr(10))
+time.sleep(1)
+"""
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "PRUNER", optuna.pruners.MedianPruner(n_startup_trials=1))
+    (folder / "sweep").mkdir()
+    assert module.sweep([sys.executable, "-c", program, json.dumps(runs)], len(runs), folder / "sweep") == 0
+    return trials_of(folder)
+
+
+def test_a_run_above_the_median_is_pruned_and_one_without_a_last_score_has_none(monkeypatch, tmp_path):
+    """Optuna takes no value of a pruned trial; of [.., None] the value before counted."""
+    runs = [[0.5, 0.4], [0.6, 0.7], [0.4, None], [0.3, 0.2]]
+    first, second, third, fourth = sweep_of(monkeypatch, tmp_path, runs)
+    assert first.state == fourth.state == TrialState.COMPLETE and fourth.value == 0.2
+    assert second.state == TrialState.PRUNED and third.state == TrialState.FAIL and third.value is None
 
 
 def test_bad_input_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
