@@ -82,6 +82,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog.begin(progress.step)
     metrics = Metrics(config, run, batches)
     validator = Validator(config, samples, run, metrics)
+    validator.make_up(progress.step)
     profiler = Profiler(config)
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
@@ -135,9 +136,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         if dist.get_rank() == 0:
             print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
     metrics.close()
-    code, message = 0, "done"
-    if stop:
-        code, message = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
+    saved = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
+    code, message = saved if stop else (0, "done")
     leave(watchdog, agreement, run_folder, unsaved, code, message)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ class Journal:
         self.waiting = []
 
     def forget_after(self, step: int) -> int:
-        """Drops the records of steps that are going to be done again. The last step there was, 0: none.
+        """Drop the records of steps that are going to be done again. Return the last step there was, 0: none.
+
         Raises OSError.
         """
+        return self._keep(lambda record: record["step"] <= step)
+
+    def forget(self, step: int, key: str) -> None:
+        """Drop the record of a step that has a key: another one takes its place. Raises OSError."""
+        self._keep(lambda record: record["step"] != step or key not in record)
+
+    def _keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> int:
         self.close()
         records = read_records(self.path)
-        lines = [json.dumps(record) + "\n" for record in records if record["step"] <= step]
         if self.path.exists():
-            write_durably(self.path, "".join(lines))
+            write_durably(self.path, "".join(json.dumps(each) + "\n" for each in records if is_kept(each)))
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:

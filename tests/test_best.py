@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from checkpoints.files import check_files, complete_steps
 from config import Checkpoint, Config, Job, Training, Validation
 from tests.planned import run_train
 from tests.started_jobs import write_config
-from training.best import Best, history, link_folder
+from training.best import Best, basis_of, history, link_folder
 from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -129,6 +131,39 @@ def test_a_score_of_the_validation_is_accepted(tmp_path):
         load_checked(["--job.config_file", config_file, *validation, *options])
 
 
+def test_members_are_what_values_have_in_common():
+    """RMSE of a mean of 64 members is lower than that of 2, for the same weights."""
+    two, many = (Config(training=Training(loss="crps", members=n), checkpoint=Checkpoint()) for n in (2, 64))
+    assert basis_of(two) != basis_of(many)
+    assert basis_of(two) == basis_of(replace(many, validation=Validation(members=2)))
+
+
+def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
+    """Of the step that a run resumes from: its checkpoint was complete, and could not become the best."""
+    words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]"]
+    words += [
+        "--checkpoint.interval=2",
+        "--checkpoint.async_mode=disabled",
+        "--checkpoint.keep_best=val/loss",
+    ]
+    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    words += ["--validation.plots=false"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.validator.Validator._score", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit, match="killed"):
+            run_train(*files, *words, "--training.steps=4")
+    run_train(*files, *words, "--training.steps=4")
+    assert validated(tmp_path) == [2, 4] and complete_steps(tmp_path / "run/best")
+    run_train(*files, *words, "--training.steps=4")  # ended, and validated again
+    assert validated(tmp_path) == [2, 4]
+
+
+def validated(folder: Path) -> list[int]:
+    """The steps in metrics.jsonl that have scores."""
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if "val/loss" in record]
+
+
 def test_an_early_stop_validates_its_last_step_once(tmp_path):
     """The learning rate is 0: no validation is better than the first."""
     words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]", "--training.steps=20"]
@@ -136,5 +171,4 @@ def test_an_early_stop_validates_its_last_step_once(tmp_path):
     words += ["--checkpoint.keep_best=val/loss", "--validation.early_stop_patience=2"]
     files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
     run_train(*files, *words, "--optimizer.lr", "1e-30", "--validation.plots", "false")
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "val/loss" in record] == [2, 4, 6]
+    assert validated(tmp_path) == [2, 4, 6]

@@ -248,6 +248,16 @@ def test_a_run_keeps_its_base_and_goes_on_to_the_bit(base, tmp_path: Path) -> No
         torch.testing.assert_close(stopped[each], through[each], rtol=0, atol=0, equal_nan=True, msg=each)
 
 
+def test_averages_of_parts_that_train_from_now_on_start_from_their_weights(base, tmp_path: Path) -> None:
+    """They started from random ones, which every validation, export and forecast took."""
+    options = adapt(base, tmp_path / "run", "--training.ema_decay", "0.999")
+    run_train(*options, "--training.steps", "5", "--lora.also_train", '["head"]')
+    before, after = tensors(tmp_path / "run"), tensors(tmp_path / "run", 5)
+    head = "head.weight"
+    assert (after[f"ema.{head}"] - before[f"model.{head}"]).norm() < 0.05 * before[f"model.{head}"].norm()
+    assert not torch.equal(after[f"model.{head}"], before[f"model.{head}"])
+
+
 @pytest.mark.parametrize("change", [("rank", "3"), ("alpha", "8")])
 def test_other_adapters_do_not_resume(base, tmp_path: Path, change: tuple[str, str]) -> None:
     options = adapt(base, tmp_path / "run")

@@ -15,7 +15,7 @@ from config import Metrics as Settings
 from datasets.loader import data_wait_advice
 from jobs.journal import Journal, read_records
 from training.due import Rollouts
-from training.metrics import Metrics, dense_line
+from training.metrics import Metrics, dense_line, peak_tflops
 from training.step import StepResult
 
 CONTRACT = list[str](
@@ -72,6 +72,21 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(one_rank, tmp_path):
         file.write('{"step": 4, "lo')  # killed while writing
     assert [r["step"] for r in log(tmp_path, [3, 4], resume_step=2)] == [1, 2, 3, 4]
     Journal(tmp_path / "absent.jsonl").forget_after(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A1000", 0),
+    ],
+)
+def test_a_peak_is_that_of_the_device(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_tflops(torch.device("cuda", 0)) == peak
 
 
 def test_not_a_number_becomes_null(one_rank, tmp_path):

@@ -54,7 +54,7 @@ class Best:
             return
         checkpointer.wait()
         self.later = set()
-        if checkpointer.saved_step != step:
+        if from_first_rank(lambda: step not in complete_steps(checkpointer.folder)):
             logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
             return
         self.value, self.step = value, step
@@ -77,9 +77,11 @@ class Best:
 
 
 def basis_of(config: Config) -> str:
-    """Return what values of a score need in common: dates, first lead, and of val/loss the loss."""
+    """Return what values of a score need in common: dates, first lead, members, and of val/loss the loss."""
     data, training, validation = config.data, config.training, config.validation
     parts: list[Any] = [data.validation_period, min(validation.lead_hours, default=0)]
+    if training.loss == "crps":
+        parts.append(validation.members or training.members)
     if config.checkpoint.keep_best.startswith("val/loss"):
         parts += [training.loss, training.variable_weights, training.weight_by_change]
         parts += [training.spectral_fraction]

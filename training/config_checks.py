@@ -130,6 +130,9 @@ def _check_rollouts(training: Training) -> None:
     lengths = list(training.rollout_steps)
     if not lengths:
         refuse("training.rollout_steps", lengths, "name how many, [1] for the next state alone")
+    if len(lengths) > training.steps:
+        reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
+        refuse("training.rollout_steps", lengths, reason)
     rollouts, weights = Rollouts.of(training), list(training.rollout_weights)
     if training.rollout_gradient_steps > rollouts.longest:
         reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"

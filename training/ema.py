@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, sharded as they are; validation and export use it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,10 +25,10 @@ class EMA:
             average.lerp_(self.parameters[name].detach(), 1 - decay)
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Set the averages to the weights."""
-        for name, average in self.averages.items():
-            average.copy_(self.parameters[name].detach())
+    def restart(self, names: Iterable[str]) -> None:
+        """Set the averages of these parameters, where they have some, to the weights."""
+        for name in self.averages.keys() & set(names):
+            self.averages[name].copy_(self.parameters[name].detach())
 
     @contextmanager
     def applied(self) -> Iterator[None]:

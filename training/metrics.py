@@ -5,6 +5,7 @@ Metrics are the machine's; scores are the weather's and come from verification/.
 
 import logging
 import math
+import re
 import resource
 import sys
 import time
@@ -20,14 +21,17 @@ from tqdm import tqdm
 from config import Config
 from datasets.loader import data_wait_advice
 from errors import module_command
-from jobs.journal import Journal
+from jobs.journal import Journal, read_records
+from parallelisms.mesh import from_first_rank
 from training.batches import Batches
 from training.loggers.opening import open_loggers
 from training.step import Run, StepResult
 
 logger = logging.getLogger(__name__)
-# Dense bf16 peaks in TFLOP/s, vendors' datasheets. Longest name first: "H100 PCIe" before "H100".
-PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "A100": 312.0, "V100": 125.0}
+# Dense bf16 peaks in TFLOP/s (V100: fp16) by words of a name, from datasheets; the first that fits counts.
+PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0}
+PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
+SCORE = "val/loss"  # that every record of a validation has
 WAIT_FRACTION = 0.05  # of a step's time, above which waiting for data is reported
 WORTH_JUDGING = 0.5  # seconds between logged steps: the first ones wait for what is not there yet
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
@@ -37,10 +41,8 @@ def peak_tflops(device: torch.device) -> float:
     """Return the peak of one device, 0 if it is not known: then there is no MFU."""
     if device.type != "cuda":
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next(
-        (peak for known, peak in PEAK_TFLOPS.items() if all(word in name for word in known.split())), 0.0
-    )
+    words = set(re.split(r"[ -]", torch.cuda.get_device_name(device)))  # "NVIDIA A100-SXM4-80GB"
+    return next((peak for known, peak in PEAK_TFLOPS.items() if words.issuperset(known.split())), 0.0)
 
 
 def memory_gib(device: torch.device) -> float:
@@ -138,8 +140,16 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
         if self.is_first:
+            if SCORE in record and record["step"] == self.resume_step:
+                self.journal.forget(self.resume_step, SCORE)  # of the start before
             self.journal.write({k: _finite(v) for k, v in record.items()})
         self.loggers.call("log", record)
+
+    def has_scores(self, step: int) -> bool:
+        """Return whether a validation of this step is in metrics.jsonl. Called by all ranks."""
+        return from_first_rank(
+            lambda: any(r["step"] == step and SCORE in r for r in read_records(self.journal.path))
+        )
 
     def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
         """Log the pictures of a validation by name, and its table. Called on the first rank."""

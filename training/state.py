@@ -116,13 +116,13 @@ class TrainState:
         if self.replay:
             stored = {name.removeprefix("replay."): tensor for name, tensor in state.items()}
             self.replay.load_state_dict(stored)
-        if not any(name.startswith("ema.") for name in state):
-            self.restart_average()
+        if self.average:  # of what had none: parts of lora.also_train may be new
+            self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 
     def restart_average(self) -> None:
         """Start the averages from the weights."""
         if self.average:
-            self.average.restart()
+            self.average.restart(self.parameters)
 
 
 def build_state(config: Config, assembly: Assembly) -> TrainState:
@@ -173,8 +173,8 @@ def restore(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     tensors = state.state_dict()
     for name in [name for name in tensors if name not in stored and name.startswith(OPTIONAL)]:
         del tensors[name]
-    if state.average and not any(name.startswith("ema.") for name in stored):
-        logger.info("%s has no averaged weights: averages start from its weights", folder)
+    if state.average and (fresh := {f"ema.{name}" for name in state.average.averages} - stored.keys()):
+        logger.info("%s: averages of %d parameters start from its weights", folder, len(fresh))
     checkpointer.load(step, tensors)
     state.load_state_dict(tensors)
     logger.info("resumed from %s", folder)

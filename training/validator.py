@@ -15,6 +15,7 @@ from datasets.field_dataset import LaterFields
 from datasets.variables import named_by
 from jobs.heartbeat import span
 from training.best import Best
+from training.due import every
 from training.metrics import Metrics
 from training.process_settings import return_memory
 from training.progress_bar import progress_bar
@@ -84,6 +85,11 @@ class Validator:
     def exhausted(self) -> bool:
         """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
         return self.best is not None and self.best.exhausted
+
+    def make_up(self, step: int) -> None:
+        """Validate the weights that a run resumes from, where it ended before it could."""
+        if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
+            self.validate(step)
 
     def validate(self, step: int, is_last: bool = False) -> Scores | None:
         """Score the weights after `step`, once, write the scores, and compare them with the best so far.
