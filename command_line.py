@@ -366,8 +366,9 @@ def type_name(kind: Any) -> str:
 
 def help_text(schema: Schema) -> str:
     """Return every key with type, default and meaning, after the usage of the program that runs."""
-    name = Path(sys.argv[0]).name
-    command = "./run_train.sh" if name == "train.py" else f".venv/bin/python {name}"
+    program = Path(sys.argv[0]).absolute()
+    module = f"-m {program.parent.name}.{program.stem}" if program.parent.parent == PROJECT else program.name
+    command = "./run_train.sh" if program.name == "train.py" else f".venv/bin/python {module}"
     lines = [f"Usage: {command} [--job.config_file FILE] [--section.key value ...]", ""]
     for section in schema:
         lines.append(f"[{section}]")

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from command_line import OneLineParser
+from config import Validation
 from datasets.archive import Archive
 from datasets.dates import evenly_spaced, find_gaps, usual_hours
 from datasets.files import find_files
@@ -176,7 +177,7 @@ def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tup
 
 
 def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
-    """Return the TOML of a [data] section that trains."""
+    """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
     train, validation = split_periods(archive.times)
     names, levels = _short_names(archive.variables)
     section: dict[str, Any] = {
@@ -186,12 +187,16 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
         **({"static_variables": archive.static_variables} if archive.static_variables else {}),
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
-        "step_hours": max(1, round(usual_hours(archive.times))),
+        "step_hours": (step := max(1, round(usual_hours(archive.times)))),
         "train_period": train,
         "validation_period": validation,
     }
     # Texts, numbers and lists are the same in TOML and JSON; tomli_w gives each level a line of its own.
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
+    (first, last), usual = map(np.datetime64, validation), Validation().lead_hours
+    longest = (last - first) / np.timedelta64(1, "h")
+    leads = [hours for hours in usual if hours % step == 0 and hours <= longest] or [step]
+    lines += ["", "[validation]", f"lead_hours = {leads}"] if leads != list(usual) else []
     return without_secrets("\n".join(["[data]", *lines]))
 
 

@@ -18,7 +18,7 @@ LARGEST = 1e15
 FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
 # Wider than analyses on any level, in the units of datasets/variables.py.
 RANGES = {
-    "geopotential": (-1.5e4, 6e5),
+    "geopotential": (-9.9e3, 6e5),
     "temperature": (150, 350),
     "u_component_of_wind": (-200, 200),
     "v_component_of_wind": (-200, 200),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 MISMATCH = "ranks that call different collectives wait for each other for ever: a branch depends on the rank"
 ENDED = "the process has ended"
+NO_HEARTBEAT = 3.0  # seconds, while one is sent every second
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": ENDED}  # the kernel's letters
 
 
@@ -46,7 +47,10 @@ def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list
     if silent := [each for each in ranks if each.silent > silence]:
         longest = max(each.silent for each in silent)
         return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
-    busy = [each for each in ranks if not each.waits] or list(ranks)
+    busy = [each for each in ranks if not each.waits]
+    if not busy and any(each.silent > NO_HEARTBEAT for each in ranks):
+        return None  # the others wait for that one, which the line above finds in a moment
+    busy = busy or list(ranks)
     behind = [each for each in busy if each.step == min(other.step for other in busy)]
     late = [each for each in behind if each.seconds > each.limit]
     if not late:
@@ -77,7 +81,7 @@ def format_table(ranks: Sequence[Heartbeat]) -> str:
     """Return a line for each group of ranks in the same place, those that are furthest behind first."""
 
     def place(each: Heartbeat) -> tuple[int, str, str, bool, bool]:
-        return each.step, each.phase, each.where, each.waits, each.silent > 3
+        return each.step, each.phase, each.where, each.waits, each.silent > NO_HEARTBEAT
 
     lines = []
     for (step, phase, where, waits, silent), group in groupby(sorted(ranks, key=place), place):

@@ -125,7 +125,7 @@ def micro_batches(samples: int, degrees: Degrees) -> list[int]:
     """Sizes of micro-batches of a rank with `samples`: divisors; of a pipeline the smaller ones."""
     found = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
     if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-        return [n for n in found if samples // n >= degrees.pp][:3] or found[:1]
+        return [n for n in found if samples // n >= degrees.pp][:3]
     return found
 
 

@@ -81,6 +81,20 @@ def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixtu
         main([str(tmp_path / "m.nc"), "--alle"])
 
 
+@pytest.mark.parametrize(("hours", "dates", "leads"), [(24, 40, (24,)), (6, 40, (6, 24)), (6, 6, (6,))])
+def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates: int, leads: tuple) -> None:
+    """By default 6 and 24 h, which daily data, or two days of others, refused."""
+    ds = waves(dates)
+    ds["time"] = np.datetime64("2019-12-30", "ns") + hours * np.arange(dates) * np.timedelta64(1, "h")
+    ds[[T2M]].to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
+    main([str(tmp_path / "m.nc")])
+    text = capsys.readouterr().out
+    (tmp_path / "a.toml").write_text(text[text.index("[data]") :])
+    config = load_checked(["--job.config_file", str(tmp_path / "a.toml")])
+    open_selection(config.data, (1, 1), config.validation.lead_hours)
+    assert config.validation.lead_hours == leads
+
+
 def test_the_last_year_validates_where_there_are_three() -> None:
     times = np.datetime64("1990-01-01", "s") + np.arange(4 * 365 * 4 + 4) * np.timedelta64(6, "h")
     train, validation = split_periods(times)

@@ -85,6 +85,25 @@ def test_steps_of_a_gpu_end_when_their_kernels_have_ended(tmp_path):
     assert timeline.by_class["idle"] == pytest.approx(0.025)
 
 
+def test_a_step_that_the_end_of_the_loop_cut_off_is_left_out(tmp_path):
+    """It was averaged in: 500 us a step in place of 1000."""
+    trace = Recording()
+    trace.span("ProfilerStep#17", 0, 1000)
+    trace.launch("aten::mm", 10, "gemm", 100, 900)
+    trace.span("ProfilerStep#18", 1000, 1002)
+    (tmp_path / "traces").mkdir()
+    timeline = trace.write(tmp_path / "traces/step-00000019-rank0.json")
+    assert len(timeline.windows) == 1 and timeline.step_milliseconds == pytest.approx(1.0)
+
+
+def test_products_inside_einsum_are_products(tmp_path):
+    trace = Recording()
+    trace.span("ProfilerStep#0", 0, 1000)
+    trace.add("aten::einsum", 10, 900)
+    trace.add("aten::bmm", 20, 800)
+    assert trace.write(tmp_path / "a.json").by_class["attention"] == pytest.approx(0.78)
+
+
 def test_a_long_call_of_the_host_is_named(tmp_path):
     trace = Recording()
     trace.span("ProfilerStep#0", 0, 5000)

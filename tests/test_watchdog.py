@@ -45,6 +45,9 @@ def test_stalled_ranks():
     assert stalled(ranks({}, {})) == []
     assert stalled(ranks({}, {"silent": 11.0}, waiting)) == [1]
     assert stalled(ranks(waiting, late, waiting)) == [1]
+    stopped = {**waiting, "seconds": 3.0, "silent": 9.0}  # while it waited: it is named a second later
+    assert stalled(ranks(waiting, stopped)) == []
+    assert stalled(ranks(waiting, {**stopped, "silent": 11.0})) == [1]
     assert stalled(ranks(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
     assert stalled(ranks({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
     # Rank 0 may take its time to validate: those who wait for it are over their limit, it is not.

@@ -24,7 +24,7 @@ OPERATORS = [
     (COMMUNICATION, r"c10d::|_c10d_functional::|rossby::swap_strips"),
     (OPTIMIZER, r"_fused_(adamw?|sgd|adagrad)_"),
     (ATTENTION, r".*(scaled_dot_product|_attention|attn)|_?softmax|baddbmm|bmm$"),
-    (GEMM, r"_?(scaled_|int_)?mm$|_?addmm|addmv|mv$|dot$|mkldnn_linear|(.*_)?convolution"),
+    (GEMM, r"_?(scaled_|int_)?mm$|_?addmm|addmv|mv$|dot$|mkldnn_(linear|rnn_layer)|(.*_)?convolution"),
     (COPIES, r"(_foreach_)?copy_|clone|contiguous|cat$|stack|to$|_to_copy|pad$|constant_pad|repeat|roll"),
     (COPIES, r"flip|split_with_sizes_copy|_chunk_cat|index_select|pin_memory|fsdp::"),
 ]
@@ -34,6 +34,7 @@ HOST = re.compile(
     r"|(un)?squeeze|unbind|chunk|split(_with_sizes)?$|alias|(new_)?empty|resize|resolve_|lift|item|is_nonzero"
     r"|_local_scalar|linear$|matmul|conv(_transpose)?[123]d$|set_|record_stream|result_type|flatten|movedim"
     r"|zeros?(_like)?$|ones(_like)?$|full(_like)?$|arange|scalar_tensor|tensor_split|size$|stride|numel|is_pinned"
+    r"|einsum|tensordot|inner$|bilinear|(lstm|gru|rnn_tanh|rnn_relu)$"
 )
 OPERATOR_RULES = [(name, re.compile(pattern)) for name, pattern in OPERATORS]
 

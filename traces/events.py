@@ -158,7 +158,12 @@ def read_trace(path: Path) -> Trace:
             threads[event.thread].append(event)
     for thread in threads.values():
         nest(thread)
-    steps = [e for e in events if e.kind == "span" and STEP_NAME.fullmatch(e.name)]
+    operators = (e for thread in threads.values() for e in thread if e.kind == "op")
+    busy = {id(outer) for operator in operators for outer in operator.chain()}
+    steps = sorted((e for e in events if STEP_NAME.fullmatch(e.name)), key=lambda e: e.start)
+    steps = [e for e in steps if e.kind == "span"]
+    if steps and id(steps[-1]) not in busy:
+        steps.pop()  # begun when the loop had ended
     if not any(step.end > step.start for step in steps):
         raise DataError(f"{path}: no step was recorded in it (no span ProfilerStep#<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
@@ -168,7 +173,7 @@ def read_trace(path: Path) -> Trace:
         int(match[2]) if match else distributed.get("rank", 0),
         distributed.get("world_size", 1),
         devices.get(device, "GPU") if kernels else "CPU",
-        sorted(steps, key=lambda e: e.start),
+        steps,
         dict(threads),
         kernels,
         {e.args["correlation"]: e for e in events if e.kind == "call" and "correlation" in e.args},

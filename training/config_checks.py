@@ -4,7 +4,7 @@ Each refusal is one line: key, value, reason, fix. What a technique alone needs 
 """
 
 from command_line import load_config
-from config import Config, Training, Validation, wall_time_seconds
+from config import Config, Profiling, Training, Validation, wall_time_seconds
 from datasets.options import check_data, parse_period, predicted_variables, roles_of
 from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
@@ -37,9 +37,18 @@ def check(config: Config) -> None:
     _check_optimizer(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
+    _check_profiling(config.profiling)
     _check_plots(config)
     _check_best(config)
     _check_forecast(config)
+
+
+def _check_profiling(profiling: Profiling) -> None:
+    """The profiler discards the step before those of a trace."""
+    freq, steps = profiling.profile_freq, profiling.profile_steps
+    if profiling.enable_profiling and freq <= steps:
+        reason = f"a trace of {steps} steps needs one more before it; set it to {steps + 1} or more"
+        refuse("profiling.profile_freq", freq, reason)
 
 
 def _check_plots(config: Config) -> None:

@@ -28,13 +28,12 @@ class Profiler:
             self.profile = self._build(settings)
 
     def _build(self, settings: Profiling) -> AbstractContextManager:
-        freq = settings.profile_freq
-        num_steps = min(settings.profile_steps, max(freq - WARMUP_STEPS, 1))
+        num_steps = settings.profile_steps
         # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if self.has_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
-        wait = max(freq - num_steps - WARMUP_STEPS, 0)
+        wait = settings.profile_freq - num_steps - WARMUP_STEPS
         return profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
             schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=num_steps),
