@@ -52,15 +52,16 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.anchor import Anchor, layout_kind, run_record
 from planning.clusters import CALIBRATION, load_cluster
-from planning.cost import cost_range
+from planning.cost import cost_range, rollout_stages
 from planning.hardware import Cluster
 from planning.report import (
     as_json,
     data_lines,
     describe,
-    keys,
+    layout_options,
     layouts_table,
     memory_table,
+    read_rate,
     reason,
     time_table,
 )
@@ -69,6 +70,7 @@ from planning.search import (
     Plan,
     best_layouts,
     capacity,
+    change_text,
     changes_that_fit,
     check_device,
     divisors,
@@ -142,13 +144,16 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     made = plans[0] if plans else plan(work, cluster)
     cost = cost_range(config, made, cluster, options.restart_minutes)
     fit = fits(made, cluster)
+    rates = [(work, time.samples_per_second) for _, work, time in rollout_stages(config, made, cluster)]
+    reading = max(rates, key=lambda each: read_rate(*each))  # the stage of rollouts that reads most
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost), indent=1))
+        print(json.dumps(as_json(made, cluster, cost, read_rate(*reading)), indent=1))
         return 0 if fit else 1
-    feed = data_lines(made.work, made.time.samples_per_second, cluster)
+    feed = data_lines(*reading, cluster)
     print("\n\n".join([*tables(plans, made, cluster, asked), feed, cost.table()]))
     nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
-    print(f"\n{nowhere}{next_to_try(made, cluster, bool(plans)) if fit else advice(made, cluster)}")
+    last = next_to_try(made, cluster, asked, bool(plans)) if fit else advice(made, cluster, asked)
+    print(f"\n{nowhere}{last}")
     return 0 if fit else 1
 
 
@@ -196,14 +201,13 @@ def tables(plans: list[Plan], made: Plan, cluster: Cluster, config: Config) -> l
     found = [describe(made.work, cluster)]
     if plans:
         why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
-        found.append(
-            "\n".join([layouts_table(plans, cluster), *why, f"to train so: {keys(made.work, config)}"])
-        )
+        command = f"to train so: {layout_options(made.work, config)}"
+        found.append("\n".join([layouts_table(plans, cluster), *why, command]))
     found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
     return [*found, cluster.anchor.line()] if cluster.anchor else found
 
 
-def next_to_try(made: Plan, cluster: Cluster, searched: bool) -> str:
+def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> str:
     """What takes most of a step, and the setting that shortens it most. searched: --layout auto was."""
     name, seconds = max(made.time.classes.items(), key=lambda item: item[1])
     limit = f"it fits; most of a step, {seconds / made.time.total:.0%}, is {name}"
@@ -214,10 +218,11 @@ def next_to_try(made: Plan, cluster: Cluster, searched: bool) -> str:
         more = "more devices would" if searched else "try --layout auto, or more devices"
         return f"{limit}; no single setting makes it {SIMPLICITY:.0%} faster; {more}"
     peak = f"{best.memory.peak / 2**30:.2f} GiB"
-    return f"{limit}; next to try: {change}: {best.time.total:.3f} s a step ({gain:+.1%}), {peak}"
+    text = change if searched else change_text(change, best.work, config)
+    return f"{limit}; next to try: {text}: {best.time.total:.3f} s a step ({gain:+.1%}), {peak}"
 
 
-def advice(made: Plan, cluster: Cluster) -> str:
+def advice(made: Plan, cluster: Cluster, config: Config) -> str:
     """Missing memory, and the three cheapest changes with which the job fits."""
     missing = (made.memory.peak - capacity(cluster)) / 2**30
     what = f"{missing:.2f} GiB a device are" if missing > 0 else "memory of the host is"
@@ -225,7 +230,8 @@ def advice(made: Plan, cluster: Cluster) -> str:
     for name, changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
         peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
-        rows.append(f"  {name}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")
+        text = change_text(name, changed.work, config)
+        rows.append(f"  {text}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")
     return "\n".join(rows if len(rows) > 1 else [*rows, "  none of one or two settings; try --layout auto"])
 
 

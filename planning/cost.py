@@ -8,16 +8,17 @@ what no checkpoint holds. Times are in seconds unless a name has hours; money is
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from command_line import text_table
-from config import Config
+from config import Checkpoint, Config
 from planning.error_bands import band_of
 from planning.hardware import Cluster
 from planning.memory import FLOAT32
 from planning.search import Plan
-from planning.step_time import step_time
+from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 from training.due import Rollouts
 
@@ -171,17 +172,18 @@ class Cost:
     best_interval_seconds: float
 
 
-def run_cost(seconds: float, fleet: Fleet, saves: Saves) -> Cost:
-    """Cost of `seconds` of steps."""
-    time = expected_time(seconds, saves, fleet.rate)
-    hours, price = time.wall / HOUR, fleet.dollars_an_hour
+def run_cost(stages: Sequence[tuple[float, Saves]], fleet: Fleet) -> Cost:
+    """Cost of stages of a run, each with seconds of steps and its saves."""
+    times = [expected_time(seconds, saves, fleet.rate) for seconds, saves in stages]
+    seconds, saves = sum(each.work for each in times), stages[-1][1]
+    hours, price = sum(each.wall for each in times) / HOUR, fleet.dollars_an_hour
     return Cost(
         hours,
         hours * fleet.cluster.devices,
         hours * fleet.watts / 1000,
         hours * price,
         (hours - seconds / HOUR) * price,
-        time.preemptions,
+        sum(each.preemptions for each in times),
         young_interval(saves.stall, fleet.rate),
         best_interval(saves, fleet.rate),
     )
@@ -192,7 +194,7 @@ class RunCost:
     """Cost on each fleet with the configured interval of saves, and the time and bytes of saving."""
 
     fleets: dict[str, Cost]
-    interval_seconds: float
+    interval_seconds: float  # in the longest rollouts
     stall_seconds: float
     write_seconds: float
     checkpoint_bytes: int
@@ -211,7 +213,8 @@ class CostRange:
     ends: tuple[RunCost, RunCost] | None  # None: no run of its kind is known
     fleets: dict[str, Fleet]
     steps: int
-    step_seconds: float  # as planned
+    step_seconds: float  # as planned, of the longest rollouts
+    staged: bool  # others are shorter
 
     def table(self) -> str:
         """A column for each fleet; then how often the run saves."""
@@ -241,9 +244,9 @@ class CostRange:
             return "saved never (checkpoint.enable = false): an interruption begins the run again"
         return (
             f"saved every {cost.interval_seconds / self.step_seconds:,.0f} steps "
-            f"({cost.interval_seconds / HOUR:,.2f} h): {cost.checkpoint_bytes / 1e9:.1f} GB each, "
-            f"{cost.stored_bytes / 1e9:.0f} GB kept, {cost.stall_seconds:.2f} s of a stall, "
-            f"written in {cost.write_seconds:.1f} s"
+            f"({cost.interval_seconds / HOUR:,.2f} h{' in the longest rollouts' * self.staged}): "
+            f"{in_bytes(cost.checkpoint_bytes)} each, {in_bytes(cost.stored_bytes)} kept, "
+            f"{cost.stall_seconds:.2f} s of a stall, written in {cost.write_seconds:.1f} s"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -253,6 +256,12 @@ class CostRange:
             "cost": self.planned.as_json(),
             "cost_band": [end.as_json() for end in self.ends] if self.ends else None,
         }
+
+
+def in_bytes(size: float) -> str:
+    if size < 1e9:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e9:.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"
 
 
 def interval_text(seconds: float, step_seconds: float) -> str:
@@ -266,7 +275,8 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster, restart_minutes: fl
     """Costs of `training.steps` steps within the error band of the plan's step."""
     band, settings = band_of(plan.work, cluster), (config, plan, cluster, restart_minutes)
     ends = (costs_of(*settings, band.fastest), costs_of(*settings, band.slowest)) if band else None
-    return CostRange(costs_of(*settings), ends, fleets(cluster), config.training.steps, plan.time.total)
+    run = config.training.steps, plan.time.total, len(config.training.rollout_steps) > 1
+    return CostRange(costs_of(*settings), ends, fleets(cluster), *run)
 
 
 def costs_of(
@@ -277,35 +287,38 @@ def costs_of(
     A save costs what the copy to the host takes; without asynchrony, what writing takes.
     """
     work, degrees, settings = plan.work, plan.work.degrees, config.checkpoint
-    step, steps, restart = slower * plan.time.total, config.training.steps, restart_minutes * 60
-    whole = slower * run_seconds(config, plan, cluster)
+    steps, restart = config.training.steps, restart_minutes * 60
+    stages = [(number, slower * time.total) for number, _, time in rollout_stages(config, plan, cluster)]
+    whole = sum(number * step for number, step in stages)
     size = checkpoint_size(work)
     writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas hold the same
-    saves, stored = Saves(whole, restart=restart), 0  # without saves all is lost
+    saves, stored = [(whole, Saves(whole, restart=restart))], 0  # without saves all is lost
     if settings.enable:
         written = size / min(cluster.nodes, writers) / cluster.storage
         stall = written if settings.async_mode == "disabled" else size / writers / cluster.host_link
-        saves = Saves(settings.interval * step, stall, written, restart)
-        stored = checkpoint_storage(size, settings.keep_latest_k, steps, settings.interval)
-    costs = {name: run_cost(whole, fleet, saves) for name, fleet in fleets(cluster).items()}
-    return RunCost(costs, saves.interval, saves.stall, saves.write, size, stored)
+        saves = [(n * step, Saves(settings.interval * step, stall, written, restart)) for n, step in stages]
+        stored = checkpoint_storage(size, settings, steps)
+    costs = {name: run_cost(saves, fleet) for name, fleet in fleets(cluster).items()}
+    longest = max((each for _, each in saves), key=lambda each: each.interval)
+    return RunCost(costs, longest.interval, longest.stall, longest.write, size, stored)
 
 
-def run_seconds(config: Config, plan: Plan, cluster: Cluster) -> float:
-    """Return the seconds of all steps; the plan is for the longest of a run's rollouts."""
-    rollouts, seconds = Rollouts.of(config.training), 0.0
+def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[int, Workload, StepTime]]:
+    """Return steps, work and time of each stage of rollouts; the plan is for the longest of them."""
+    rollouts, stages = Rollouts.of(config.training), []
     for length, begin, end in rollouts.stages():
         work = plan.work.rolled_out(length, rollouts.with_gradients(length))
-        seconds += (end - begin) * (plan.time if work == plan.work else step_time(work, cluster)).total
-    return seconds
+        stages.append((end - begin, work, plan.time if work == plan.work else step_time(work, cluster)))
+    return stages
 
 
 def checkpoint_size(work: Workload) -> int:
-    """Bytes of one: weights, averaged weights, moments."""
-    return round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
+    """Bytes of one: weights, averaged weights, moments, stored forecasts."""
+    weights = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters
+    return round(weights + work.degrees.dp * work.replay_bytes)
 
 
-def checkpoint_storage(checkpoint_bytes: int, keep_latest_k: int, steps: int, interval: int) -> int:
-    """Bytes of a run's checkpoints at their most: those kept, and the one being written (keep 0: all)."""
-    saved = math.ceil(steps / interval)
-    return checkpoint_bytes * (min(keep_latest_k + 1, saved) if keep_latest_k else saved)
+def checkpoint_storage(checkpoint_bytes: int, settings: Checkpoint, steps: int) -> int:
+    """Bytes of a run's checkpoints at their most: those kept, the best, and the one being written."""
+    saved, kept = math.ceil(steps / settings.interval), settings.keep_latest_k
+    return checkpoint_bytes * (min(kept + 1 + bool(settings.keep_best), saved) if kept else saved)

@@ -122,6 +122,8 @@ def _run(config: Config, fields: Fields) -> DryRun:
     with fake:
         make_states(model, state)
         tracker.track_external(*model.parts, state.optimizer)
+        if state.average:
+            tracker.track_external(*state.average.averages.values())
         for part in model.parts:
             tracker._track_module_params_and_buffers(part)
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))

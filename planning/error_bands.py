@@ -57,7 +57,8 @@ def band_line(work: Workload, cluster: Cluster, seconds: float) -> str:
     """In words, for a step that is planned to take `seconds`."""
     band, kind = band_of(work, cluster), kind_of(work, cluster)
     if not band:
-        return f"error band: no run of this kind is known ({kind}); measure with --calibrate, or use --anchor"
+        fix = "" if cluster.anchor else "; measure with --calibrate, or use --anchor"
+        return f"error band: no run of this kind is known ({kind}){fix}"
     low, high = band.around(seconds)
     return (
         f"error band: {low:,.3f} to {high:,.3f} s a step: four of five known runs ({band.runs}, {kind}) took "

@@ -170,19 +170,20 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
         "parameters": on_device * FLOAT32 * number,
         "gradients": on_device * FLOAT32 * number,
         "optimiser states": on_device * work.state_itemsize * number / owners,
-        "averaged weights": FLOAT32 * number * work.ema,
+        "averaged weights": on_device * FLOAT32 * number * work.ema,
     }
 
 
 def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
-    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages.
-    Batches wait there as they were read.
+    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages,
+    stored forecasts. Batches wait there as they were read.
     """
     number = shard_parameters(work)
     saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
-    offloaded = (2 * FLOAT32 + work.state_itemsize) * number if work.offload else 0
+    offloaded = (FLOAT32 * number + saved) * work.offload
     return {
-        "checkpoint being written": saved * work.asynchronous,
+        "checkpoint being written": (saved + work.replay_bytes) * work.asynchronous,
+        "stored forecasts": work.replay_bytes,
         "offloaded states": offloaded,
         "batches read ahead": work.batches_ahead * batch_bytes(work),
     }

@@ -20,7 +20,7 @@ from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
 from planning.hardware import Cluster
 from planning.memory import GIB, Memory
-from planning.search import capacity, changes_that_fit, fits, plan
+from planning.search import capacity, change_text, changes_that_fit, fits, plan
 from planning.this_machine import cluster_here, workload_here
 from training.process_settings import host_memory
 
@@ -120,7 +120,8 @@ def planned(config: Config, selection: Selection | None) -> str:
         return "this GPU is not in planning/clusters.toml: plan.py --cluster NAME says what the run takes"
     made = plan(work, cluster)
     room = cluster if not fits(made, cluster) else with_room(cluster, TARGET * made.memory.peak)
-    found = [f"{name} ({in_gib(less.memory.peak)})" for name, less in changes_that_fit(work, room)]
+    changes = [(change_text(name, less.work, config), less) for name, less in changes_that_fit(work, room)]
+    found = [f"{text} ({in_gib(less.memory.peak)})" for text, less in changes]
     advice = " or ".join(found) or "plan.py --layout auto looks for a layout that fits"
     return f"{components(made.memory)}; there are {in_gib(capacity(cluster))}. Change {advice}"
 

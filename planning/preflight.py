@@ -49,7 +49,7 @@ from parallelisms.mesh import start_ranks
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
 from planning.network import route_of, seconds
-from planning.search import Plan, capacity, changes_that_fit, check_device, fits, plan
+from planning.search import Plan, capacity, change_text, changes_that_fit, check_device, fits, plan
 from planning.start_checks import open_checked
 from planning.this_machine import available_memory, cluster_here, workload_here
 
@@ -84,8 +84,9 @@ def plan_row(config: Config, selection: Selection, cluster: Cluster | None) -> t
     text = f"{found.memory.peak / GIB:.2f} of {capacity(cluster) / GIB:.2f} GiB a rank"
     if fits(found, cluster):
         return Row("memory", PASS, text), found
-    changes = [f"{name} ({less.memory.peak / GIB:.2f} GiB)" for name, less in changes_that_fit(work, cluster)]
-    return Row("memory", FAIL, f"does not fit: {text}", " or ".join(changes) or "more devices"), found
+    changes = [(change_text(name, less.work, config), less) for name, less in changes_that_fit(work, cluster)]
+    fixes = [f"{change} ({less.memory.peak / GIB:.2f} GiB)" for change, less in changes]
+    return Row("memory", FAIL, f"does not fit: {text}", " or ".join(fixes) or "more devices"), found
 
 
 # -- data
@@ -141,7 +142,7 @@ def disk_row(config: Config, made: Plan | None) -> Row:
     if not settings.enable or made is None:
         return Row("checkpoints", PASS, "none are saved, or their size is not planned")
     size = checkpoint_size(made.work)
-    most = checkpoint_storage(size, settings.keep_latest_k, config.training.steps, settings.interval)
+    most = checkpoint_storage(size, settings, config.training.steps)
     there = sum(path.stat().st_size for path in (folder / "checkpoints").glob("step-*/*"))
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     found = f"{free / GIB:,.3f} GiB free, {max(most - there, 0) / GIB:,.3f} needed, {size / GIB:,.3f} each"

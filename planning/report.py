@@ -1,6 +1,6 @@
 """Tables of plan.py: memory by component, the step by class, speed, layouts."""
 
-from dataclasses import asdict
+import json
 from typing import Any
 
 from command_line import text_table
@@ -12,7 +12,7 @@ from planning.hardware import Cluster
 from planning.memory import FLOAT32, GIB, Memory
 from planning.search import Plan, capacity, fits
 from planning.step_time import StepTime
-from planning.workload import Workload
+from planning.workload import Workload, changed_settings
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
 # ERA5's t, q, u and v over Europe: 0.59, 0.71, 0.76, 0.80.
@@ -20,6 +20,7 @@ COMPRESSION = 0.72
 DECODE_RATE = 2.6e9  # decoded bytes/s a core, lz4, measured on a Xeon straight into a batch
 TRAINING_CORES = 2  # of a device, which decode nothing: the main thread and its backward pass
 
+NO_BAND = "no error band is known of the first layout, which may be slower than others: run some of them"
 TIME_COLUMNS = ("step s", "band s", "MFU", "exposed", "group")
 
 
@@ -127,7 +128,7 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     rows: list[tuple[object, ...]] = [
         ("", "", "layout", "batch", "accum", "checkpointing", "GiB", *TIME_COLUMNS),
     ]
-    groups = groups_of(plans, cluster)
+    groups, is_known = groups_of(plans, cluster), band_of(plans[0].work, cluster) is not None
     for number, (plan, group) in enumerate(zip(plans, groups, strict=True), 1):
         work, time = plan.work, plan.time
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
@@ -137,7 +138,7 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
         times = (time.total, around, mfu, exposed)
         rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times, group))
     table = text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1% >6", rows)
-    return f"{table}\n{groups_line(groups)}"
+    return f"{table}\n{groups_line(groups) if is_known else NO_BAND}"
 
 
 def groups_of(plans: list[Plan], cluster: Cluster) -> list[int]:
@@ -178,39 +179,15 @@ def reason(first: Plan, second: Plan) -> str:
     return f"1 before 2: {-gap:.1%} faster ({where or 'nothing else'}){simpler}"
 
 
-def keys(work: Workload, config: Config) -> str:
+def layout_options(work: Workload, config: Config) -> str:
     """Return the options with which train.py takes this layout in place of that of `config`."""
-    d = work.degrees
-    wanted: dict[str, Any] = {
-        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
-        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
-        "parallelism.data_parallel_shard_degree": -1,  # the rest
-        "parallelism.tensor_parallel_degree": d.tp,
-        "parallelism.context_parallel_degree": d.cp,
-        "parallelism.pipeline_parallel_degree": d.pp,
-        "parallelism.fsdp_reshard_after_forward": work.reshard,
-        "parallelism.cpu_offload": work.offload,
-        "training.local_batch_size": work.local_batch,
-        "activation_checkpoint.mode": work.ac_mode,
-        "compile.enable": work.compiled,
-    }
-    if d.pp > 1:
-        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
-        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
-    if config.training.global_batch_size != -1 or work.accumulation > 1:
-        wanted["training.global_batch_size"] = work.global_batch
-    configured = {
-        f"{section}.{key}": v for section, found in asdict(config).items() for key, v in found.items()
-    }
-    other = {key: value for key, value in wanted.items() if value != configured[key]}
-    options = " ".join(
-        f"--{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in other.items()
-    )
-    return options or "as configured"
+    found = changed_settings(work, config).items()
+    words = [f"--{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in found]
+    return " ".join(words) or "as configured"
 
 
-def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:
-    """Everything in base units: bytes, seconds, dollars."""
+def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:
+    """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
     work, time = plan.work, plan.time
     return {
         "cluster": cluster.name,
@@ -239,7 +216,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange) -> dict[str, Any]:
         "communication_seconds": time.communication,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
-        "read_bytes_per_second": read_rate(work, time.samples_per_second),
+        "read_bytes_per_second": read_bytes,
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
         **cost.as_json(),

@@ -1,15 +1,17 @@
 """All layouts of a job on a cluster, the fastest that fit, and what to change where the job does not fit."""
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
 from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
-from planning.workload import Workload
+from planning.workload import Workload, changed_settings
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
@@ -151,6 +153,13 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     for name, made in sorted(found, key=cheapness):
         cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
     return list(cheapest.values())[:3]
+
+
+def change_text(name: str, work: Workload, config: Config) -> str:
+    """Return what to set for a change of that name of the job of `config`: its global batch stays, too."""
+    devices = [part for part in name.split(", ") if part.endswith(" devices")]
+    keys = [f"{key} = {json.dumps(value)}" for key, value in changed_settings(work, config).items()]
+    return ", ".join([*devices, *keys])
 
 
 def cheapness(change: tuple[str, Plan]) -> tuple[bool, float, int]:

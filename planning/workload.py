@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from config import Config, Model, Optimizer
 from datasets.options import PREFETCH, num_known_inputs, state_variables
@@ -48,6 +49,7 @@ class Workload:
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
+    replays: bool = False  # steps start from stored forecasts: a rank has one for each of its samples
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
@@ -112,6 +114,12 @@ class Workload:
     def states_read(self) -> int:
         """States of a sample: the window it starts from, and the truth of every step of its rollout."""
         return self.history + self.rollout_steps
+
+    @property
+    def replay_bytes(self) -> int:
+        """Bytes of a rank's stored forecasts, windows in float32, on the host."""
+        places = max(self.global_batch // self.degrees.dp, self.local_batch)
+        return 4 * places * self.history * self.field_values * self.replays
 
     @property
     def micro_batch(self) -> int:
@@ -216,11 +224,40 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
+        replays=training.replay_steps > 0,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
         arrays=len({name.partition(":")[0] for name in state_variables(config.data)}),
     )
+
+
+def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
+    """Return the keys, with values, that give `work` in place of the workload of `config`."""
+    d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
+    wanted = {
+        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
+        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
+        "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
+        "parallelism.tensor_parallel_degree": d.tp,
+        "parallelism.context_parallel_degree": d.cp,
+        "parallelism.pipeline_parallel_degree": d.pp,
+        "parallelism.fsdp_reshard_after_forward": work.reshard,
+        "parallelism.cpu_offload": work.offload,
+        "training.local_batch_size": work.local_batch,
+        "training.mixed_precision_param": work.dtype,
+        "float8.enable": work.float8,
+        "activation_checkpoint.mode": work.ac_mode,
+        "compile.enable": work.compiled,
+    }
+    if d.pp > 1:
+        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
+        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    if config.training.global_batch_size != -1 or work.accumulation > 1:
+        wanted["training.global_batch_size"] = work.global_batch
+    sections = dataclasses.asdict(config).items()
+    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+    return {key: value for key, value in wanted.items() if value != configured[key]}
 
 
 def state_bytes(optimizer: Optimizer, model: Architecture) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from config import Checkpoint
 from planning.clusters import load_cluster
 from planning.cost import (
     HOUR,
@@ -32,7 +33,7 @@ UNFAILING = dataclasses.replace(A100, failures=0.0)
 
 def test_mission_on_demand() -> None:
     """And the energy: 64 x 670 W x 1.2 for 110 hours."""
-    cost = run_cost(110 * HOUR, Fleet(UNFAILING, 8), Saves(interval=HOUR))
+    cost = run_cost([(110 * HOUR, Saves(interval=HOUR))], Fleet(UNFAILING, 8))
     assert (cost.hours, cost.device_hours, cost.dollars) == pytest.approx((110, 7_040, 24_640))
     assert cost.kwh == pytest.approx(64 * 0.670 * 1.2 * 110) and cost.dollars_lost == 0.0
 
@@ -185,7 +186,7 @@ def test_fleets_of_a_cluster() -> None:
 
 
 def test_money_lost_to_preemptions() -> None:
-    cost = run_cost(110 * HOUR, MIXED, Saves(HOUR, stall=1.0, restart=900.0))
+    cost = run_cost([(110 * HOUR, Saves(HOUR, stall=1.0, restart=900.0))], MIXED)
     assert cost.dollars == pytest.approx(110 * MIXED.dollars_an_hour + cost.dollars_lost)
     assert 100 < cost.dollars_lost < 200
 
@@ -196,11 +197,21 @@ def test_nodes_on_demand_fail_too() -> None:
     rate = fleets(A100)["on demand"].rate
     assert rate * year == pytest.approx(419 / 2048 / 54 * 365 * 8, rel=0.02)
     assert MIXED.rate == pytest.approx(rate + MIXED.preemption_rate)
-    cost = run_cost(110 * HOUR, Fleet(A100, 8), Saves(HOUR, restart=900.0))
+    cost = run_cost([(110 * HOUR, Saves(HOUR, restart=900.0))], Fleet(A100, 8))
     assert cost.preemptions > 0 and cost.dollars_lost > 0
 
 
+def test_stages_have_saves_of_their_own() -> None:
+    """Of one stage after the other, not of the longest steps' interval for all."""
+    short, long = Saves(HOUR, restart=900.0), Saves(4 * HOUR, restart=900.0)
+    parts = [run_cost([(50 * HOUR, short)], MIXED), run_cost([(60 * HOUR, long)], MIXED)]
+    both = run_cost([(50 * HOUR, short), (60 * HOUR, long)], MIXED)
+    assert both.hours == pytest.approx(sum(part.hours for part in parts))
+    assert both.hours < run_cost([(110 * HOUR, long)], MIXED).hours
+
+
 def test_storage() -> None:
-    assert checkpoint_storage(100, keep_latest_k=5, steps=10_000, interval=500) == 600
-    assert checkpoint_storage(100, keep_latest_k=5, steps=1_000, interval=500) == 200
-    assert checkpoint_storage(100, keep_latest_k=0, steps=1_001, interval=500) == 300
+    assert checkpoint_storage(100, Checkpoint(keep_latest_k=1, keep_best="val/loss"), 10_000) == 300
+    assert checkpoint_storage(100, Checkpoint(keep_latest_k=5, interval=500), 10_000) == 600
+    assert checkpoint_storage(100, Checkpoint(keep_latest_k=5, interval=500), 1_000) == 200
+    assert checkpoint_storage(100, Checkpoint(keep_latest_k=0, interval=500), 1_001) == 300

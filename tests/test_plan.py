@@ -106,6 +106,37 @@ def test_what_is_next_to_try_gives_the_step_that_it_names(options):
     assert "no single setting makes it 2% faster" in plan("--cluster", "a100x64")
 
 
+def test_advice_keeps_the_global_batch():
+    """With -1 a smaller local batch, or fewer data-parallel ranks, made the global one smaller."""
+    asked = ("--training.global_batch_size", "-1", "--parallelism.data_parallel_shard_degree", "4")
+    text = plan("--cluster", "a100-40x4", *asked, code=1)
+    changes = re.findall(r"^  (\S+ = .*): ([\d.]+) of [\d.]+ GiB", text, re.MULTILINE)
+    assert len(changes) == 3
+    for settings, peak in changes:
+        words = [f"--{word.replace(' = ', '=')}" for word in settings.split(", ")]
+        made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *words))
+        assert made["global_batch_size"] == 16
+        assert made["memory"]["peak"] / 2**30 == pytest.approx(float(peak), abs=0.01)
+
+
+def test_replayed_forecasts_are_on_the_host_and_in_checkpoints():
+    """3072 windows of 17 x 1024 x 2048 float32 over 64 ranks, beside a copy that is being written."""
+    one, replay = figures(), figures("--training.replay_steps", "4")
+    states = one["global_batch_size"] * 17 * 1024 * 2048 * 4
+    assert replay["host_memory"]["stored forecasts"] == states / 64
+    added = sum(replay["host_memory"].values()) - sum(one["host_memory"].values())
+    assert added == pytest.approx(2 * states / 64)
+    assert replay["cost"]["checkpoint_bytes"] - one["cost"]["checkpoint_bytes"] == states
+
+
+def test_averages_of_offloaded_weights_are_on_the_host():
+    offload = ("--parallelism.cpu_offload=true", "--training.ema_decay=0.9")
+    made, plain = figures(*offload), figures(offload[0])
+    assert made["memory"] == plain["memory"]
+    added = made["host_memory"]["offloaded states"] - plain["host_memory"]["offloaded states"]
+    assert added == pytest.approx(4 * made["parameters"] / 64, rel=1e-3)
+
+
 def test_days_and_dollars_are_ranges_of_known_runs():
     """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
     made, text = figures(), plan("--cluster", "a100x64")

@@ -26,7 +26,7 @@ from planning.dry_run import dry_run
 from planning.hardware import ORDINARY
 from planning.memory import field_bytes, memory, stored_bytes, unit_bytes
 from planning.network import context_collectives, route
-from planning.search import best_layouts, changes, changes_that_fit, check_device, fitting
+from planning.search import best_layouts, candidates, changes, changes_that_fit, check_device, fitting
 from planning.step_time import gathers_backward, normal_maximum, spread, step_time
 from planning.workload import Workload, workload_of
 from training.config_checks import load_checked
@@ -143,6 +143,13 @@ def test_offload_is_advised_last():
         "parallelism.tensor_parallel_degree",
         "16 devices",
     ]
+
+
+def test_a_search_offers_no_pipeline_that_has_too_few_micro_batches():
+    """train.py refuses one micro-batch for two stages."""
+    work = WORK.replace(global_batch=4, local_batch=1, degrees=Degrees(dp_shard=4))
+    pipelines = [c for c in candidates(work, load_cluster("a100x8").with_devices(4)) if c.degrees.pp > 1]
+    assert pipelines and all(each.micro_batches >= each.degrees.pp for each in pipelines)
 
 
 def test_the_hosts_memory_is_not_endless():
