@@ -595,12 +595,6 @@ def for_a_file(path: str) -> str:
     return os.path.abspath(path) if _is_relative(path) and Path.cwd() != PROJECT else path
 
 
-def in_one_place(path: str) -> str:
-    """Return a path of a configuration file as an absolute path without "..", unless it is a URL."""
-    is_file = _is_relative(path) or os.path.isabs(path)
-    return os.path.normpath(PROJECT / path) if is_file else path
-
-
 def _is_relative(path: str) -> bool:
     is_url = "://" in path or "::" in path  # fsspec's
     return bool(path) and path != SIMULATED and not is_url and not os.path.isabs(path)
