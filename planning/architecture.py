@@ -32,6 +32,7 @@ class Architecture:
     axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
     features: int = 0  # of what shifts and scales the norms of blocks: models/conditioning.py
     biases: ClassVar[bool] = True
+    reads_words: ClassVar[bool] = False
     loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
     gradient_sums: ClassVar[int] = 0  # of the gradients of a tensor that several matrices of a block multiply
 
