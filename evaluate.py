@@ -205,7 +205,10 @@ def score_all(
     first, hour = next(iter(forecasts.values())), np.timedelta64(1, "h")
     for name, forecast in forecasts.items():
         dates = dates_inside(np.intersect1d(forecast.times, first.times), period)
-        leads = np.array([lead for lead in forecast.leads if lead in first.leads and lead > 0 * hour])
+        common = [lead for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
+        leads = np.array([lead for lead in common if lead % hour == 0 * hour])
+        if len(leads) < len(common):
+            logger.warning("--forecast %r: leads that are no whole hours are not scored", name)
         if not len(dates) or not len(leads):
             raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
         scored = [lead for lead in leads if np.isin(dates + lead, truth.times).any()]
@@ -277,11 +280,13 @@ def run(config: Config, options: Namespace) -> int:
     folder = config.dump_folder
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
-    selection = open_selection(config.data, config.model.patch_size, ())
-    truth, picks, access = selection.archive, parse_selection(config.data.select), access_of(config.data)
+    picks, access = parse_selection(config.data.select), access_of(config.data)
+    forecasts = open_forecasts(options.forecast, folder, picks, access)
+    dims = {dim for forecast in forecasts.values() for dim in forecast.extra_dimensions}
+    selection = open_selection(config.data, config.model.patch_size, (), elsewhere=dims)
+    truth = selection.archive
     if options.truth:
         truth = open_archive(options.truth, picks, access, config.data.region)
-    forecasts = open_forecasts(options.forecast, folder, picks, access)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
     for gate in options.gates:

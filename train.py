@@ -30,14 +30,14 @@ from parallelisms.mesh import mesh_of, start_ranks
 from planning.out_of_memory import run_with_watchdog
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
-from training.batches import Batches
+from training.batches import Batches, choose_global_batch
 from training.due import Schedule
 from training.metrics import Metrics, output_summary
 from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import build_state, choose_global_batch, load_or_start, roll_back
+from training.state import build_state, load_or_start, roll_back
 from training.step import Run, train_step
 from training.validator import Validator
 
@@ -108,7 +108,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             due = schedule.at(step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 roll_back(checkpointer, state)
-                metrics.rollback(progress.step)
+                validator.rollback(progress.step)
                 continue
             run.fingerprints.compare(step, due.save)
             if due.log:

@@ -170,8 +170,8 @@ class OpenFile:
         return [cls._of_dataset(path, dataset) for dataset in found]
 
     def fetch(self, name: str) -> np.ndarray:
-        """Return all values of a coordinate as they are stored."""
-        return np.asarray(self.arrays[name].values)
+        """Return all values of a coordinate, unpacked (CF 8.1)."""
+        return unpacked(self.arrays[name])
 
     def chunks(self, name: str) -> tuple[int, ...] | None:
         """Return the shape that is decoded together, if the array has chunks."""
@@ -182,6 +182,14 @@ class OpenFile:
         """Return the role of a dimension, by its name or its standard_name; "" for none."""
         standard_name = self.arrays[dim].attrs.get("standard_name", "") if dim in self.arrays else ""
         return roles.get(dim.lower()) or (standard_name if standard_name in ROLES else "")
+
+
+def unpacked(variable: xr.Variable) -> np.ndarray:
+    """Return the values of a coordinate as its scale_factor and add_offset say."""
+    values, attrs = np.asarray(variable.values), variable.attrs
+    if not {"scale_factor", "add_offset"} & attrs.keys():
+        return values
+    return values * float(attrs.get("scale_factor", 1)) + float(attrs.get("add_offset", 0))
 
 
 def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
@@ -221,7 +229,7 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     try:
-        encoded = xr.Variable(variable.dims, variable.values, attrs)
+        encoded = xr.Variable(variable.dims, unpacked(variable), attrs)
         times = decode_cf_variable("time", encoded, decode_times=coder).values
         if times.dtype.kind != "M":
             raise ValueError("they are no dates")

@@ -24,6 +24,7 @@ from errors import ConfigError, DataError
 HECTOPASCALS = {"pa": 0.01, "pascal": 0.01, "pascals": 0.01, "kpa": 10.0, "bar": 1000.0} | dict.fromkeys(
     ("", "hpa", "mb", "mbar", "millibar", "millibars", "hectopascal", "hectopascals"), 1.0
 )
+NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
 # NCAR's storm of January 1996 names p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
 # reduced to mean sea level. The others come with u500 and v500 and are the fields at the ground.
 STORM = {
@@ -144,8 +145,11 @@ def _read_levels(file: OpenFile, name: str) -> list[int]:
     """Return pressure levels as whole hPa."""
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with pressures")
-    values = np.atleast_1d(file.fetch(name)).astype(np.float64)
-    units = str(file.arrays[name].attrs.get("units", "")).strip().lower()
+    values, attrs = np.atleast_1d(file.fetch(name)).astype(np.float64), file.arrays[name].attrs
+    units = str(attrs.get("units", "")).strip().lower()
+    described = f"{attrs.get('standard_name', '')} {attrs.get('long_name', '')}".lower()
+    if not units and (found := NO_PRESSURES.search(described)):
+        raise DataError(f"its {name!r} is {described.strip()!r}, of {found[0]}: take pressure levels, in hPa")
     if units not in HECTOPASCALS:
         raise DataError(f"its {name!r} has units {units!r}, which are no pressure: write levels in hPa")
     values = values * (HECTOPASCALS[units] if units or not values.max() > 1100 else 0.01)
@@ -186,6 +190,9 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
     selected = {2: select_position(file, data, 2, selection)} if ensemble in selection else {}
     check_dims(file, data, roles, selected)
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
+    turned = (longitude - longitude[:1] + 180) % 360 - 180
+    if max(np.ptp(latitude, axis=1).max(), np.abs(turned).max()) > 1e-3:
+        raise DataError("its cells are no rows of one latitude and columns of one longitude: regrid them")
     orientation = find_orientation(latitude[:, 0], longitude[0])
     names, times = tuple(map(surface_name, file.attrs["variables"])), decode_times(file.arrays["dates"])
     own = (orientation, Decoding(), "", tuple(map(str, data.dims)), file.chunks("data"), selected)

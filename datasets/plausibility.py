@@ -5,20 +5,21 @@ Impossible values are refused; unlikely ones are counted and logged once, with t
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from datasets.variables import split_name, units
+from datasets.variables import CONVERSIONS, UnitConversion, split_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
 # Of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30.
 LARGEST = 1e15
-FILLS = (-9999.0, -999.0, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
+FILLS = (-9999.0, -999.0, -999.9, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
 # Wider than analyses on any level, in the units of datasets/variables.py.
 RANGES = {
-    "geopotential": (-9.9e3, 6e5),
+    "geopotential": (-9.5e3, 6e5),
     "temperature": (150, 350),
     "u_component_of_wind": (-200, 200),
     "v_component_of_wind": (-200, 200),
@@ -56,8 +57,15 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
     if max(abs(low), abs(high)) > LARGEST:
         return low if abs(low) > LARGEST else high
     least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
-    known = [v for v in FILLS if low <= v <= high and not least <= v <= most]
+    known = [v for v in fills_of(name) if low <= v <= high and not least <= v <= most]
     return next((value for value in known if np.count_nonzero(finite == value) > 1), None)
+
+
+@cache
+def fills_of(name: str) -> list[float]:
+    """Return customary fills of a variable, as they are and as its units are converted: -9999 degC in K."""
+    ours = [UnitConversion(), *(each for (_, own), each in CONVERSIONS.items() if own == units(name))]
+    return [float(np.float32(fill * each.factor + each.offset)) for each in ours for fill in FILLS]
 
 
 def implausible_kinds(name: str) -> tuple[str, str]:

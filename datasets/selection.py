@@ -5,7 +5,7 @@ longitudes, T dates, h states of a window (datasets/field_dataset.py).
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -112,10 +112,17 @@ class Selection:
 
 
 def open_selection(
-    data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int], rollout_steps: int = 1
+    data: Data,
+    patch_size: tuple[int, int],
+    lead_hours: Sequence[int],
+    rollout_steps: int = 1,
+    elsewhere: Collection[str] = (),
 ) -> Selection:
-    """Open `data.path` and check what the configuration says of it. Raises ConfigError or DataError."""
-    opened = open_without_periods(data, patch_size)
+    """Open `data.path` and check what the configuration says of it. Raises ConfigError or DataError.
+
+    elsewhere: dimensions of other sources, which `data.select` may name too.
+    """
+    opened = open_without_periods(data, patch_size, elsewhere)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
     nothing = np.zeros(0, int)
@@ -126,26 +133,29 @@ def open_selection(
     return selection
 
 
-def open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
+def open_without_periods(
+    data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = ()
+) -> Selection:
     """Open `data.path` without looking at its periods: a forecast may start from analyses of other years.
 
     Raises ConfigError or DataError, which says where the data come from: a configuration travels without
     them.
     """
     try:
-        return _open_without_periods(data, patch_size)
+        return _open_without_periods(data, patch_size, elsewhere)
     except DataError as error:
         raise DataError(f"{error}; data.source: {data.source}") if data.source else error from None
 
 
-def _open_without_periods(data: Data, patch_size: tuple[int, int]) -> Selection:
+def _open_without_periods(data: Data, patch_size: tuple[int, int], elsewhere: Collection[str]) -> Selection:
     check_forcings(data.forcings)
     variables, selection, access = state_variables(data), parse_selection(data.select), access_of(data)
     path = data.path
     if path == SIMULATED:
         path = str(simulated.ensure_simulated(in_project(SIMULATED_PATH)))
     archive = open_archive(path, selection, access, data.region, data.more_paths)
-    check_selection(selection, archive.extra_dimensions, archive.path)
+    here = {name: label for name, label in selection.items() if name not in elsewhere}
+    check_selection(here, archive.extra_dimensions, archive.path)
     archive.check(variables)
     # A missing variable or level is reported here.
     refuse_fills(archive.read(0, variables), variables, archive.times[0])

@@ -129,7 +129,7 @@ def units(variable: str) -> str:
 SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
     **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
     **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin"), "K"),
-    **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "c"), "degC"),
+    **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
     **dict.fromkeys(("pascal", "pascals"), "Pa"),
     **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa"), "hPa"),
     **dict.fromkeys(("m/s", "m/sec", "meters/second", "metres/second"), "m s-1"),

@@ -108,6 +108,22 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
         roll_back(checkpointer, run.state)
 
 
+def test_losses_of_other_settings_are_not_compared():
+    """After mse, every step of a run that goes on with mae was a spike, and a good checkpoint removed."""
+    names = [set(BadSteps(Training(**each), CPU).window) for each in ({}, {"loss": "mae"}, {"steps": 7})]
+    assert names[0] == names[2] != names[1]
+    stages = [BadSteps(Training(steps=n, rollout_steps=(1, 2)), CPU).window.keys() for n in (7, 8)]
+    assert stages[0] != stages[1]
+
+
+def test_a_bad_last_step_goes_back_before_itself_alone(one_rank):
+    """Not before a step that was skipped long ago, of which no checkpoint may be left."""
+    bad_steps = BadSteps(Training(), CPU)
+    for step in range(1, 32):
+        judge(bad_steps, step, NAN if step in (22, 30, 31) else 1.0, NAN if step in (22, 30, 31) else 1.0)
+    assert bad_steps.too_many(31, last=True) and bad_steps.first == 30
+
+
 def test_a_run_does_not_end_on_a_bad_step(one_rank):
     bad_steps = BadSteps(Training(), CPU)
     judge(bad_steps, 7, NAN, NAN)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import check_files, complete_steps
+from checkpoints.files import check_files, complete_steps, read_tensors
 from config import Checkpoint, Config, Job, Training, Validation
 from tests.planned import run_train
 from tests.started_jobs import write_config
@@ -99,6 +99,30 @@ def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
     assert (other.value, other.step, other.exhausted) == (math.inf, -1, False)
 
 
+def test_going_back_forgets_a_best_of_later_steps(checkpointer, tmp_path):
+    """It stayed with scores of weights that were done again; a step done again found its place taken."""
+    best = best_of(tmp_path, SCORE, 2)
+    for step, value in enumerate([3.0, 2.0, 2.5], 1):
+        validate(best, checkpointer, tmp_path, step, value)
+    best.rollback(2)
+    assert (best.step, best.later, complete_steps(tmp_path / "best")) == (2, set(), [2])
+    best.rollback(1)
+    assert best.value == math.inf and not complete_steps(tmp_path / "best")
+    assert not (tmp_path / "best/best.json").exists()
+
+
+def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer, tmp_path):
+    for value, score in ((1.0, 2.0), (5.0, 1.0)):
+        best = best_of(tmp_path, SCORE, 0)
+        checkpointer.save(1, {"model.weight": torch.full((3,), value)})
+        best.judge(1, {SCORE: score}, checkpointer)
+        checkpointer.remove_after(0)
+    assert json.loads((tmp_path / "best/best.json").read_text())["value"] == 1.0
+    found = {"model.weight": torch.zeros(3)}
+    read_tensors(tmp_path / "best/step-00000001", found)
+    assert found["model.weight"].tolist() == [5.0] * 3
+
+
 def test_links_replace_what_a_kill_left_half_made(tmp_path):
     source, target = tmp_path / "step-00000001", tmp_path / "best/step-00000001"
     source.mkdir()
@@ -156,6 +180,18 @@ def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
     assert validated(tmp_path) == [2, 4] and complete_steps(tmp_path / "run/best")
     run_train(*files, *words, "--training.steps=4")  # ended, and validated again
     assert validated(tmp_path) == [2, 4]
+
+
+def test_plots_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verification.plots.plot_run", fail)
+    words = [*VALIDATION, "--validation.lead_hours=[6]", "--training.steps=2", "--checkpoint.enable=false"]
+    run_train(
+        "--job.config_file", str(write_config(tmp_path)), f"--job.dump_folder={tmp_path / 'run'}", *words
+    )
+    assert "plots of step 2 are not written" in caplog.text and validated(tmp_path) == [2]
 
 
 def validated(folder: Path) -> list[int]:

@@ -21,9 +21,10 @@ from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
 from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
+from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
 from training.optimizers.build import build_adamw, set_lr
-from training.state import Progress, TrainState, choose_global_batch, resume
+from training.state import Progress, TrainState, resume
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -224,6 +225,8 @@ def test_the_global_batch_goes_on():
     assert next_batch(32, 4, Progress(global_batch=16)) == 32
     with pytest.raises(ValueError, match="16 samples a step are no multiple .* = 6"):
         next_batch(-1, 6, Progress(global_batch=16))
+    with pytest.raises(ValueError, match="set it to 16"):  # on fewer ranks the ring had fewer places
+        choose_global_batch(Training(replay_steps=4, global_batch_size=-1), 4, Progress(global_batch=16))
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow), MODES[-1]])

@@ -29,6 +29,16 @@ def test_a_recording_has_the_spans_of_its_steps(one_rank, tmp_path):
     assert [event["name"] for event in events if event["name"] == "forward"] == ["forward"]
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(one_rank, tmp_path, monkeypatch, caplog):
+    def fail(self: object, path: str) -> None:
+        Path(path).write_text("torn")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", fail)
+    steps(tmp_path, 4, enable_profiling=True, profile_freq=3, profile_steps=1)
+    assert "No space left" in caplog.text and not list((tmp_path / "traces").iterdir())
+
+
 def test_nothing_is_written_while_it_is_disabled(one_rank, tmp_path):
     steps(tmp_path, 3)
     assert not (tmp_path / "traces").exists()

@@ -21,7 +21,6 @@ def degree(axis: str, *more: str, number: int = 2) -> tuple[str, ...]:
 
 # Name -> ranks, what they are asked for, what the one process is asked for.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "tp 2": (2, degree("tensor_parallel_degree"), ()),
     "ulysses 2": (2, degree("context_parallel_degree"), ()),
     "all-gather 2": (
         2,

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
+import evaluate as evaluate_py
 import forecast
 from checkpoints.initial_weights import Channels
 from config import Data
@@ -14,16 +16,19 @@ from datasets.archive import open_archive
 from datasets.convert import main as convert
 from datasets.describe import main as describe
 from datasets.grid import Grid, coarser, global_grid
+from datasets.plausibility import refuse_fills
 from datasets.selection import check_static
 from errors import ConfigError, DataError
-from tests.forecasts import grid, write
+from tests.forecasts import analyses as scored_analyses
+from tests.forecasts import forecasts, grid, write
 from tests.planned import run_train
-from tests.sample_archives import analyses, weatherbench, zarr_chunked
+from tests.sample_archives import analyses, anemoi, weatherbench, zarr_chunked
 from tests.started_jobs import small_dataset, small_wave, write_config
 from training.config_checks import load_checked
 from verification.climatology import compute_climatology
 from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast
+from verification.score_tables import lead_hours
 
 T2M, U10 = "2m_temperature", "10m_u_component_of_wind"
 
@@ -265,3 +270,123 @@ def test_cells_that_the_initial_analysis_lacks_are_scored_as_in_training(tmp_pat
     scores = evaluate(open_forecast(path), open_archive(write(truth, tmp_path / "t.zarr"))).scores
     found = float(scores[T2M].sel(metric="rmse", region="global").squeeze())
     assert (found == pytest.approx(1.0)) == is_ours
+
+
+# -- what the third trial found
+
+
+def refused(source: str | Path, match: str, *names: str) -> None:
+    with pytest.raises(DataError, match=match):
+        archive = open_archive(str(source))
+        refuse_fills(archive.read(2, names), names, archive.times[2])
+
+
+@pytest.mark.parametrize("units", ["K", "degC"])
+def test_an_undeclared_fill_is_one_in_any_units(tmp_path, units):
+    """-9999 degC became -9725.85 K, on which a run trained."""
+    ds = analyses()[[T2M]].fillna(280)
+    values = ds[T2M].values - (273.15 if units == "degC" else 0)
+    values[2, 1, :3] = -9999
+    source = ds.assign({T2M: (ds[T2M].dims, values, {"units": units})})
+    source.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    refused(tmp_path / "a.nc", "a missing value that is not declared", T2M)
+
+
+def test_packed_coordinates_are_unpacked(tmp_path):
+    """Dates, degrees and hPa were read as they are stored (CF 8.1)."""
+    ds = analyses()[["temperature"]]
+    packing = {"latitude": (0.5, 3.0), "longitude": (0.5, 0.0), "level": (10.0, 0.0), "time": (0.25, 0.0)}
+    stored = ds.assign_coords(time=np.arange(5.0))
+    attrs = {name: {"scale_factor": scale, "add_offset": offset} for name, (scale, offset) in packing.items()}
+    attrs["time"]["units"] = "days since 2019-12-31T06:00:00"
+    for name, (scale, offset) in packing.items():
+        values = stored[name].values if name == "time" else (stored[name].values - offset) / scale
+        stored = stored.assign_coords({name: (name, values.astype("f8"), attrs[name])})
+    stored.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    found, plain = open_archive(str(tmp_path / "a.nc")), open_archive(weatherbench(tmp_path, analyses()))
+    assert found.grid.same_as(plain.grid) and found.variables == ["temperature:500", "temperature:850"] + (
+        ["temperature:1000"] if 1000 in ds.level.values else []
+    )
+    assert (found.times == plain.times).all()
+
+
+def test_model_levels_are_no_pressures(tmp_path):
+    ds = analyses()[["temperature"]]
+    ds["level"] = ("level", np.arange(60, 60 + ds.sizes["level"]), {"long_name": "hybrid level"})
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    refused(tmp_path / "a.nc", "hybrid", "temperature:60")
+
+
+def test_cells_of_a_rotated_grid_are_no_rows(tmp_path):
+    path = anemoi(tmp_path, analyses())
+    group = zarr.open_group(path, mode="r+")
+    group["latitudes"][:] = group["latitudes"][:] + 0.1 * group["longitudes"][:]
+    refused(path, "regrid", T2M)
+
+
+@pytest.fixture
+def scored(tmp_path) -> tuple[xr.Dataset, xr.Dataset]:
+    """Truth and forecasts of the tests of scores."""
+    truth = scored_analyses(grid(8, 16, False), 24)
+    write(truth, tmp_path / "truth.zarr")
+    return truth, forecasts(truth, 4, [12, 24])
+
+
+def run_evaluate(folder: Path, options: list[str], *more: str) -> int:
+    argv = [*options, "--truth", str(folder / "truth.zarr"), "--output", str(folder / "out"), *more]
+    own, rest = evaluate_py.parse_options(argv)
+    return evaluate_py.run(load_checked(rest), own)
+
+
+@pytest.fixture
+def options(tmp_path) -> list[str]:
+    source = write_config(tmp_path)
+    periods = ["--data.train_period", '["2019-12-25", "2019-12-29"]', "--validation.enable", "false"]
+    names = ["--data.variables", '["2m_temperature"]', "--data.static_variables", "[]", "--data.levels", "[]"]
+    place = ["--data.path", str(tmp_path / "truth.zarr"), "--job.dump_folder", str(tmp_path / "run")]
+    return ["--job.config_file", str(source), *place, *periods, *names, "--model.patch_size", "[4,4]"]
+
+
+def test_a_forecast_with_the_name_of_a_baseline_is_refused(tmp_path, scored, options):
+    """The baseline took its place, and a gate judged that."""
+    path = write(scored[1], tmp_path / "persistence.zarr")
+    with pytest.raises(ConfigError, match="name of a baseline"):
+        run_evaluate(tmp_path, options, "--forecast", path)
+
+
+def test_an_undeclared_fill_of_a_forecast_is_refused(tmp_path, scored):
+    scored[1][T2M][1, 0, :2] = -9999
+    opened = open_forecast(write(scored[1], tmp_path / "f.zarr"))
+    with pytest.raises(DataError, match="-9999"):
+        opened.read_block(slice(0, 4), slice(0, 2), [T2M])
+
+
+def test_members_that_one_variable_lacks_are_one_line(tmp_path, scored):
+    ensemble = forecasts(scored[0], 4, [12, 24], members=2)
+    ensemble[T2M] = ensemble[T2M].isel(number=0, drop=True)
+    with pytest.raises(DataError, match="1 members"):
+        open_forecast(write(ensemble, tmp_path / "f.zarr"))
+
+
+def test_leads_between_hours_and_a_dimension_of_the_forecast_alone(tmp_path, scored, options):
+    """12 h and 12 h 10 min were one lead of 12 h; data.select knew the dimensions of data.path only."""
+    leads = np.array([720, 730, 1440]) * np.timedelta64(1, "m").astype("timedelta64[ns]")
+    runs = xr.concat(
+        [scored[1].isel(prediction_timedelta=[0, 0, 1])] * 2, xr.DataArray(["a", "b"], dims="run", name="run")
+    )
+    runs = runs.assign_coords(prediction_timedelta=leads)
+    path = write(runs.transpose("run", "time", "prediction_timedelta", ...), tmp_path / "f.zarr")
+    words = [
+        "--forecast",
+        path,
+        "--data.select",
+        '["run=b"]',
+        "--baselines",
+        "",
+        "--regions",
+        "arctic,global,arctic",
+    ]
+    assert run_evaluate(tmp_path, options, *words) == 0
+    scores = xr.open_dataset(tmp_path / "out/scores.nc", decode_timedelta=True)
+    assert lead_hours(scores) == [12, 24] and scores.region.values.tolist() == ["global", "arctic"]
+    assert xr.open_dataset(next((tmp_path / "out").glob("spectra_*.nc")))[T2M].attrs["units"] == "K2 m"

@@ -6,6 +6,7 @@ anyhow.
 """
 
 import logging
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,12 @@ class BadSteps:
     def __init__(self, training: Training, device: torch.device, dp: int = 1) -> None:
         """dp: ranks that have samples of their own, of all those that have a part of the loss."""
         self.spike_threshold, self.rollouts, self.dp = training.spike_threshold, Rollouts.of(training), dp
+        # Losses of other settings are others: a window under another name is not loaded.
+        of_loss = [training.loss, training.variable_weights, training.weight_by_change, training.members]
+        of_loss += [training.spectral_fraction, training.replay_steps, training.rollout_steps]
+        of_loss += [training.rollout_gradient_steps, training.rollout_weights]
+        of_loss += [training.steps] * (len(training.rollout_steps) > 1)  # which gives the stages' borders
+        self.basis = f"{crc32(repr(of_loss).encode()):08x}"
         self.losses = torch.full((WINDOW,), torch.nan, device=device)  # of good steps, the oldest overwritten
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
@@ -42,7 +49,7 @@ class BadSteps:
     @property
     def window(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint that later steps are judged by."""
-        return {"mean_losses": self.losses, "bad": self.bad}
+        return {f"losses.{self.basis}": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
         """Return whether a step is bad, a bool on the device; loss: this rank's, grad_norm: of all ranks.
@@ -91,7 +98,12 @@ class BadSteps:
             self.diagnosis = f"{window} were bad, the first at {self.first}{where}"
             logger.warning(f"{total - self.skipped} steps skipped: {self.diagnosis}")
         self.skipped = total
-        return len(recent) > MOST_SKIPPED or (last and self.now)
+        if len(recent) > MOST_SKIPPED:
+            return True
+        self.first = step + 1  # earlier ones that were skipped are no reason to go back before them
+        while self.first - 1 in recent:
+            self.first -= 1
+        return last and self.now
 
     def reset(self) -> None:
         """Start counting from zero, after a rollback."""

@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config import Config
+from config import Config, Training
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
+from errors import ConfigError
 from jobs.heartbeat import span
 from parallelisms.parallelize import ParallelModel
 from training.due import Rollouts, num_places
 from training.replay import ReplaySampler, one_step_samples
-from training.state import TrainState
+from training.state import Progress, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +121,26 @@ def wait_for_copy(copies: Batch, is_copied: torch.cuda.Event) -> Batch:
     for tensor in copies:  # its memory is not given out again while this stream may read it
         tensor.record_stream(current)
     return copies
+
+
+def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
+    """Return the samples of each step. -1 takes those of the checkpoint, or else `smallest`: those that all
+    ranks take at once.
+
+    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks, or a replay's ring
+    was made for another one.
+    """
+    stored = progress.global_batch
+    if training.global_batch_size == -1 and stored % smallest:
+        raise ConfigError(
+            f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
+            f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
+            "training.global_batch_size to what you want from here on"
+        )
+    if training.global_batch_size == -1 and training.replay_steps and stored not in (0, smallest):
+        reason = f"training.replay_steps has a forecast of each of the checkpoint's {stored} samples a step"
+        raise ConfigError(f"training.global_batch_size = -1: {reason}; set it to {stored}")
+    chosen = (stored or smallest) if training.global_batch_size == -1 else training.global_batch_size
+    if stored and chosen != stored:
+        logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")
+    return chosen

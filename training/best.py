@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import INCOMPLETE, complete_steps, remove, step_folder
+from checkpoints.files import INCOMPLETE, MANIFEST, complete_steps, remove, step_folder
 from config import Config
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
@@ -53,18 +53,31 @@ class Best:
                 logger.info(f"{self.name} is {value:.4g}; it was {was}: the run ends")
             return
         checkpointer.wait()
-        self.later = set()
         if from_first_rank(lambda: step not in complete_steps(checkpointer.folder)):
-            logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} could not be saved")
+            logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} was not saved")
             return
-        self.value, self.step = value, step
+        self.value, self.step, self.later = value, step, set()
         if dist.get_rank() == 0:
             self._keep(step_folder(checkpointer.folder, step))
+
+    def rollback(self, step: int) -> None:
+        """Forget what comes after `step`, which is done again. Called by all ranks together."""
+        self.later = {each for each in self.later if each <= step}
+        if self.step <= step:
+            return
+        self.value, self.step, self.later = math.inf, -1, set()
+        if dist.get_rank() == 0:
+            logger.info(
+                f"{self.name}: the best checkpoint was of a step that is done again; none is the best now"
+            )
+            remove_best(self.folder)
 
     def _keep(self, checkpoint: Path) -> None:
         """Link the new one, write best.json, remove the old one: in this order a kill loses none."""
         content = {"score": self.name, "value": self.value, "step": self.step, "basis": self.basis}
         try:
+            if not is_same(checkpoint, self.folder / checkpoint.name):  # of a step that was done again
+                remove_best(self.folder)
             link_folder(checkpoint, self.folder / checkpoint.name)
             write_durably(self.folder / "best.json", json.dumps(content))
             for step in complete_steps(self.folder):
@@ -114,6 +127,19 @@ def read_best(best_file: Path, records: dict[int, float | None], name: str, basi
             "%s: is damaged; %s is taken for the best", best_file, f"step {steps[-1]}" if steps else "none"
         )
         return {"score": name, "value": records[steps[-1]], "step": steps[-1]} if steps else none
+
+
+def is_same(checkpoint: Path, other: Path) -> bool:
+    """Return False if another checkpoint has the place of this one."""
+    manifests = checkpoint / MANIFEST, other / MANIFEST
+    return not other.exists() or manifests[0].read_bytes() == manifests[1].read_bytes()
+
+
+def remove_best(folder: Path) -> None:
+    """Remove best.json, then the checkpoints: in this order a kill leaves none that is taken for the best."""
+    (folder / "best.json").unlink(missing_ok=True)
+    for step in complete_steps(folder):
+        remove(step_folder(folder, step), even_if_read=True)
 
 
 def link_folder(source: Path, target: Path) -> None:

@@ -1,5 +1,6 @@
 """Torch profiler traces of a run on a schedule, one file a rank and recording (docs/profiling.md)."""
 
+import logging
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from config import Config, Profiling
 
+logger = logging.getLogger(__name__)
 # Each recording is written and dropped: torch warns of that.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
@@ -60,6 +62,11 @@ class Profiler:
     def _write(self, recording: profile) -> None:
         """Write a recording; called by torch at its end."""
         name = f"step-{self.step_number:08d}-rank{dist.get_rank()}"
-        recording.export_chrome_trace(str(self.folder / f"{name}.json.gz"))
+        path = self.folder / f"{name}.json.gz"
+        try:
+            recording.export_chrome_trace(str(path))
+        except OSError as error:  # a full disk must not end a run
+            path.unlink(missing_ok=True)
+            logger.warning("%s: the trace is not written: %s", path, error)
         if self.has_snapshot:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))

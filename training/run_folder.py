@@ -18,7 +18,7 @@ from command_line import to_toml
 from config import Config
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
-from errors import ConfigError
+from errors import ConfigError, RunFailed
 from jobs.durable_files import append_whole, write_durably
 from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
@@ -50,8 +50,13 @@ class RunFolder:
             return
         for warning in start_warnings(self.config):
             logger.warning(warning)
-        write_durably(self.path / "config.toml", to_toml(self.config))
-        append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
+        try:
+            write_durably(self.path / "config.toml", to_toml(self.config))
+            append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path}: cannot be written to ({error}); make room, then start again"
+            ) from None
         if self.before and (changes := self.before.changes(self.config)):
             logger.info("changed since %s: %s", self.before.folder, ", ".join(changes))
 

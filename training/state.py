@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
 from checkpoints.initial_weights import start_from
-from config import Config, Training
+from config import Config
 from datasets.grid import Grid
-from errors import ConfigError
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
@@ -201,22 +200,3 @@ def roll_back(checkpointer: Checkpointer | None, state: TrainState) -> None:
     progress.rollbacks, progress.went_back_to = rollbacks, step
     logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
     bad_steps.reset()
-
-
-def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
-    """Return the samples of each step. -1 takes those of the checkpoint, or else `smallest`: those that all
-    ranks take at once.
-
-    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks.
-    """
-    stored = progress.global_batch
-    if training.global_batch_size == -1 and stored % smallest:
-        raise ConfigError(
-            f"training.global_batch_size = -1: the checkpoint's {stored} samples a step are no multiple of "
-            f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
-            "training.global_batch_size to what you want from here on"
-        )
-    chosen = (stored or smallest) if training.global_batch_size == -1 else training.global_batch_size
-    if stored and chosen != stored:
-        logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")
-    return chosen

@@ -5,6 +5,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +51,7 @@ class Validator:
         self.folder, self.settings, loggers = config.dump_folder, config.validation, config.metrics
         self.logs_images = bool(loggers.loggers)
         self.best = Best(config) if config.checkpoint.keep_best else None
-        self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
+        self.validated: tuple[tuple[int, int], Scores] | None = None  # the last step, and its scores
         self.validation, self.baselines = None, {}
         if not self.settings.enable or not len(samples.selection.validation):
             return
@@ -58,6 +59,7 @@ class Validator:
         assembly, seconds = run.assembly, run.objective.step_seconds
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, seconds)
         normalizer, selection = assembly.normalizer, samples.selection
+        self.boundary = None if normalizer.boundary is None else normalizer.boundary.cpu().numpy()
         known = LaterFields(selection.archive, selection.variables[normalizer.known])
         seed = config.training.seed
         self.forecast = model_forecast(*parts, members, seed, known if normalizer.needs_known else None)
@@ -99,8 +101,9 @@ class Validator:
         if self.validation is None:
             return None
         self.model.train(False)
-        if not self.validated or self.validated[0] != step:
-            self.validated = step, self._score(self.validation, step)
+        now = step, self.run.state.progress.rollbacks  # a step that is done again has other weights
+        if not self.validated or self.validated[0] != now:
+            self.validated = now, self._score(self.validation, step)
         scores = self.validated[1]
         if self.settings.plots and (is_last or self.logs_images):
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
@@ -139,5 +142,19 @@ class Validator:
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
         selection, chosen = self.samples.selection, named_by(self.settings.plot_variables, scores.variables)
+        if self.boundary is not None:  # is given, not forecast
+            date, fields = example
+            example = date, {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
         parts = (selection.archive.grid, selection.land(), chosen)
-        self.metrics.log_images(step, plot_run(self.folder, scores, example, *parts), scores.table())
+        try:
+            pictures = plot_run(self.folder, scores, example, *parts)
+        except OSError as error:  # a full disk must not end a run
+            logger.warning("plots of step %d are not written: %s", step, error)
+            return
+        self.metrics.log_images(step, pictures, scores.table())
+
+    def rollback(self, step: int) -> None:
+        """Forget what was logged, and what was best, after `step`: these steps are done again."""
+        self.metrics.rollback(step)
+        if self.best:
+            self.best.rollback(step)

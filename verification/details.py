@@ -18,7 +18,7 @@ from torch import Tensor
 
 from datasets.grid import Grid
 from verification.matching import Pair
-from verification.score_tables import by_variable
+from verification.score_tables import by_variable, squared
 from verification.scores import RegionMeans
 
 MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for plots and tables
@@ -99,14 +99,20 @@ class Details:
         length = wavelengths(self.grid.latitude, self.grid.shape[1])
         coords = {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
         coords |= {"source": sources, "wavelength": (waves, length, {"units": "m"})}
-        return self._dataset(mean, leads, ["variable", *waves, "source"], coords)
+        found = self._dataset(mean, leads, ["variable", *waves, "source"], coords)
+        for array in found.data_vars.values():
+            array.attrs["units"] = f"{squared(array.attrs['units'])} m".strip()
+        return found
 
     def rank_histogram(self, leads: np.ndarray) -> xr.Dataset | None:
         """Return dims (lead_time[, level], rank): how often so many members are below the truth, of sum 1."""
         if "ranks" not in self.sums:
             return None
         mean = self.sums["ranks"] / self.sums["dates"][..., None]
-        return self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
+        found = self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
+        for array in found.data_vars.values():
+            array.attrs["units"] = "1"
+        return found
 
     def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
         num_dates = self.sums["dates"].amax(dim=1)[-len(leads) :].long().cpu().numpy()

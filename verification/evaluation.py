@@ -91,7 +91,7 @@ def evaluate(
     """
     fields = list(forecast.variables if variables is None else variables)
     winds, statistics = wind_pairs(fields), statistic_names(climatology is not None, forecast.num_members)
-    hours, units = forecast.leads // np.timedelta64(1, "h"), {name: truth.units(name) for name in fields}
+    hours, units = forecast.leads / np.timedelta64(1, "h"), {name: truth.units(name) for name in fields}
     leads, some_dates = positions(hours, lead_hours), positions(forecast.times, dates)
     asked = Request([*fields, *winds], winds, leads, some_dates, list(regions), statistics, units)
     grid = coarser(forecast.grid, truth.grid)

@@ -9,7 +9,7 @@ from datasets.archive import Archive
 from datasets.grid import Grid
 from datasets.remote import Access
 from errors import ConfigError
-from verification.forecast_layouts import open_forecast
+from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
 from verification.report import Gate
 from verification.scores import REGIONS, regions_on
@@ -22,7 +22,7 @@ def check_options(options: Namespace) -> None:
     """Replace the texts of lists and gates by lists and `Gate`s. Raises ConfigError."""
     options.gates = [Gate.parse(text) for text in options.gate]
     for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
-        names = [name for name in getattr(options, key).split(",") if name]
+        names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
         setattr(options, key, names)
         for name in names:
             if name not in valid:
@@ -33,14 +33,16 @@ def check_options(options: Namespace) -> None:
 
 def open_forecasts(
     texts: list[str], folder: Path, picks: dict[str, str], access: Access
-) -> dict[str, ForecastFields]:
+) -> dict[str, StoredForecast]:
     """Return the forecasts by name. Raises ConfigError if a path does not exist or a name occurs twice."""
-    found: dict[str, ForecastFields] = {}
+    found: dict[str, StoredForecast] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
         name, equals, path = text.rpartition("=")
         name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
+        if name.replace(" ", "_") in BASELINES:
+            raise ConfigError(f"--forecast {name!r}: the name of a baseline; give it another, NAME=PATH")
         if name in found:
             raise ConfigError(f"--forecast {name!r}: named twice; give one of them another name, NAME=PATH")
         stored = found[name] = open_forecast(path, picks, access)
@@ -61,7 +63,10 @@ def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]
 
 
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
-    """Return the regions that have a point on the grid, and log the others. Raises ConfigError for none."""
+    """Return the regions that have a point on the grid, the globe first: tables and plots are of the first.
+
+    Logs the others. Raises ConfigError for none.
+    """
     on_grid = regions_on(grid)
     found = on_grid if "all" in wanted else [name for name in wanted if name in on_grid]
     if not found:
@@ -69,7 +74,7 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
         raise ConfigError(f"--regions {','.join(wanted)}: {reason}")
     if outside := [name for name in wanted if name not in (*found, "all")]:
         logger.info("--regions: left out, as no point of this grid is in it: %s", ", ".join(outside))
-    return found
+    return sorted(found, key=lambda name: name != "global")
 
 
 def scorecard_reference(asked: str, names: Sequence[str], num_given: int) -> str:

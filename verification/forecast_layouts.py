@@ -13,6 +13,7 @@ import pandas as pd
 from datasets.fields import Field
 from datasets.files import ROLE_OF, OpenFile, coordinate_times, find_files
 from datasets.layouts import open_fields
+from datasets.plausibility import refuse_fills
 from datasets.remote import NO_OPTIONS, Access
 from errors import DataError
 from verification.forecast_writer import BLOWN_UP, finished_marks
@@ -53,6 +54,9 @@ class StoredForecast(FieldsByName):
         super().__init__(path, fields, unreadable)
         self.times, self.leads = times, leads
         members = max(field.size("number") for field in fields)
+        if other := next((field for field in fields if field.size("number") != members), None):
+            reason = f"{other.names[0]} has {other.size('number')} members, others have {members}"
+            raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
         self.num_members = members if members > 1 else 0
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
@@ -67,6 +71,9 @@ class StoredForecast(FieldsByName):
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
         fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
+        if not self.from_analyses:  # ours may blow up
+            for time, of_date in zip(self.times[dates], fields, strict=True):
+                refuse_fills(of_date.reshape(-1, *of_date.shape[-3:]).swapaxes(0, 1), variables, time)
         return fields if self.num_members else fields[:, :, 0]
 
 

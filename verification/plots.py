@@ -24,7 +24,7 @@ from verification.details import Details, mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.maps import Land, draw_map, error_colors, field_colors
 from verification.matching import Pair
-from verification.report import DAY, GRAVITY, energy_units
+from verification.report import DAY, GRAVITY
 from verification.score_tables import (
     describe_dates,
     lead_hours,
@@ -301,7 +301,8 @@ def describe(evaluations: Mapping[str, Evaluation]) -> str:
         for name, each in evaluations.items()
     }
     differing = [f"; {other}: {each}" for other, each in dates.items() if each != dates[name]]
-    return f"{dates[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
+    where = "" if (region := first.by_date["region"].item(0)) == "global" else f"{region}: "
+    return f"{where}{dates[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
 
 
 def at_last(details: xr.Dataset) -> str:
@@ -323,7 +324,7 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], title: str, target: Path, na
             if name in variable_names(each):
                 draw_spectrum(axes, each, "forecast", name, style(label, number))
         axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
-        axes.set_ylabel(energy_units(first, name), fontsize=8)
+        axes.set_ylabel(units_of(first, name), fontsize=8)
         axes.invert_xaxis()
         axes.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)

@@ -23,7 +23,6 @@ from verification.score_tables import (
     lead_hours,
     one_variable,
     select,
-    squared,
     units_of,
     variable_names,
 )
@@ -114,14 +113,9 @@ def mean_spectra(forecast: str, spectra: xr.Dataset) -> pd.DataFrame:
         rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
         rows["wavelength_km"] = rows["wavelength"] / 1000
         own = {"forecast": forecast, "variable": name, "level": "" if level is None else level}
-        parts.append(rows.assign(**own, units=energy_units(spectra, variable)))
+        parts.append(rows.assign(**own, units=units_of(spectra, variable)))
     columns = ["forecast", "source", "variable", "level", "lead_hours", "wavelength_km", "energy", "units"]
     return pd.concat(parts).reindex(columns=columns) if parts else pd.DataFrame(columns=columns)
-
-
-def energy_units(spectra: xr.Dataset, variable: str) -> str:
-    """Return the units of zonal energy: the variable's squared, times the length of a circle of latitude."""
-    return f"{squared(units_of(spectra, variable))} m".strip()
 
 
 def write_csv(scores: xr.Dataset, target: Path) -> None:

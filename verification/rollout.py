@@ -1,5 +1,6 @@
-"""Forecasts by applying the model to itself. Shapes: B dates, h states of a window (datasets/window.py),
-L leads, V variables, H latitudes, W longitudes.
+"""Forecasts by applying the model to itself.
+
+Shapes: B dates, h states of a window, L leads, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -7,6 +7,7 @@ would give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: 
 """
 
 import logging
+import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -62,7 +63,7 @@ def dates_of_block(by_date: xr.Dataset) -> int:
     times = by_date["time"].values
     if len(times) < 2:
         return 1
-    return max(1, round(BLOCK_DAYS / float(np.median(np.diff(times)) / np.timedelta64(1, "D"))))
+    return max(1, math.ceil(BLOCK_DAYS / float(np.median(np.diff(times)) / np.timedelta64(1, "D"))))
 
 
 def draw_dates(num_dates: int, block_length: int) -> np.ndarray:

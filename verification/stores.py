@@ -38,6 +38,8 @@ class FieldsByName:
         self.path, self.unreadable, self.grid = path, dict(unreadable or {}), fields[0].orientation.grid
         self._fields = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
         self.variables = list(self._fields)
+        dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
+        self.extra_dimensions = {field.dims[i] for field, i in dims}
 
     def units(self, name: str) -> str:
         """Return the units of what is read, "" if the file does not name any."""

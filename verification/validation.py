@@ -1,7 +1,7 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
 Shapes: B dates, M members of an ensemble (1 of any other forecast), h states of a window
-(datasets/window.py), L leads, V variables, H latitudes, W longitudes, n dates in all, S statistics.
+(datasets/field_dataset.py), L leads, V variables, H latitudes, W longitudes, n dates in all, S statistics.
 """
 
 from collections.abc import Callable, Sequence
