@@ -110,7 +110,8 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
 
 def test_losses_of_other_settings_are_not_compared():
     """After mse, every step of a run that goes on with mae was a spike, and a good checkpoint removed."""
-    names = [set(BadSteps(Training(**each), CPU).window) for each in ({}, {"loss": "mae"}, {"steps": 7})]
+    settings = Training(), Training(loss="mae"), Training(steps=7)
+    names = [set(BadSteps(each, CPU).window) for each in settings]
     assert names[0] == names[2] != names[1]
     stages = [BadSteps(Training(steps=n, rollout_steps=(1, 2)), CPU).window.keys() for n in (7, 8)]
     assert stages[0] != stages[1]

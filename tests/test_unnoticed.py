@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -297,7 +298,9 @@ def test_packed_coordinates_are_unpacked(tmp_path):
     ds = analyses()[["temperature"]]
     packing = {"latitude": (0.5, 3.0), "longitude": (0.5, 0.0), "level": (10.0, 0.0), "time": (0.25, 0.0)}
     stored = ds.assign_coords(time=np.arange(5.0))
-    attrs = {name: {"scale_factor": scale, "add_offset": offset} for name, (scale, offset) in packing.items()}
+    attrs: dict[str, dict[str, Any]] = {
+        name: {"scale_factor": scale, "add_offset": offset} for name, (scale, offset) in packing.items()
+    }
     attrs["time"]["units"] = "days since 2019-12-31T06:00:00"
     for name, (scale, offset) in packing.items():
         values = stored[name].values if name == "time" else (stored[name].values - offset) / scale
@@ -319,7 +322,7 @@ def test_model_levels_are_no_pressures(tmp_path):
 
 def test_cells_of_a_rotated_grid_are_no_rows(tmp_path):
     path = anemoi(tmp_path, analyses())
-    group = zarr.open_group(path, mode="r+")
+    group: Any = zarr.open_group(path, mode="r+")
     group["latitudes"][:] = group["latitudes"][:] + 0.1 * group["longitudes"][:]
     refused(path, "regrid", T2M)
 
