@@ -20,7 +20,8 @@ else
         done
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
         [[ -x "$PYTHON" ]] || "$base" -m venv "$project/.venv"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$project/requirements.txt"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt"
+        "$PYTHON" -m compileall -qq -j 0 "$project/.venv/lib" || true # on all cores, where pip takes one
         cp "$project/requirements.txt" "$project/.venv/installed.txt"
     fi
     exec 9>&-
