@@ -11,13 +11,6 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.run import parse_args, run
-
 from errors import (
     BAD_INPUT,
     EXIT_SAVED,
@@ -25,9 +18,20 @@ from errors import (
     INTERRUPTED,
     SAVED,
     RunFailed,
+    end_when_interrupted,
     one_line_errors,
     print_message,
 )
+
+if __name__ == "__main__":
+    end_when_interrupted()  # while torch takes its seconds
+
+from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.run import parse_args, run
 
 BACKEND = "rossby"
 JOIN_SECONDS = 900  # that the nodes of a job wait for each other

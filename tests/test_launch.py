@@ -93,6 +93,17 @@ def test_a_killed_rank_is_exit_code_1(tmp_path):
     assert re.fullmatch(r"  rank 1 \(pid \d+\) was killed by SIGKILL", lines[-1])
 
 
+def test_ctrl_c_while_torch_is_imported_is_one_line():
+    process = subprocess.Popen(
+        [*TORCHRUN, "--help"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    until = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"rossby: interrupted\n" and process.returncode == 130
+
+
 def test_bad_input_and_a_saved_job_end_with_their_code(tmp_path):
     assert launch(tmp_path, "2").returncode == 2
     ended = launch(tmp_path, "75", restarts=3)
