@@ -131,7 +131,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
     if options.anchor:
         cluster = anchored(cluster, options)
-    asked = config
+    original = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices).replace(slowest=options.slowest)
@@ -144,15 +144,15 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     made = plans[0] if plans else plan(work, cluster)
     cost = cost_range(config, made, cluster, options.restart_minutes)
     fit = fits(made, cluster)
-    rates = [(work, time.samples_per_second) for _, work, time in rollout_stages(config, made, cluster)]
-    reading = max(rates, key=lambda each: read_rate(*each))  # the stage of rollouts that reads most
+    stages = [(work, time.samples_per_second) for _, work, time in rollout_stages(config, made, cluster)]
+    fastest = max(stages, key=lambda stage: read_rate(*stage))  # the stage of rollouts that reads most
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost, read_rate(*reading)), indent=1))
+        print(json.dumps(as_json(made, cluster, cost, read_rate(*fastest)), indent=1))
         return 0 if fit else 1
-    feed = data_lines(*reading, cluster)
-    print("\n\n".join([*tables(plans, made, cluster, asked), feed, cost.table()]))
+    feed = data_lines(*fastest, cluster)
+    print("\n\n".join([*tables(plans, made, cluster, original), feed, cost.table()]))
     nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
-    last = next_to_try(made, cluster, asked, bool(plans)) if fit else advice(made, cluster, asked)
+    last = next_to_try(made, cluster, original, bool(plans)) if fit else advice(made, cluster, original)
     print(f"\n{nowhere}{last}")
     return 0 if fit else 1
 

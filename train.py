@@ -82,7 +82,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog.begin(progress.step)
     metrics = Metrics(config, run, batches)
     validator = Validator(config, samples, run, metrics)
-    validator.make_up(progress.step)
+    validator.validate_resumed(progress.step)
     profiler = Profiler(config)
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
@@ -108,6 +108,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             due = schedule.at(step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 roll_back(checkpointer, state)
+                metrics.rollback(progress.step)
                 validator.rollback(progress.step)
                 continue
             run.fingerprints.compare(step, due.save)
@@ -136,8 +137,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         if dist.get_rank() == 0:
             print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
     metrics.close()
-    saved = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
-    code, message = saved if stop else (0, "done")
+    code, message = 0, "done"
+    if stop:
+        code, message = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
     leave(watchdog, agreement, run_folder, unsaved, code, message)
 
 

@@ -179,6 +179,7 @@ def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tup
 def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
     train, validation = split_periods(archive.times)
+    step = max(1, round(usual_hours(archive.times)))
     names, levels = _short_names(archive.variables)
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
@@ -187,7 +188,7 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
         **({"static_variables": archive.static_variables} if archive.static_variables else {}),
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
-        "step_hours": (step := max(1, round(usual_hours(archive.times)))),
+        "step_hours": step,
         "train_period": train,
         "validation_period": validation,
     }

@@ -31,21 +31,22 @@ class Journal:
         self.waiting = []
 
     def forget_after(self, step: int) -> int:
-        """Drop the records of steps that are going to be done again. Return the last step there was, 0: none.
-
-        Raises OSError.
-        """
+        """Drop the records of steps that are done again. Return the last step there was, 0: none."""
         return self._keep(lambda record: record["step"] <= step)
 
     def forget(self, step: int, key: str) -> None:
-        """Drop the record of a step that has a key: another one takes its place. Raises OSError."""
+        """Drop the record of a step that has a key: another one takes its place."""
         self._keep(lambda record: record["step"] != step or key not in record)
 
     def _keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> int:
         self.close()
         records = read_records(self.path)
         if self.path.exists():
-            write_durably(self.path, "".join(json.dumps(each) + "\n" for each in records if is_kept(each)))
+            text = "".join(json.dumps(each) + "\n" for each in records if is_kept(each))
+            try:
+                write_durably(self.path, text)
+            except OSError as error:  # a full disk must not end a run
+                logger.warning("%s: %s; records of steps that are done again stay in it", self.path, error)
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:

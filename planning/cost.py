@@ -245,7 +245,7 @@ class CostRange:
         return (
             f"saved every {cost.interval_seconds / self.step_seconds:,.0f} steps "
             f"({cost.interval_seconds / HOUR:,.2f} h{' in the longest rollouts' * self.staged}): "
-            f"{in_bytes(cost.checkpoint_bytes)} each, {in_bytes(cost.stored_bytes)} kept, "
+            f"{format_size(cost.checkpoint_bytes)} each, {format_size(cost.stored_bytes)} kept, "
             f"{cost.stall_seconds:.2f} s of a stall, written in {cost.write_seconds:.1f} s"
         )
 
@@ -258,7 +258,8 @@ class CostRange:
         }
 
 
-def in_bytes(size: float) -> str:
+def format_size(size: float) -> str:
+    """Return bytes as text, in MB or GB."""
     if size < 1e9:
         return f"{size / 1e6:.1f} MB"
     return f"{size / 1e9:.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"

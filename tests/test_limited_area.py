@@ -44,6 +44,21 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_map_has_no_forecast_on_the_boundary(folder, stores, monkeypatch):
+    """The error there is 0, which made that of the map smaller than that of the scores."""
+    examples: list[Any] = []
+
+    def plot(run: Path, scores: Any, example: Any, *_: Any) -> dict[str, Path]:
+        examples.append(example)
+        return {}
+
+    monkeypatch.setattr("verification.plots.plot_run", plot)
+    run_train(*options(folder, WIDTH), "--validation.plots", "true")  # has ended, and validates again
+    truth, forecast = examples[-1][1][WIND]
+    boundary = boundary_cells(truth.shape, WIDTH).numpy()
+    assert (np.isnan(forecast) == boundary).all() and np.isfinite(truth).all()
+
+
 def options(folder: Path, width: int) -> list[str]:
     return run_options(folder / "tiny.toml", folder / f"run{width}", "--data.boundary_width", str(width))
 

@@ -137,6 +137,18 @@ def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
     assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 
+def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, monkeypatch, caplog):
+    path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2}\n'
+    path.write_text(text)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jobs.journal.write_durably", fail)
+    assert Journal(path).forget_after(1) == 2 and path.read_text() == text
+    assert "No space left on device" in caplog.text
+
+
 def test_a_full_disk_loses_no_line(tmp_path, monkeypatch, caplog):
     """Not even one that fits in part."""
     path, room = tmp_path / "metrics.jsonl", [10**6]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from errors import DataError
 
-STEP_NAME = re.compile(r"ProfilerStep#(\d+)")
+STEP_NAME = re.compile(r"ProfilerStep#\d+")
 DATA = "data"  # the part of the loop that waits for a batch; in other people's loops, torch's own span
 # Chrome's categories -> what they are here; others ("python_function", "gpu_user_annotation") are left out.
 KINDS = {
@@ -160,8 +160,8 @@ def read_trace(path: Path) -> Trace:
         nest(thread)
     operators = (e for thread in threads.values() for e in thread if e.kind == "op")
     busy = {id(outer) for operator in operators for outer in operator.chain()}
-    steps = sorted((e for e in events if STEP_NAME.fullmatch(e.name)), key=lambda e: e.start)
-    steps = [e for e in steps if e.kind == "span"]
+    steps = [e for e in events if e.kind == "span" and STEP_NAME.fullmatch(e.name)]
+    steps.sort(key=lambda e: e.start)
     if steps and id(steps[-1]) not in busy:
         steps.pop()  # begun when the loop had ended
     if not any(step.end > step.start for step in steps):

@@ -33,12 +33,12 @@ class BadSteps:
     def __init__(self, training: Training, device: torch.device, dp: int = 1) -> None:
         """dp: ranks that have samples of their own, of all those that have a part of the loss."""
         self.spike_threshold, self.rollouts, self.dp = training.spike_threshold, Rollouts.of(training), dp
-        # Losses of other settings are others: a window under another name is not loaded.
-        of_loss = [training.loss, training.variable_weights, training.weight_by_change, training.members]
-        of_loss += [training.spectral_fraction, training.replay_steps, training.rollout_steps]
-        of_loss += [training.rollout_gradient_steps, training.rollout_weights]
-        of_loss += [training.steps] * (len(training.rollout_steps) > 1)  # which gives the stages' borders
-        self.basis = f"{crc32(repr(of_loss).encode()):08x}"
+        # Part of the window's name in a checkpoint: a window of losses with other settings is not loaded.
+        settings = [training.loss, training.variable_weights, training.weight_by_change, training.members]
+        settings += [training.spectral_fraction, training.replay_steps, training.rollout_steps]
+        settings += [training.rollout_gradient_steps, training.rollout_weights]
+        settings += [training.steps] * (len(training.rollout_steps) > 1)  # which gives the stages' borders
+        self.settings = f"{crc32(repr(settings).encode()):08x}"
         self.losses = torch.full((WINDOW,), torch.nan, device=device)  # of good steps, the oldest overwritten
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
@@ -49,7 +49,7 @@ class BadSteps:
     @property
     def window(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint that later steps are judged by."""
-        return {f"losses.{self.basis}": self.losses, "bad": self.bad}
+        return {f"losses.{self.settings}": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
         """Return whether a step is bad, a bool on the device; loss: this rank's, grad_norm: of all ranks.

@@ -65,8 +65,8 @@ class Profiler:
         path = self.folder / f"{name}.json.gz"
         try:
             recording.export_chrome_trace(str(path))
+            if self.has_snapshot:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))
         except OSError as error:  # a full disk must not end a run
             path.unlink(missing_ok=True)
             logger.warning("%s: the trace is not written: %s", path, error)
-        if self.has_snapshot:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))

@@ -88,8 +88,8 @@ class Validator:
         """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
         return self.best is not None and self.best.exhausted
 
-    def make_up(self, step: int) -> None:
-        """Validate the weights that a run resumes from, where it ended before it could."""
+    def validate_resumed(self, step: int) -> None:
+        """Validate the weights that a run resumes from if this was due and the run ended before it."""
         if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
             self.validate(step)
 
@@ -154,7 +154,6 @@ class Validator:
         self.metrics.log_images(step, pictures, scores.table())
 
     def rollback(self, step: int) -> None:
-        """Forget what was logged, and what was best, after `step`: these steps are done again."""
-        self.metrics.rollback(step)
+        """Forget a best checkpoint of the steps after `step`, which are done again."""
         if self.best:
             self.best.rollback(step)

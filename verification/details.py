@@ -8,7 +8,7 @@ details, V variables, M members, H latitudes, W longitudes, K = W // 2 + 1 waven
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -99,26 +99,38 @@ class Details:
         length = wavelengths(self.grid.latitude, self.grid.shape[1])
         coords = {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
         coords |= {"source": sources, "wavelength": (waves, length, {"units": "m"})}
-        found = self._dataset(mean, leads, ["variable", *waves, "source"], coords)
-        for array in found.data_vars.values():
-            array.attrs["units"] = f"{squared(array.attrs['units'])} m".strip()
-        return found
+        return self._dataset(mean, leads, ["variable", *waves, "source"], coords, energy_units)
 
     def rank_histogram(self, leads: np.ndarray) -> xr.Dataset | None:
         """Return dims (lead_time[, level], rank): how often so many members are below the truth, of sum 1."""
         if "ranks" not in self.sums:
             return None
         mean = self.sums["ranks"] / self.sums["dates"][..., None]
-        found = self._dataset(mean, leads, ["variable", "rank"], {"rank": np.arange(mean.shape[-1])})
-        for array in found.data_vars.values():
-            array.attrs["units"] = "1"
-        return found
+        ranks = {"rank": np.arange(mean.shape[-1])}
+        return self._dataset(mean, leads, ["variable", "rank"], ranks, lambda own: "1")
 
-    def _dataset(self, values: Tensor, leads: np.ndarray, dims: list[str], coords: dict) -> xr.Dataset:
+    def _dataset(
+        self,
+        values: Tensor,
+        leads: np.ndarray,
+        dims: list[str],
+        coords: dict,
+        units: Callable[[str], str] = str,
+    ) -> xr.Dataset:
+        """units: of the values, from those of their variable."""
         num_dates = self.sums["dates"].amax(dim=1)[-len(leads) :].long().cpu().numpy()
         coords = {"lead_time": leads.astype("timedelta64[ns]"), **coords}
         coords["num_dates"] = ("lead_time", num_dates)
-        return by_variable(values.cpu().numpy(), ["lead_time", *dims], self.variables, coords, self.units)
+        dims = ["lead_time", *dims]
+        found = by_variable(values.cpu().numpy(), dims, self.variables, coords, self.units)
+        for array in found.data_vars.values():
+            array.attrs["units"] = units(array.attrs["units"])
+        return found
+
+
+def energy_units(own: str) -> str:
+    """Return the units of zonal energy: the variable's squared, times the length of a circle of latitude."""
+    return f"{squared(own)} m".strip()
 
 
 def rank_frequencies(members: Tensor, truth: Tensor, mean: RegionMeans) -> Tensor:
