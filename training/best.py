@@ -4,7 +4,8 @@ improves.
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ..., "basis": ...}
 
-It is never pruned, and `forecast.checkpoint` takes it like any other.
+It is never pruned, and removed only if the run goes back to a step before it. `forecast.checkpoint` takes it
+like any other.
 """
 
 import json
