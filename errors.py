@@ -28,6 +28,8 @@ SECRET_OPTION = re.compile(
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+INTERRUPTED_AGAIN = "interrupted again: ended without a save"
 SAVED = "saved"  # file in torchelastic's folder that means it
 
 
@@ -107,8 +109,33 @@ def print_message(text: str) -> None:
     print(f"{erased}rossby: {text}", file=sys.stderr, flush=True)
 
 
+def handle_stop_signals(handler: Any) -> None:
+    """Call `handler`, or ignore them, at the signals that ask a run to end."""
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
+            signal.signal(number, handler)
+
+
+def signal_before_first_step(number: int) -> tuple[str, int]:
+    """Return the last line and the exit code of a run that a signal ends during its start."""
+    code = INTERRUPTED if number == signal.SIGINT else EXIT_SAVED
+    return f"before the first step, with nothing to save (code {code})", code
+
+
+def end_at_signals() -> None:
+    """End this process with one line at a signal, until the run handles them itself."""
+
+    def end(number: int, _: object) -> None:
+        text, code = signal_before_first_step(number)
+        if is_reporting_rank():
+            print_message(f"{signal.Signals(number).name}: {text}")
+        os._exit(code)
+
+    handle_stop_signals(end)
+
+
 def end_when_interrupted() -> None:
-    """End this process with one line at Ctrl-C, until a run handles signals itself."""
+    """End this process with one line at Ctrl-C."""
 
     def end(*_: object) -> None:
         print_message("interrupted")

@@ -12,8 +12,16 @@
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
 # It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
 #   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
-# Exit codes: 0 done, 1 failed, 2 bad input, 75 saved and ended before it was done: start it again, 130 interrupted twice.
+# Exit codes: 0 done, 1 failed, 2 bad input, 75 to be started again: a signal or the time ended it, after a save if it had
+#   taken a step, 130 interrupted before the first step, or twice.
 set -euo pipefail
+leave() { # at a signal before there are ranks
+    [[ -z "${checks:-}" ]] || { kill -KILL "$checks" 2>/dev/null && wait "$checks" 2>/dev/null || true; }
+    echo "rossby: $1: before the first step, with nothing to save (code $2)" >&2
+    exit "$2"
+}
+for name in TERM USR1 HUP; do trap "leave SIG$name 75" "$name"; done
+trap 'leave SIGINT 130' INT
 export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
 
@@ -50,13 +58,10 @@ fi
 # With -P modules are the project's: a folder of the caller's may have its own "datasets".
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 # Bad input ends here: one line, exit code 2, before any rank exists.
-leave() { kill "${checks:-}" 2>/dev/null && wait "$checks" || true; exit "$1"; } # nobody stays
-trap 'leave 143' TERM
-trap 'leave 130' INT
 SLURM_STEP_NUM_TASKS=1 "$PYTHON" -P -m planning.start_checks "$@" & # of srun, which has one task a node here
 checks=$!
 wait "$checks"
-trap - TERM INT
+checks=
 # Processes that share a machine share its cores, or they take them from each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
 nodes=()

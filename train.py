@@ -8,11 +8,13 @@
 import sys
 
 from command_line import answer_early, start
+from errors import end_at_signals
 from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 if __name__ == "__main__":
     set_rank_from_slurm()
+    end_at_signals()
     answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
 
 import gc
@@ -24,9 +26,9 @@ import torch.distributed as dist
 from config import Config
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
-from jobs.preemption import Agreement, exit_message
+from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
-from parallelisms.mesh import mesh_of, start_ranks
+from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.out_of_memory import run_with_watchdog
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
@@ -37,7 +39,7 @@ from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import build_state, load_or_start, roll_back
+from training.state import Restart, build_state, load_or_start
 from training.step import Run, train_step
 from training.validator import Validator
 
@@ -53,10 +55,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks
-    device = start_ranks(config.comm.timeout_seconds)
+    device = start_ranks(watchdog.group_seconds)
     mesh = mesh_of(config.parallelism, device)
     layout = asdict(mesh.degrees)
-    agreement = Agreement(training.max_wall_time, config.comm.timeout_seconds).listen(watchdog)
+    agreement = Agreement(training.max_wall_time, cpu_group()).listen(watchdog)
     set_determinism(training.deterministic)
     retain_memory(device)
     if mesh.degrees.world > 1:
@@ -82,8 +84,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     watchdog.begin(progress.step)
     metrics = Metrics(config, run, batches)
     validator = Validator(config, samples, run, metrics)
-    validator.validate_resumed(progress.step)
     profiler = Profiler(config)
+    restart = Restart(checkpointer, state, run, batches, metrics, validator, profiler)
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"
@@ -93,7 +95,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     schedule, stop = Schedule.of(config), ""  # stop: why the run ends before its last step
     gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
-    metrics.start_interval()
     with profiler, agreement:
         while progress.step < training.steps and not stop and not validator.exhausted:
             step = progress.step + 1
@@ -102,14 +103,13 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()
-            watchdog.step_done(agreement.group, mesh.groups)
+            watchdog.step_done(agreement.group)
             with span("agree"):
-                stop = agreement.decide(checkpointer.last_seconds if checkpointer else 0.0)
+                save_seconds = checkpointer.last_seconds if checkpointer else 0.0
+                stop = agreement.decide(save_seconds + validator.seconds_due(step))
             due = schedule.at(step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
-                roll_back(checkpointer, state)
-                metrics.rollback(progress.step)
-                validator.rollback(progress.step)
+                restart.roll_back()
                 continue
             run.fingerprints.compare(step, due.save)
             if due.log:
@@ -125,11 +125,11 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 metrics.start_interval()
             if due.validate:
                 validator.validate(step)
-                metrics.start_interval()
             profiler.step(step)
     gc.enable()
     activity.start_phase("end", progress.step)
     unsaved = checkpointer.finish(progress.step, state.state_dict()) if checkpointer else ""
+    message, code = agreement.after_last_save(progress.step, checkpointer is not None, unsaved)
 
     # -- scores and plots, unless the run is to be started again
     if not stop:
@@ -137,27 +137,22 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         if dist.get_rank() == 0:
             print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
     metrics.close()
-    code, message = 0, "done"
-    if stop:
-        code, message = EXIT_SAVED, exit_message(stop, progress.step, checkpointer is not None)
-    leave(watchdog, agreement, run_folder, unsaved, code, message)
+    leave(watchdog, agreement, run_folder, message, code)
 
 
-def leave(
-    watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder, unsaved: str, code: int, message: str
-) -> None:
-    """End the run on all ranks together with an exit code. Raises RunFailed if a checkpoint is `unsaved`."""
+def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder, message: str, code: int) -> None:
+    """End the run on all ranks together with an exit code, on the line of a run that failed by RunFailed."""
     watchdog.stop()
     agreement.close()
     if dist.get_rank() == 0:
-        watchdog.write_status(FAILED if unsaved else code, unsaved or message)
-        if code and not unsaved:
+        watchdog.write_status(code, message)
+        if code == EXIT_SAVED:
             print_message(message)
     dist.barrier()
     run_folder.release()
     dist.destroy_process_group()
-    if unsaved:
-        raise RunFailed(unsaved)
+    if code == FAILED:
+        raise RunFailed(message)
     if code:
         end_process(code)
 

@@ -9,10 +9,12 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,14 @@ from torch.distributed.tensor import DTensor
 from checkpoints.files import (
     DAMAGED,
     INCOMPLETE,
+    MANIFEST,
     Damaged,
     check_files,
     clear_leftovers,
     complete_steps,
+    lock,
     newest_name,
+    prune,
     read_tensors,
     remove_after,
     set_aside,
@@ -40,7 +45,7 @@ from checkpoints.files import (
 from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
 from errors import DataError
-from parallelisms.mesh import from_first_rank, on_all_ranks
+from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
@@ -62,13 +67,12 @@ class Checkpointer:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
-        # Its own: a thread that saves must not meet the collectives of training.
-        self.group = dist.new_group(backend="gloo")
+        self.group = cpu_group()  # its own: a thread that saves must not meet the collectives of training
         self.process = CheckpointProcess() if self.mode == "async_with_pinned_mem" else None
         self.stager: DefaultStager | None = None
         self.in_flight: tuple[int, Future] | None = None
         self.staging: Future | None = None
-        self.saved_step, self.failed_step, self.last_error = -1, -1, ""
+        self.num_saved, self.saved_step, self.failed_step, self.last_error = 0, -1, -1, ""
         self.last_seconds = 0.0  # from the start of the last save until it was complete
         self.size = 0  # bytes of a checkpoint
         self.has_warned = False  # that saves are slow
@@ -85,7 +89,7 @@ class Checkpointer:
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Start the checkpoint of `step`, after the one before it is complete or has failed."""
-        is_first, started = self.saved_step < 0, time.monotonic()
+        is_first, started = not self.num_saved, time.monotonic()
         self.wait()
         if not is_first:  # for which the process was still starting
             self._warn_if_slow(time.monotonic() - started)
@@ -164,8 +168,9 @@ class Checkpointer:
         self.last_error = first_problem(problem_of_save(future))
         self.failed_step = step if self.last_error else -1
         if not self.last_error:
-            self.saved_step = step
+            self.saved_step, self.num_saved = step, self.num_saved + 1
             logger.info("saved %s", step_folder(self.folder, step))
+            self._prune()
         elif dist.get_rank() == 0:
             unfinished = step_folder(self.folder, step)
             shutil.rmtree(unfinished.with_name(unfinished.name + INCOMPLETE), ignore_errors=True)
@@ -173,6 +178,14 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written: {self.last_error} ({self._room()}); "
                 f"training goes on; the last complete one: {newest_name(self.folder)}"
             )
+
+    def _prune(self) -> None:
+        """Remove older checkpoints where the save could not; a failure is tried again after the next save."""
+        try:
+            if dist.get_rank() == 0:
+                prune(self.folder, self.keep)
+        except OSError as error:
+            logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
     def _room(self) -> str:
         """Describe the space for a checkpoint, and its size."""
@@ -210,8 +223,8 @@ class Checkpointer:
             return ""
         return (
             f"{self.folder}: the last checkpoint, of step {step}, could not be written: {self.last_error} "
-            f"({self._room()}); the last complete one: {newest_name(self.folder)}; mend that, then start "
-            "again to go on from there"
+            f"({self._room()}); the last complete one: {newest_name(self.folder)}; start again from there "
+            "once the cause is removed"
         )
 
     def close(self) -> None:
@@ -232,31 +245,25 @@ class Checkpointer:
         is the user's decision; and if one may not be read.
         """
         self.wait()
-        while (step := from_first_rank(lambda: self._newest_step(at_most))) is not None:
-            folder = step_folder(self.folder, step)
-            try:
-                check_together(folder)
-                return step
-            except Damaged as error:
-                aside = from_first_rank(partial(set_aside, folder))
-                logger.warning("%s; set aside as %s; taking the one before", error, aside)
-        return None
+        found = find_undamaged(lambda: self._until(at_most), set_aside)
+        return int(found.folder.name.removeprefix("step-")) if found else None
 
-    def _newest_step(self, at_most: float) -> int | None:
-        if steps := [step for step in complete_steps(self.folder) if step <= at_most]:
-            return steps[-1]
+    def _until(self, step: float) -> list[Path]:
+        """Return the checkpoints up to a step, the newest first."""
+        if steps := [each for each in complete_steps(self.folder) if each <= step]:
+            return [step_folder(self.folder, each) for each in reversed(steps)]
         if names := [path.name for path in sorted(self.folder.glob(f"step-*{DAMAGED}*"))]:
             raise DataError(
                 f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
                 f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
             )
-        return None
+        return []
 
-    def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, so that no run resumes from them."""
+    def restart(self, step: int) -> None:
+        """Remove the checkpoints of steps after `step`, so that no run resumes from them."""
         self.wait()
         from_first_rank(lambda: remove_after(self.folder, step))
-        self.saved_step = step
+        self.saved_step = step or -1
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from the checkpoint of `step`, whatever layout wrote it. Raises DataError."""
@@ -268,9 +275,42 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def check_together(folder: Path) -> None:
-    """Check a checkpoint, each rank a part of its files. Raises Damaged or DataError on all ranks."""
-    on_all_ranks(lambda: check_files(folder, dist.get_rank(), dist.get_world_size()))
+class Found(NamedTuple):
+    """A checkpoint that is not damaged; until `lock` is closed no run removes it."""
+
+    folder: Path
+    lock: AbstractContextManager  # rank 0's
+
+
+def find_undamaged(
+    candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
+) -> Found | None:
+    """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
+
+    Called by all ranks together. Rank 0 lists the candidates, again after each that is damaged: the run that
+    writes them may go on meanwhile. Each rank checks a part of the files of one. Raises DataError.
+    """
+    tried: set[Path] = set()
+    locks: list[AbstractContextManager] = [nullcontext()]
+
+    def choose() -> Path | None:
+        for folder in candidates():
+            if folder not in tried:
+                tried.add(folder)
+                with suppress(Damaged):  # it was removed meanwhile
+                    locks.append(lock(folder))
+                    return folder
+        return None
+
+    while folder := from_first_rank(choose):
+        try:
+            if set_aside or from_first_rank((folder / MANIFEST).exists):  # else it is of another program
+                on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+            return Found(folder, locks[-1])
+        except Damaged as error:
+            aside = f"; set aside as {from_first_rank(partial(set_aside, folder))}" if set_aside else ""
+            logger.warning("%s%s; taking the one before", error, aside)
+    return None
 
 
 def check_shared_memory(size: int) -> None:

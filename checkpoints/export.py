@@ -146,7 +146,7 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
     plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
     (target / "config.toml").write_text(to_toml(plain))
     (target / "model.json").write_text(json.dumps(about, indent=1))
-    identity = Identity(trained.folder).more or describe(selection, trained.statistics)
+    identity = Identity.of(trained.folder).more or describe(selection, trained.statistics)
     card = {"name": target.name, "about": about, "config": config, "averaged": trained.averaged}
     card |= {"data": identity["data"], "scores": list(scores_of(trained))}
     card |= {"parameters": sum(tensor.numel() for tensor in weights.values())}

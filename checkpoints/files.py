@@ -21,7 +21,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,18 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, ascending; links and files do not count."""
+    """Return the steps of the complete checkpoints in a folder, ascending; links and files do not count, nor
+    folders without what a checkpoint consists of.
+    """
     if not folder.is_dir():
         return []
     with read_errors(folder):
         named = [(match, path) for path in folder.iterdir() if (match := COMPLETE.match(path.name))]
-    return sorted(int(match[1]) for match, path in named if is_own(path))
+        return sorted(int(match[1]) for match, path in named if is_own(path) and is_checkpoint(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    return any((path / name).exists() for name in (MANIFEST, METADATA, WEIGHTS))
 
 
 def is_own(path: Path) -> bool:
@@ -130,14 +136,19 @@ def local_path(key: str, text: str) -> Path:
 def candidates(path: Path) -> Iterator[Path]:
     """Yield the checkpoints that a path may mean, best first: itself, those in it, those of a run."""
     for folder in (path, path / "checkpoints"):
-        if (folder / METADATA).exists() or (folder / WEIGHTS).exists():
+        if is_checkpoint(folder):
             yield folder
         yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
 
 
-def check_steps(folder: Path, steps: int) -> None:
-    """Raise ConfigError if a folder already has more steps than the run asks for: it would train nothing."""
+def check_steps(folder: Path, steps: int, saves: bool) -> None:
+    """Raise ConfigError if a folder has more steps than the run asks for, which would train nothing, or has
+    any and the run saves none: it would start over and replace their records.
+    """
     done = complete_steps(folder)
+    if done and not saves:
+        reason = f"{folder} holds checkpoints up to step {done[-1]}, and this run would start over"
+        refuse("checkpoint.enable", False, f"{reason}; choose another job.dump_folder")
     if done and done[-1] > steps:
         raise ConfigError(
             f"training.steps = {steps}: {folder} already holds step {done[-1]}; "
@@ -165,15 +176,19 @@ def write_manifest(folder: Path, about: dict[str, Any], files: Files) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest. Raises Damaged if it is not as it was written, DataError without permission."""
+    """Return a manifest, with the "crc32" of its text.
+
+    Raises Damaged if it is not as it was written, DataError without permission.
+    """
     path = folder / MANIFEST
     if not path.exists():
         raise Damaged(f"{path}: is missing")
     with read_errors(path):
         first, _, text = path.read_bytes().partition(b"\n")
     try:
-        if json.loads(first)["crc32"] == zlib.crc32(text):
-            return json.loads(text)
+        crc32 = json.loads(first)["crc32"]
+        if crc32 == zlib.crc32(text):
+            return json.loads(text) | {"crc32": crc32}
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from None
     raise Damaged(f"{path}: its checksum is not the one written in it")
@@ -184,7 +199,7 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 
     Raises Damaged, or DataError without permission to read.
     """
-    with reading(folder), read_errors(folder):
+    with lock(folder), read_errors(folder):
         for name, expected in sorted(read_manifest(folder)["files"].items())[part::parts]:
             path = folder / name
             if not path.is_file():
@@ -273,23 +288,23 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     metadata = reader.read_metadata()
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    with read_errors(folder), reading(folder):
+    with lock(folder), read_errors(folder):
         reader.read_data(planner.create_local_plan(), planner).wait()
 
 
-@contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned. One of another program, without a manifest, is never pruned."""
+def lock(folder: Path) -> AbstractContextManager:
+    """Keep a checkpoint from being pruned until the result is closed. Raises Damaged if it is gone.
+
+    One of another program, without a manifest, is never pruned.
+    """
     path = folder / MANIFEST
-    if not path.exists():
-        yield
-        return
+    if not path.exists() and is_checkpoint(folder):
+        return nullcontext()
     with read_errors(path):
         file = path.open("rb")
-    with file:
-        with suppress(OSError):  # of a file system without locks
-            fcntl.flock(file, fcntl.LOCK_SH)
-        yield
+    with suppress(OSError):  # of a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
 
 
 # -- removal -------------------------------------------------------------------------------------------
@@ -331,10 +346,15 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed run has half written or half deleted; log what no run has made, and leave it."""
+    """Delete what a killed run has half written or half deleted; log what no run has made, and leave it.
+
+    What has the name of a checkpoint and is none is set aside: a save of that step needs the name.
+    """
     for path in sorted(folder.iterdir()):
         if not is_own(path) or not OWN_NAME.match(path.name):
-            logger.warning("%s: is no checkpoint of this run (a link, or a stranger); left alone", path)
+            logger.warning("%s: was not made by a run; left alone", path)
+        elif COMPLETE.match(path.name) and not is_checkpoint(path):
+            logger.warning("%s: contains no checkpoint; set aside as %s", path, set_aside(path))
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped meanwhile; removed", path)
             shutil.rmtree(path)

@@ -8,7 +8,7 @@ are used; other changes are logged in one line.
 import json
 import re
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,20 @@ def static_numbers(field: np.ndarray) -> list[float]:
     return [float(values.mean()), float(values.std()), *map(float, slopes)]
 
 
+@dataclass(frozen=True)
 class Identity:
-    """The identity of one checkpoint. `more` is empty in one of another program or an older version."""
+    """The identity of one checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises Damaged, DataError if a file may not be read, ConfigError for a model that was removed."""
-        self.folder = folder
+    folder: Path
+    values: Values  # of its configuration; empty if there is none
+    more: dict[str, Any]  # entry "identity" of its manifest; empty in a checkpoint of another program
+    crc32: int  # of its manifest
+
+    @classmethod
+    def of(cls, folder: Path) -> "Identity":
+        """Read it. Raises Damaged, DataError if a file may not be read, ConfigError for a model that was
+        removed.
+        """
         path = folder / "config.toml"
         try:
             with read_errors(path):
@@ -68,9 +76,9 @@ class Identity:
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path}: {error}") from None
         refuse_removed(folder, stored)
-        self.values = with_defaults(stored) if stored else {}
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
-        self.more: dict[str, Any] = manifest.get("identity", {})
+        values = with_defaults(stored) if stored else {}
+        return cls(folder, values, manifest.get("identity", {}), manifest.get("crc32", 0))
 
     @property
     def statistics(self) -> Numbers | None:
@@ -185,7 +193,7 @@ def newest_identity(folder: Path) -> Identity | None:
     """
     for step in reversed(complete_steps(folder / "checkpoints")):
         with suppress(Damaged):
-            return Identity(step_folder(folder / "checkpoints", step))
+            return Identity.of(step_folder(folder / "checkpoints", step))
     return None
 
 

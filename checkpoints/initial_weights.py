@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from checkpoints.checkpointer import check_together
-from checkpoints.files import MANIFEST, candidates, local_path, read_tensors, stored_tensors
+from checkpoints.checkpointer import Found, find_undamaged
+from checkpoints.files import candidates, local_path, read_tensors, stored_tensors
 from checkpoints.identity import ROLES, Identity
 from config import Config, Data
 from datasets.field_dataset import channel_names
@@ -110,12 +110,16 @@ def _weights(known: np.ndarray, wanted: np.ndarray, period: float | None = None)
     return torch.from_numpy(np.stack(points, axis=1)).float()
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint, or the newest in a folder of them or in a run's folder. Raises ConfigError."""
-    if found := next(candidates(path), None):
+def find_checkpoint(text: str) -> Found:
+    """Return the checkpoint that `checkpoint.initial_load_path` names, or the newest in a folder of them.
+
+    Called by all ranks together. Raises ConfigError.
+    """
+    key = "checkpoint.initial_load_path"
+    path = on_all_ranks(lambda: local_path(key, text))
+    if found := find_undamaged(lambda: candidates(path)):
         return found
-    reason = "no checkpoint there; name a run's folder, or a step-... in it"
-    refuse("checkpoint.initial_load_path", str(path), reason)
+    refuse(key, text, "no checkpoint there, or damaged ones only; name a run's folder, or a step-... in it")
 
 
 def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
@@ -123,30 +127,27 @@ def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
 
     grid: that of this run's data.
     """
-    key, text = "checkpoint.initial_load_path", config.checkpoint.initial_load_path
-    path = on_all_ranks(lambda: local_path(key, text))
+    found = find_checkpoint(config.checkpoint.initial_load_path)
     way_out = "checkpoint.initial_load_path needs the [model] of that run"
-    identity = Identity(find_checkpoint(path))
+    identity = Identity.of(found.folder)
     identity.check_model(config, way_out)
     tokens: tuple[TokenGrid, ...] | None = None
     if POSITION in parameters and "grid" in identity.more:
         there = Grid(*(np.array(identity.more["grid"][axis]) for axis in ("latitude", "longitude")))
         if not there.same_as(grid):
             tokens = tuple(TokenGrid.of(each, config.model.patch_size) for each in (there, grid))
-    load_initial_weights(path, parameters, Channels.of(asdict(config)), tokens)
+    with found.lock:
+        load_initial_weights(found.folder, parameters, Channels.of(asdict(config)), tokens)
 
 
 def load_initial_weights(
-    path: Path, parameters: Parameters, channels: Channels, tokens: tuple[TokenGrid, ...] | None = None
+    folder: Path, parameters: Parameters, channels: Channels, tokens: tuple[TokenGrid, ...] | None = None
 ) -> None:
     """Fill the parameters, which have their initial weights, from a checkpoint; log which keep those.
 
     tokens: those of the checkpoint and those of this model, if learned positions are to be interpolated.
     Raises Damaged, or ConfigError if it has none of this model's weights, or has them in another shape.
     """
-    folder = find_checkpoint(path)
-    if (folder / MANIFEST).exists():
-        check_together(folder)
     stored = stored_tensors(folder)
     part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
     shapes = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}

@@ -1,6 +1,5 @@
 """The weights of a training for forecasts: found, checked and loaded on any layout."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +8,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from checkpoints.checkpointer import check_together
-from checkpoints.files import MANIFEST, WEIGHTS, Damaged, candidates, read_tensors, stored_tensors
+from checkpoints.checkpointer import Found, find_undamaged
+from checkpoints.files import WEIGHTS, candidates, read_tensors, stored_tensors
 from checkpoints.identity import Identity
 from config import Config
 from datasets.selection import Selection
 from datasets.statistics import Statistics, read_statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight
-from parallelisms.mesh import from_first_rank, on_all_ranks
+from parallelisms.mesh import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ class Trained:
     folder: Path
     averaged: bool  # its averaged weights are taken
     statistics: Statistics
+    identity: dict[str, Any]  # which weights these are, wherever the run's folder is
+    found: Found
 
     @property
     def run_folder(self) -> Path:
@@ -40,13 +41,6 @@ class Trained:
         """True for a folder of checkpoints/export.py, which belongs to no run."""
         return (self.folder / WEIGHTS).exists()
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Which weights these are, wherever the run's folder is."""
-        manifest = self.folder / MANIFEST
-        first = manifest.read_text().partition("\n")[0] if manifest.exists() else '{"crc32": 0}'
-        return {"checkpoint": self.folder.name, "averaged": self.averaged} | json.loads(first)
-
 
 def find_trained(path: Path, named_by: str, config: Config, selection: Selection) -> Trained:
     """Return the newest checkpoint at `path` that is not damaged. Called by all ranks together.
@@ -54,21 +48,17 @@ def find_trained(path: Path, named_by: str, config: Config, selection: Selection
     Raises DataError if there is none or the statistics of its run are missing, ConfigError if the
     configuration or the data give its weights another meaning.
     """
-    found = from_first_rank(lambda: list(candidates(path)))
-    for folder in found:
-        try:
-            if (folder / MANIFEST).exists():  # of another program: there is nothing to check
-                check_together(folder)
-            break
-        except Damaged as error:
-            logger.warning("%s; taking the one before", error)
-    else:
-        reason = "all its checkpoints are damaged" if found else "no checkpoint there"
+    found = find_undamaged(lambda: candidates(path))
+    if found is None:
+        reason = "no checkpoint there, or damaged ones only"
         raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
-    identity = Identity(folder)
+    folder = found.folder
+    identity = Identity.of(folder)
     identity.check(config, "take the config.toml of that checkpoint", selection)
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
-    return Trained(folder, averaged, statistics_of(identity, selection.archive.grid.shape))
+    statistics = statistics_of(identity, selection.archive.grid.shape)
+    name = {"checkpoint": folder.name, "averaged": averaged, "crc32": identity.crc32}
+    return Trained(folder, averaged, statistics, name, found)
 
 
 def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
@@ -92,5 +82,6 @@ def load_weights(trained: Trained, parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         part = "ema" if f"ema.{name}" in stored else "model"  # frozen weights have no average
         tensors[f"{part}.{name}"] = plain_weight(parameter.detach())
-    on_all_ranks(lambda: read_tensors(trained.folder, tensors))
+    with trained.found.lock:
+        on_all_ranks(lambda: read_tensors(trained.folder, tensors))
     logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", trained.folder)

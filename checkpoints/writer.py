@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -34,13 +34,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from checkpoints.files import INCOMPLETE, Files, prune, write_manifest
+from errors import STOP_SIGNALS
 from jobs.durable_files import sync_folder, write_durably
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
 
 PARENT_SECONDS = 0.2  # between two looks at whether the trainer is alive
 OPEN_FILES = 65536  # each tensor in shared memory has a file descriptor
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # the trainer handles them, and then saves
 
 
 # -- files with checksums ------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ class CheckpointWriter(FileSystemWriter):
         sync_folder(folder)
         os.replace(folder, self.target)
         sync_folder(self.target.parent)
-        prune(self.target.parent, self.keep)
+        with suppress(OSError):  # the checkpoint is complete; the trainer tries again, and logs why it fails
+            prune(self.target.parent, self.keep)
 
 
 # -- torch's checkpoint process ------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class CheckpointProcess:
         info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
         # The thread inherits what is blocked, and the process from the thread.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         self.started = ThreadPoolExecutor(1).submit(_async_process_executor._AsyncCheckpointProcess, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)

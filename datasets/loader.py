@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datasets.field_dataset import FieldDataset
 from datasets.options import PREFETCH
 from datasets.store_reader import Task
-from errors import UserError, module_command
+from errors import UserError, handle_stop_signals, module_command
 
 NEVER = 2**62
 BUNDLE = 2**21  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
@@ -205,7 +205,7 @@ def build_loader(
     workers: dict[str, Any] = {
         "prefetch_factor": prefetch,
         "multiprocessing_context": "spawn",  # zarr's event loop and HDF5's locks do not survive a fork
-        "worker_init_fn": ignore_interrupts,
+        "worker_init_fn": ignore_stop_signals,
         "persistent_workers": True,  # a start takes seconds, and there is one at every validation
     }
     return StatefulDataLoader(
@@ -236,9 +236,9 @@ def unwrap_errors(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, 
         raise RuntimeError(f"DataLoader worker exited unexpectedly ({type(error).__name__})") from None
 
 
-def ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C, which reaches every process of a terminal: batches are needed until a save."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_stop_signals(worker: int) -> None:
+    """Ignore signals, which reach all processes of a terminal or Slurm step: a save may need more batches."""
+    handle_stop_signals(signal.SIG_IGN)
 
 
 def _return_batch(batch: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 
 ROOT = str(Path(__file__).parent.parent)
 TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
-WAITS = ("log", "agree")  # phases that wait for the device or for an agreement, and so for other ranks
+WAITS = {"log", "agree"}  # phases that wait for the device or for an agreement, and so for other ranks
+LONG_PHASES = {"start", "validation", "checkpoint", "end"}  # limited by comm.timeout_seconds
 
 
 class Activity:
@@ -23,6 +24,7 @@ class Activity:
     def restart(self) -> None:
         """Begin a run."""
         self.step, self.phases, self.since = 0, ("start",), time.monotonic()
+        self.long_seconds = 0.0  # in validations and saves so far
 
     def progress(self) -> None:
         """Restart the time that the rank may take."""
@@ -36,13 +38,22 @@ class Activity:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark a phase inside the present ones."""
-        outer, self.phases = self.phases, (*self.phases, name)
+        outer, self.phases, started = self.phases, (*self.phases, name), time.monotonic()
         self.progress()
         try:
             yield
         finally:
             self.phases = outer
             self.progress()
+            if name in LONG_PHASES and not LONG_PHASES & set(outer):
+                self.long_seconds += self.since - started
+
+    def limit(self, short: float, long: float) -> float:
+        """Return the seconds without progress that the present phase may take."""
+        return long if LONG_PHASES & set(self.phases) else short
+
+    def describe_phase(self) -> str:
+        return "/".join(self.phases[1:]) or self.phases[0]
 
     @property
     def seconds(self) -> float:
@@ -60,14 +71,6 @@ class Activity:
             return "", waits
         name = os.path.relpath(frame.f_code.co_filename, ROOT)
         return f"{name}:{frame.f_lineno} {frame.f_code.co_name}", waits
-
-
-def touch_heartbeat_file() -> None:
-    """Touch this rank's file in the folder ROSSBY_HEARTBEAT, for a liveness probe. OSError."""
-    if folder := os.environ.get("ROSSBY_HEARTBEAT"):
-        file = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
 
 
 def device_is_busy() -> bool:

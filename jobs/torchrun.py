@@ -16,15 +16,19 @@ from errors import (
     EXIT_SAVED,
     FAILED,
     INTERRUPTED,
+    INTERRUPTED_AGAIN,
     SAVED,
+    STOP_SIGNALS,
     RunFailed,
-    end_when_interrupted,
+    end_at_signals,
+    handle_stop_signals,
     one_line_errors,
     print_message,
+    signal_before_first_step,
 )
 
 if __name__ == "__main__":
-    end_when_interrupted()  # while torch takes its seconds
+    end_at_signals()  # while torch takes its seconds
 
 from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,27 +79,31 @@ def forward_signal(number: int, *_: object) -> None:
     for rank in ranks:
         os.kill(int(rank), signal.SIGKILL if again else number)
     if again or not ranks:
-        os._exit(INTERRUPTED if number == signal.SIGINT else EXIT_SAVED)
+        text, code = signal_before_first_step(number)
+        print_message(INTERRUPTED_AGAIN if again else f"{signal.Signals(number).name}: {text}")
+        os._exit(code)
     Node.stopping = True
 
 
 def run_ranks(argv: list[str]) -> int:
     """Return the exit code of the ranks of this node. RunFailed: the nodes did not meet."""
-    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGHUP,SIGQUIT", *argv])
+    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT", *argv])
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
     try:
         run(args)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         codes = {failure.exitcode for failure in error.failures.values()}
-        if Node.stopping and codes <= {-signal.SIGTERM, -signal.SIGUSR1}:
-            return EXIT_SAVED  # the signal came while they started, with nothing to save
+        if Node.stopping:  # the signal came while they started, some before they handle it
+            codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
+        if known := [code for code in (BAD_INPUT, INTERRUPTED, EXIT_SAVED) if code in codes]:
+            return known[0]
         if first.exitcode < 0:
             reason = f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}"
             # A line of details where a rank has reported already that this one is gone.
             reported = any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/reported"))
             print(f"  {reason}", file=sys.stderr) if reported else print_message(reason)
-        return BAD_INPUT if BAD_INPUT in codes else FAILED
+        return FAILED
     except (DistError, OSError) as error:
         reason = f"the nodes did not meet there: {str(error).splitlines()[0]}"
         raise RunFailed(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {reason}") from None
@@ -103,8 +111,7 @@ def run_ranks(argv: list[str]) -> int:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, forward_signal)
+    handle_stop_signals(forward_signal)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
     rendezvous_handler_registry.register(BACKEND, Node)
     with one_line_errors(), TemporaryDirectory(prefix="rossby-", ignore_cleanup_errors=True) as folder:

@@ -1,8 +1,9 @@
 """Finds a rank that died, stalls or left, in bounded time, and ends all ranks with a message that names it.
 
 Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all; every rank that reads a
-shutdown reason there ends. `comm.timeout_seconds` is the limit before the end of the first step and in long
-phases, `comm.train_timeout_seconds` in all others.
+shutdown reason there ends. The watchdog alone decides how long a rank may take: `comm.timeout_seconds` before
+the end of the first step and in long phases, `comm.train_timeout_seconds` in all others. Process groups wait
+a little longer than the longest of these, so that it reports first: it knows which rank stalls.
 """
 
 import json
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from config import Comm
 from errors import (
@@ -32,16 +32,21 @@ from errors import (
     one_line,
     print_message,
 )
-from jobs import hang_report
 from jobs.durable_files import write_durably
-from jobs.hang_report import Heartbeat, format_report
-from jobs.heartbeat import activity, touch_heartbeat_file
+from jobs.hang_report import (
+    Heartbeat,
+    find_stalled_ranks,
+    format_report,
+    format_table,
+    last_collective,
+    write_stacks,
+)
+from jobs.heartbeat import activity
 
 INTERVAL = 1.0  # seconds between heartbeats
 STORE_SECONDS = 5.0  # that a call of the store may take: it blocks when a link is cut
 AFTER_LOSS_SECONDS = 4.0  # without a heartbeat, when a connection breaks, mean that this rank broke it
 EXPLAIN_SECONDS = 15.0  # that a rank with a broken connection waits for the reason
-LONG_PHASES = {"start", "validation", "checkpoint", "end"}
 NO_REASON = "-"
 # Words of torch's backends when the other end of a connection is gone, or takes too long.
 LOST = ("gloo", "connection", "nccl", "timed out", "process group", "store")
@@ -60,9 +65,9 @@ class Watchdog:
         """folder: the run's; stacks go to hang/ in it."""
         self.folder = folder
         self.long_limit, self.short_limit = comm.timeout_seconds, comm.train_timeout_seconds
+        self.group_seconds = self.long_limit + EXPLAIN_SECONDS
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.node, self.parent = int(os.environ.get("GROUP_RANK", 0)), os.getppid()
-        self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.trained = self.lost = self.store_closed = self.owns_folder = False
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
@@ -110,30 +115,22 @@ class Watchdog:
         except OSError as error:
             print_message(f"{self.folder}: status.json is not written: {error}")
 
-    def step_done(self, group: dist.ProcessGroup, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step.
-
-        The groups' own time-out is a little longer, so that the watchdog reports first: it knows who stalls.
-        """
-        if self.trained:
-            return
-        dist.barrier(group)
-        self.trained = True
-        for each in groups:
-            _set_pg_timeout(timedelta(seconds=self.short_limit + EXPLAIN_SECONDS), each)
+    def step_done(self, group: dist.ProcessGroup) -> None:
+        """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step."""
+        if not self.trained:
+            dist.barrier(group)
+            self.trained = True
 
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
-        phases, (where, waits) = activity.phases, activity.where()
-        limit = self.short_limit if self.trained and not LONG_PHASES & set(phases) else self.long_limit
-        if self.world_size == 1 and phases == ("start",):
+        where, waits = activity.where()
+        limit = activity.limit(self.short_limit if self.trained else self.long_limit, self.long_limit)
+        if self.world_size == 1 and activity.phases == ("start",):
             limit = float("inf")  # no rank waits while the statistics of a large archive are computed
-        doing = (activity.step, "/".join(phases[1:]) or phases[0], activity.seconds, limit, where)
-        own = (self.rank, self.node, socket.gethostname(), os.getpid())
-        heartbeat = Heartbeat(*own, *doing, waits=waits or self.lost, lost=self.lost)
-        stands = heartbeat.waits and (self.lost or heartbeat.seconds > limit / 2)
-        calls = {each.group: list(each[1:4]) for each in hang_report.recorded_collectives()} if stands else {}
-        return replace(heartbeat, calls=calls)
+        waits, seconds = waits or self.lost, activity.seconds
+        call = last_collective() if waits and (self.lost or seconds > limit / 2) else ""
+        own = (self.rank, socket.gethostname(), os.getpid(), activity.step, activity.describe_phase())
+        return Heartbeat(*own, seconds, limit, where, waits, self.lost, call)
 
     # -- the threads
 
@@ -199,9 +196,9 @@ class Watchdog:
         return min(limit, AFTER_LOSS_SECONDS) if any(each.lost for each in ranks) else limit
 
     def _judge(self, ranks: list[Heartbeat]) -> None:
-        if found := hang_report.find_stalled_ranks(ranks, self.silence(ranks)):
-            report = hang_report.full_report(*found, ranks, self.node)
-            self._end(f"{report}\n  stacks: {self.folder / 'hang'}")
+        if found := find_stalled_ranks(ranks, self.silence(ranks)):
+            lines = [f"{format_report(*found)}; all ranks end", format_table(ranks)]
+            self._end("\n".join([*lines, f"  stacks: {self.folder / 'hang'}"]))
 
     def _without_store(self) -> None:
         """End this rank where the store's host is out of reach for too long, or its launcher has ended."""
@@ -222,7 +219,7 @@ class Watchdog:
             self.write_status(code, message)
         if code == FAILED and stacks:
             try:
-                hang_report.write_stacks(self.folder / "hang", self.rank)
+                write_stacks(self.folder / "hang", self.rank)
             except OSError as error:
                 print_message(f"{self.folder}: no stacks written: {error}")
         if first and not self.has_launcher:
@@ -241,12 +238,15 @@ class Watchdog:
             print_message(f"the other hosts do not get the reason: {error}")
             return True
 
-    def end_all(self, message: str, code: int) -> None:
+    def end_all(self, message: str, code: int) -> NoReturn:
         """End all ranks with this exit code, after one line. Alone, this process ends as Python ends."""
         if self.world_size > 1 and self.store:
-            self._end(message, code)
-        print_message(message)
-        self.write_status(code, message)
+            self._end(message, code, stacks=False)
+        if is_reporting_rank():
+            print_message(message)
+            self.write_status(code, message)
+        if self.world_size > 1:
+            os._exit(code)  # not 0, which a launcher would take for the end of this rank alone
         end_process(code)
 
     def end_with(self, error: Exception) -> None:
@@ -267,3 +267,11 @@ class Watchdog:
                 time.sleep(EXPLAIN_SECONDS)  # a thread ends the process as soon as there is a reason
             traceback.print_exception(error)
             self._end(f"{format_report([self.heartbeat()], message)}; all ranks end", stacks=False)
+
+
+def touch_heartbeat_file() -> None:
+    """Touch this rank's file in the folder ROSSBY_HEARTBEAT, for a liveness probe. OSError."""
+    if folder := os.environ.get("ROSSBY_HEARTBEAT"):
+        file = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()

@@ -23,7 +23,7 @@ from parallelisms.peer_messages import use_plain_messages
 T = TypeVar("T")
 
 
-def start_ranks(timeout_seconds: int, backend: str = "auto") -> torch.device:
+def start_ranks(timeout_seconds: float, backend: str = "auto") -> torch.device:
     """Join the process group that the environment describes, and return the device of this rank.
 
     backend: "auto" is NCCL with GPUs and gloo without. A single process is a group of one, so that later code
@@ -96,7 +96,7 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups of this rank."""
         axes = [*self.grid.get_all_groups(), *self.parameters.get_all_groups()]
-        return [dist.distributed_c10d._get_default_group(), *axes]
+        return [default_group(), *axes]
 
     def picture(self) -> str:
         """Return the coordinates of every global rank, one line each, without axes of one rank."""
@@ -116,11 +116,27 @@ def build_mesh(device_type: str, degrees: Degrees) -> Mesh:
     parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), required)
     mesh = Mesh(degrees, grid, parameters)
     if dist.get_backend() != "fake":
-        # The run's timeout (comm.timeout_seconds): torch gives new groups its default, up to half an hour.
-        options = mesh.groups[0]._get_backend(torch.device(device_type)).options
+        set_timeout = getattr(
+            dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
+        )  # from torch 2.15 on
         for group in mesh.groups:
-            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+            set_timeout(run_timeout(), group)
     return mesh
+
+
+def default_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def run_timeout() -> timedelta:
+    """Return the time-out that `start_ranks` was given: torch gives new groups its own, of half an hour."""
+    return default_group()._get_backend(torch.device("cpu")).options._timeout
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """Return a new gloo group of all ranks, for messages that must not meet those of other groups."""
+    group: Any = dist.new_group(backend="gloo", timeout=run_timeout())
+    return group
 
 
 def device_mesh(

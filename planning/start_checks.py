@@ -50,8 +50,7 @@ def open_checked(config: Config) -> Selection:
     check_model(config, selection.archive.grid)
     check_memory(config, len(selection.variables), selection.archive.grid)
     check_resume(config, selection)
-    if config.checkpoint.enable:
-        check_steps(config.dump_folder / "checkpoints", config.training.steps)
+    check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
     return selection
 
 

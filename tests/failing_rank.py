@@ -17,7 +17,7 @@ from errors import EXIT_SAVED, end_process
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
-from parallelisms.mesh import start_ranks
+from parallelisms.mesh import cpu_group, start_ranks
 
 STEPS = 10
 
@@ -39,7 +39,7 @@ def fail(what: str) -> None:
 
 def run(watchdog: Watchdog, what: str) -> None:
     start_ranks(60, "gloo")
-    agreement = Agreement("", 60).listen(watchdog)
+    agreement = Agreement("", cpu_group()).listen(watchdog)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with agreement:
         for step in range(1, STEPS + 1):
@@ -47,7 +47,7 @@ def run(watchdog: Watchdog, what: str) -> None:
             if step == 5 and attempt == 0 and (dist.get_rank() == 1 or what == "75"):
                 fail(what)
             dist.all_reduce(torch.ones(1))
-            watchdog.step_done(agreement.group, [dist.distributed_c10d._get_default_group()])
+            watchdog.step_done(agreement.group)
             if agreement.decide():
                 end_process(EXIT_SAVED)
     if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ from tests.parity import Layout, SmallRun
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged
 from training.due import Rollouts
-from training.state import roll_back
+from training.state import Restart
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -89,7 +89,7 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
     run, checkpointer = Run(), build()
     bad_steps = run.state.bad_steps = BadSteps(Training(), CPU)
     with pytest.raises(TrainingDiverged, match="no checkpoint"):
-        roll_back(checkpointer, run.state)
+        Restart(checkpointer, run.state).roll_back()
     weights = []
     for step in (1, 2, 3):
         run.step()
@@ -98,14 +98,14 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
         judge(bad_steps, step, 1.0)
     judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
     assert bad_steps.too_many(4)
-    roll_back(checkpointer, run.state)
+    Restart(checkpointer, run.state).roll_back()
     assert run.state.progress.step == 2 and run.state.progress.rollbacks == 1
     assert torch.equal(run.state.parameters["0.weight"], weights[1])
     assert complete_steps(checkpointer.folder) == [1, 2]
     judge(bad_steps, 4, NAN, NAN)
     assert bad_steps.too_many(4)
     with pytest.raises(TrainingDiverged, match="going back to step 2 and taking other samples did not help"):
-        roll_back(checkpointer, run.state)
+        Restart(checkpointer, run.state).roll_back()
 
 
 def test_losses_of_other_settings_are_not_compared():

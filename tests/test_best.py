@@ -30,7 +30,9 @@ def checkpointer(one_rank, tmp_path):
 
 def best_of(folder: Path, score: str, patience: int) -> Best:
     checkpoint, validation = Checkpoint(keep_best=score), Validation(early_stop_patience=patience)
-    return Best(Config(job=Job(dump_folder=str(folder)), checkpoint=checkpoint, validation=validation))
+    best = Best(Config(job=Job(dump_folder=str(folder)), checkpoint=checkpoint, validation=validation))
+    best.restart(100)
+    return best
 
 
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
@@ -79,7 +81,7 @@ def test_history_counts_validations_once_and_after_the_best(tmp_path):
     lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10}))
-    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE, "") == (0.5, 10, {20, 30})
+    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE, "", 31) == (0.5, 10, {20, 30})
 
 
 def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
@@ -89,7 +91,9 @@ def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
         training = Training(loss=loss)  # type: ignore[arg-type]
         checkpoint, validation = Checkpoint(keep_best="val/loss"), Validation(early_stop_patience=1)
         job = Job(dump_folder=str(tmp_path))
-        return Best(Config(job=job, checkpoint=checkpoint, validation=validation, training=training))
+        best = Best(Config(job=job, checkpoint=checkpoint, validation=validation, training=training))
+        best.restart(2)
+        return best
 
     checkpointer.save(1, {"model.weight": torch.zeros(3)})
     best("mae").judge(1, {"val/loss": 0.1}, checkpointer)
@@ -104,9 +108,9 @@ def test_going_back_forgets_a_best_of_later_steps(checkpointer, tmp_path):
     best = best_of(tmp_path, SCORE, 2)
     for step, value in enumerate([3.0, 2.0, 2.5], 1):
         validate(best, checkpointer, tmp_path, step, value)
-    best.rollback(2)
+    best.restart(2)
     assert (best.step, best.later, complete_steps(tmp_path / "best")) == (2, set(), [2])
-    best.rollback(1)
+    best.restart(1)
     assert best.value == math.inf and not complete_steps(tmp_path / "best")
     assert not (tmp_path / "best/best.json").exists()
 
@@ -116,7 +120,7 @@ def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer,
         best = best_of(tmp_path, SCORE, 0)
         checkpointer.save(1, {"model.weight": torch.full((3,), value)})
         best.judge(1, {SCORE: score}, checkpointer)
-        checkpointer.remove_after(0)
+        checkpointer.restart(0)
     assert json.loads((tmp_path / "best/best.json").read_text())["value"] == 1.0
     found = {"model.weight": torch.zeros(3)}
     read_tensors(tmp_path / "best/step-00000001", found)

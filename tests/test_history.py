@@ -1,6 +1,7 @@
 """A model that sees a window of states: forecasts, gradients, samples and refusals, written out here."""
 
 import logging
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import xarray as xr
 from torch import Tensor
 
 import forecast
+from checkpoints.checkpointer import Found
 from checkpoints.initial_weights import Channels
 from checkpoints.trained_weights import Trained
 from config import Data
@@ -145,7 +147,7 @@ def test_members_differ_in_their_newest_state(config_file, trained) -> None:
     selection = forecast.open_data(config)
     statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
     chosen = np.array([[7, 6], [8, 7]])
-    weights = Trained(trained[0], averaged=False, statistics=statistics)
+    weights = Trained(trained[0], False, statistics, {}, Found(trained[0], nullcontext()))
     windows, times = forecast.InitialStates(config, selection, chosen, weights)([(0, 0), (0, 1), (1, 0)])
     assert windows.shape == (3, 4, 6, 8) and times[2] - times[0] == 6 * 3600
     assert torch.equal(windows[0, 2:], windows[1, 2:]) and not torch.isclose(windows[0], windows[1])[:2].any()

@@ -139,13 +139,17 @@ def test_fine_tuning_needs_the_same_model(ended, tmp_path):
 
 
 def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, tmp_path):
+    """Nor may one that saves nothing replace the records of one that does."""
     monkeypatch.setattr("training.run_folder.PATIENCE", 0.0)
     options, folder, _ = trained
     before = contents(folder)
+    with pytest.raises(ConfigError, match=r"checkpoint.enable = False: .* holds checkpoints up to step 4"):
+        run_train(*options, "--checkpoint.enable", "false")
+    assert contents(folder) == before
+    shutil.rmtree(folder / "checkpoints")
     lock = lock_folder(folder)
     with pytest.raises(ConfigError, match="another run writes there"):
         run_train(*options, "--checkpoint.enable", "false")
-    assert contents(folder) == before
     lock.close()
 
 

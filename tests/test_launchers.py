@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.heartbeat import touch_heartbeat_file
+from jobs.watchdog import touch_heartbeat_file
 from tests.started_jobs import ROOT
 
 JOBSET = ROOT / "scripts/jobset.yaml"

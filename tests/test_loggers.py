@@ -107,7 +107,7 @@ def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
 
     first = start(0, 0)
     assert all(first.lacks(step) for step in (1, 2, 3, 3))  # a validation has its step's number
-    first.rollback()
+    first.restart()
     assert [first.lacks(step) for step in (2, 3, 4)] == [False, False, True]
     second = start(2, 7)  # killed after step 7, and again after step 3
     third = start(2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import forecast
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import read_tensors, stored_tensors
-from checkpoints.initial_weights import Channels, load_initial_weights
+from checkpoints.initial_weights import Channels, find_checkpoint, load_initial_weights
 from command_line import load_config, to_toml
 from config import Checkpoint, Lora, Model
 from datasets.grid import global_grid
@@ -154,7 +154,7 @@ def save(folder: Path, layout: Layout, seed: int) -> None:
 def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
     small = SmallRun(layout, seed=5)
     channels = Channels.of(asdict(config_of(layout, 5)))
-    load_initial_weights(folder, small.model.parameters, channels)
+    load_initial_weights(find_checkpoint(str(folder)).folder, small.model.parameters, channels)
     return {name: full(parameter) for name, parameter in small.model.parameters.items()}
 
 

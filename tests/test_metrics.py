@@ -46,7 +46,9 @@ def open_metrics(folder: Path, resume_step: int = 0, **settings: Any) -> Metrics
         global_batch=8,
         rollouts=Rollouts.of(config.training),
     )
-    return Metrics(config, run, batches)
+    metrics = Metrics(config, run, batches)
+    metrics.restart(resume_step)
+    return metrics
 
 
 def log(folder: Path, steps: list[int], resume_step: int = 0, loss: float = 1.0) -> list[dict[str, Any]]:

@@ -83,11 +83,11 @@ def test_a_removed_kind_is_one_line(tmp_path: Path, key: str, value: str) -> Non
         load_config([f"--model.{key}", value])
     (tmp_path / "config.toml").write_text(f'[model]\n{key} = "{value}"\n')
     with pytest.raises(ConfigError, match=f"its model.{key} = '{value}' was removed") as caught:
-        Identity(tmp_path)
+        Identity.of(tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "config.toml").write_text('[lora]\nenable = true\nbase_dtype = "int8"\n')
     with pytest.raises(ConfigError, match="its lora.base_dtype = 'int8' was removed; adapt matrices"):
-        Identity(tmp_path)
+        Identity.of(tmp_path)
 
 
 @pytest.mark.parametrize(

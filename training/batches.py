@@ -61,6 +61,10 @@ class Batches:
         self.rollout_steps, self.passes = 0, 0  # of the last step; forward passes that a sample is worth
         self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and loaded
 
+    def restart(self, step: int) -> None:
+        """Load again, from what `progress` says."""
+        self.position = None
+
     def __len__(self) -> int:
         """Micro-batches of a step."""
         return self.micro_batches

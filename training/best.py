@@ -4,8 +4,8 @@ improves.
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ..., "basis": ...}
 
-It is never pruned, and removed only if the run goes back to a step before it. `forecast.checkpoint` takes it
-like any other.
+It is never pruned, and removed only if the run continues from a step before it. `forecast.checkpoint` takes
+it like any other.
 """
 
 import json
@@ -15,8 +15,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, MANIFEST, complete_steps, remove, step_folder
@@ -32,12 +30,11 @@ class Best:
     """Compares every validation by one score, the smaller the better. Used by all ranks together."""
 
     def __init__(self, config: Config) -> None:
-        """Read the best score so far from the run's folder."""
-        run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
-        self.folder, self.patience = run_folder / "best", config.validation.early_stop_patience
+        """Made before the first `restart`."""
+        self.run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
+        self.folder, self.patience = self.run_folder / "best", config.validation.early_stop_patience
         self.basis = basis_of(config)
-        files = self.folder / "best.json", run_folder / "metrics.jsonl"
-        self.value, self.step, self.later = from_first_rank(lambda: history(*files, self.name, self.basis))
+        self.value, self.step, self.later = math.inf, -1, set[int]()
 
     @property
     def exhausted(self) -> bool:
@@ -54,40 +51,45 @@ class Best:
                 logger.info(f"{self.name} is {value:.4g}; it was {was}: the run ends")
             return
         checkpointer.wait()
-        if from_first_rank(lambda: step not in complete_steps(checkpointer.folder)):
+        checkpoint = step_folder(checkpointer.folder, step)
+        if from_first_rank(lambda: self._keep(checkpoint, step, value)):
+            self.value, self.step, self.later = value, step, set()
+
+    def restart(self, step: int) -> None:
+        """Read the best score up to `step` from the run's folder; remove a best checkpoint of later steps."""
+        self.value, self.step, self.later = from_first_rank(lambda: self._read(step))
+
+    def _read(self, step: int) -> tuple[float, int, set[int]]:
+        files = self.folder / "best.json", self.run_folder / "metrics.jsonl"
+        value, best, later = history(*files, self.name, self.basis, step)
+        if best <= step:
+            return value, best, later
+        logger.info(f"{self.name}: the best checkpoint is of step {best}, which is done again: it is removed")
+        remove_best(self.folder)
+        return math.inf, -1, set()
+
+    def _keep(self, checkpoint: Path, step: int, value: float) -> bool:
+        """Link the new one, write best.json, remove the old one: in this order a kill loses none.
+
+        Returns False if it cannot be kept.
+        """
+        content = {"score": self.name, "value": value, "step": step, "basis": self.basis}
+        if step not in complete_steps(checkpoint.parent):
             logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} was not saved")
-            return
-        self.value, self.step, self.later = value, step, set()
-        if dist.get_rank() == 0:
-            self._keep(step_folder(checkpointer.folder, step))
-
-    def rollback(self, step: int) -> None:
-        """Forget what comes after `step`, which is done again. Called by all ranks together."""
-        self.later = {each for each in self.later if each <= step}
-        if self.step <= step:
-            return
-        self.value, self.step, self.later = math.inf, -1, set()
-        if dist.get_rank() == 0:
-            logger.info(
-                f"{self.name}: the best checkpoint was of a step that is done again; none is the best now"
-            )
-            remove_best(self.folder)
-
-    def _keep(self, checkpoint: Path) -> None:
-        """Link the new one, write best.json, remove the old one: in this order a kill loses none."""
-        content = {"score": self.name, "value": self.value, "step": self.step, "basis": self.basis}
+            return False
         try:
             if not is_same(checkpoint, self.folder / checkpoint.name):  # of a step that was done again
                 remove_best(self.folder)
             link_folder(checkpoint, self.folder / checkpoint.name)
             write_durably(self.folder / "best.json", json.dumps(content))
-            for step in complete_steps(self.folder):
-                if step != self.step:
-                    remove(step_folder(self.folder, step))
+            for other in complete_steps(self.folder):
+                if other != step:
+                    remove(step_folder(self.folder, other))
         except OSError as error:  # as with any save: the run goes on
-            logger.warning(f"the best checkpoint, of step {self.step}, could not be linked: {error}")
-            return
-        logger.info(f"{self.name} is {self.value:.4g}, the best so far: {self.folder / checkpoint.name}")
+            logger.warning(f"the best checkpoint, of step {step}, could not be linked: {error}")
+            return False
+        logger.info(f"{self.name} is {value:.4g}, the best so far: {self.folder / checkpoint.name}")
+        return True
 
 
 def basis_of(config: Config) -> str:
@@ -102,9 +104,11 @@ def basis_of(config: Config) -> str:
     return repr(parts)
 
 
-def history(best_file: Path, metrics_file: Path, name: str, basis: str) -> tuple[float, int, set[int]]:
-    """Return the best value of a score, its step (-1: none), and the steps of later validations."""
-    records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r}
+def history(
+    best_file: Path, metrics_file: Path, name: str, basis: str, last: int
+) -> tuple[float, int, set[int]]:
+    """Return the best value of a score, its step (-1: none), and later steps of validations, up to `last`."""
+    records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r and r["step"] <= last}
     best = read_best(best_file, records, name, basis)
     is_known = best["step"] >= 0  # else earlier values, of another loss or period, are not compared
     return best["value"], best["step"], {step for step in records if is_known and step > best["step"]}
@@ -120,7 +124,7 @@ def read_best(best_file: Path, records: dict[int, float | None], name: str, basi
         best = json.loads(best_file.read_text()) if best_file.exists() else none
         if best["score"] == name and best.get("basis", basis) == basis:
             return {"score": name, "value": float(best["value"]), "step": int(best["step"])}
-        logger.info("%s: is of another score, loss, period or lead; begun anew", best_file)
+        logger.info("%s: is of another score, loss, period or lead; it starts again", best_file)
         return none
     except (OSError, ValueError, KeyError, TypeError):
         steps = [step for step in complete_steps(best_file.parent) if step in records]

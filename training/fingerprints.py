@@ -31,11 +31,15 @@ class Fingerprints:
     """Compares every `INTERVAL` steps and before every save, all ranks together."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self.last_equal = "as the run began"
+        self.last_equal = ""  # when all were
         # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that part
         self.parts: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.parameters.items():
             self.parts.setdefault(part_of(parameter, model.mesh.rank("pp")), {})[name] = parameter
+
+    def restart(self, step: int) -> None:
+        """A checkpoint was compared before it was saved."""
+        self.last_equal = f"after step {step}" if step else "as the run began"
 
     def compare(self, step: int, saves: bool) -> None:
         """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""

@@ -24,7 +24,7 @@ from errors import module_command
 from jobs.journal import Journal, read_records
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
-from training.loggers.opening import open_loggers
+from training.loggers.opening import Loggers, open_loggers
 from training.step import Run, StepResult
 
 logger = logging.getLogger(__name__)
@@ -56,22 +56,33 @@ class Metrics:
     """Collects device scalars without waiting for them; one rank writes them on logging steps."""
 
     def __init__(self, config: Config, run: Run, batches: Batches) -> None:
-        """The run is at its first step, or has been resumed."""
-        folder, self.steps, self.run, self.batches = config.dump_folder, config.training.steps, run, batches
+        """Made before the first `restart`."""
+        self.config, self.steps, self.run, self.batches = config, config.training.steps, run, batches
         self.is_first, self.readers = dist.get_rank() == 0, config.data.num_workers
-        self.device, self.resume_step = run.assembly.model.device, run.state.progress.step
+        self.device, self.resume_step = run.assembly.model.device, 0
         # Passes count members of an ensemble; a rank has its share of the FLOPs.
         flops = config.training.members * run.assembly.meta_model.flops()
         self.tflop_per_pass = flops / dist.get_world_size() / 1e12
         self.peak_tflops = peak_tflops(self.device)
-        self.journal = Journal(folder / "metrics.jsonl")
-        written = self.journal.forget_after(self.resume_step) if self.is_first else 0
-        self.loggers = open_loggers(config, self.resume_step, written)
+        self.journal = Journal(config.dump_folder / "metrics.jsonl")
+        self.loggers: Loggers | None = None
         self.bar = None
         if self.is_first and sys.stderr.isatty():
-            self.bar = tqdm(total=self.steps, initial=self.resume_step, unit="step", dynamic_ncols=True)
-        self.passes_at_start = batches.rollouts.passes_after(self.resume_step)
-        self.started, self.last_line, self.has_advised = time.monotonic(), 0.0, False
+            self.bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True)
+        self.last_line, self.has_advised = 0.0, False
+
+    def restart(self, step: int) -> None:
+        """Forget the records of steps after `step`, which are done again."""
+        written = self.journal.forget_after(step) if self.is_first else 0
+        if self.loggers:
+            self.loggers.call("restart", step)
+        else:
+            self.loggers = open_loggers(self.config, step, written)
+        self.resume_step, self.started = step, time.monotonic()
+        self.passes_at_start = self.batches.rollouts.passes_after(step)
+        if self.bar is not None:
+            self.bar.reset(self.steps)
+            self.bar.update(step)
         self.start_interval()
 
     def start_interval(self) -> None:
@@ -143,7 +154,7 @@ class Metrics:
             if SCORE in record and record["step"] == self.resume_step:
                 self.journal.forget(self.resume_step, SCORE)  # of the start before
             self.journal.write({k: _finite(v) for k, v in record.items()})
-        self.loggers.call("log", record)
+        self._call("log", record)
 
     def has_scores(self, step: int) -> bool:
         """Return whether a validation of this step is in metrics.jsonl. Called by all ranks."""
@@ -153,17 +164,14 @@ class Metrics:
 
     def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
         """Log the pictures of a validation by name, and its table. Called on the first rank."""
-        self.loggers.call("log_images", step, pictures, scorecard)
+        self._call("log_images", step, pictures, scorecard)
 
-    def rollback(self, step: int) -> None:
-        """Forget the steps after `step`, which are done again."""
-        if self.is_first:
-            self.journal.forget_after(step)
-        self.loggers.call("rollback", step)
-        self.start_interval()
+    def _call(self, method: str, *arguments: Any) -> None:
+        assert self.loggers  # since the first `restart`
+        self.loggers.call(method, *arguments)
 
     def close(self) -> None:
-        self.loggers.call("close")
+        self._call("close")
         self.journal.close()
         if self.bar is not None:
             self.bar.close()

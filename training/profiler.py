@@ -53,6 +53,10 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.profile.__exit__(*error)  # type: ignore[arg-type]
 
+    def restart(self, step: int) -> None:
+        """Name recordings by the steps of the run."""
+        self.step_number = step
+
     def step(self, number: int) -> None:
         """Tell the profiler that step `number` has ended."""
         self.step_number = number

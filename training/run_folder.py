@@ -37,7 +37,7 @@ class RunFolder:
         self.config, self.selection, self.path = config, selection, config.dump_folder
         self.lock: list[IO[str]] = []  # the first rank's
         from_first_rank(lambda: self.lock.append(lock_folder(self.path)))
-        self.before = check_resume(config, selection)
+        self.before = from_first_rank(lambda: check_resume(config, selection))
 
     @property
     def resumed_statistics(self) -> Numbers | None:

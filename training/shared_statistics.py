@@ -31,7 +31,7 @@ from datasets.statistics import (
 from errors import UserError
 from jobs.durable_files import replacing
 from jobs.heartbeat import activity
-from parallelisms.mesh import from_first_rank
+from parallelisms.mesh import cpu_group, from_first_rank
 from training.progress_bar import progress_bar
 
 logger = logging.getLogger("rossby")
@@ -67,7 +67,7 @@ def count_together(source: Source, cache: Path) -> Statistics:
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
     rank, folder = dist.get_rank(), cache.parent / SAVED
-    group: Any = dist.new_group(backend="gloo")  # on the CPU, where the sums are
+    group = cpu_group()  # on the CPU, where the sums are
     earlier: list[Sums] = []  # on rank 0
     fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, earlier))
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]

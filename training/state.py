@@ -7,7 +7,7 @@ samples and all random numbers are functions of (seed, step): no generator has t
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,12 @@ class TrainState:
     progress: Progress
     bad_steps: BadSteps
     replay: Replay | None = None
+    model: ParallelModel | None = None
+
+    def restart(self, step: int) -> None:
+        """Forget what was computed from the weights of later steps: gathered copies, scales of float8."""
+        if self.model:
+            self.model.after_exchange()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors, not copies: "model.<name>", "optimizer.<name>.<moment>", "ema.<name>"."""
@@ -139,7 +145,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
         channels = config.data.history * len(assembly.normalizer.mean)
         window = (training.local_batch_size, channels, *assembly.meta_model.grid_shape)
         replay = Replay(config, model, window)
-    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay)
+    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay, model)
 
 
 def shared_sums(model: ParallelModel) -> SharedSums:
@@ -150,10 +156,10 @@ def shared_sums(model: ParallelModel) -> SharedSums:
 
 
 def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
-    """Restore the newest checkpoint that can be trusted. Raises DataError if it does not fit this model."""
+    """Load the newest checkpoint that is not damaged. Raises DataError if it does not fit this model."""
     step = checkpointer.newest() if checkpointer else None
     if checkpointer and step is not None:
-        restore(checkpointer, step, state)
+        load(checkpointer, step, state)
     return step is not None
 
 
@@ -164,8 +170,8 @@ def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: 
         state.restart_average()
 
 
-def restore(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
-    """Restore the state after `step`, whatever layout saved it."""
+def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+    """Load the checkpoint of `step`, whatever layout saved it."""
     folder = step_folder(checkpointer.folder, step)
     stored = stored_tensors(folder)
     state.allocate_moments(stored)
@@ -179,24 +185,47 @@ def restore(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     logger.info("resumed from %s", folder)
 
 
-def roll_back(checkpointer: Checkpointer | None, state: TrainState) -> None:
-    """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
+class Restartable(Protocol):
+    """An object that remembers steps."""
 
-    Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if there is
-    no earlier one, or the run has been there before.
+    def restart(self, step: int) -> None:
+        """Continue after `step`: forget what later steps have left. Called by all ranks together."""
+
+
+class Restart:
+    """All that remembers steps, in the order in which it continues from a step: at the start of a run, new or
+    resumed, and when it goes back over bad steps.
     """
-    bad_steps, progress = state.bad_steps, state.progress
-    step = checkpointer.newest(bad_steps.first - 2) if checkpointer else None
-    if checkpointer is None or step is None or step == progress.went_back_to:
-        again = f"going back to step {step} and taking other samples did not help"
-        tried = again if step else "no checkpoint to go back to"
-        raise TrainingDiverged(
-            f"{bad_steps.diagnosis}; {tried}; "
-            "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
-        )
-    checkpointer.remove_after(step)
-    rollbacks = progress.rollbacks + 1
-    restore(checkpointer, step, state)
-    progress.rollbacks, progress.went_back_to = rollbacks, step
-    logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
-    bad_steps.reset()
+
+    def __init__(self, checkpointer: Checkpointer | None, state: TrainState, *others: Restartable) -> None:
+        """The state has been loaded."""
+        self.checkpointer, self.state = checkpointer, state
+        saves: list[Restartable] = [checkpointer] if checkpointer else []
+        self.parts: list[Restartable] = [*saves, state, *others]
+        self._continue()
+
+    def _continue(self) -> None:
+        for part in self.parts:
+            part.restart(self.state.progress.step)
+
+    def roll_back(self) -> None:
+        """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
+
+        Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
+        there is no earlier one, or the run has been there before.
+        """
+        bad_steps, progress = self.state.bad_steps, self.state.progress
+        step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
+        if self.checkpointer is None or step is None or step == progress.went_back_to:
+            again = f"going back to step {step} and taking other samples did not help"
+            tried = again if step else "no checkpoint to go back to"
+            raise TrainingDiverged(
+                f"{bad_steps.diagnosis}; {tried}; "
+                "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
+            )
+        rollbacks = progress.rollbacks + 1
+        load(self.checkpointer, step, self.state)
+        progress.rollbacks, progress.went_back_to = rollbacks, step
+        logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+        bad_steps.reset()
+        self._continue()

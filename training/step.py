@@ -73,6 +73,12 @@ class Run:
             checkpointer,
         )
 
+    def restart(self, step: int) -> None:
+        """Forget what was measured in steps after `step`."""
+        self.fingerprints.restart(step)
+        if self.noise_scale:
+            self.noise_scale.restart()
+
 
 class StepResult(NamedTuple):
     """Scalars on the device; reading one waits for the step."""

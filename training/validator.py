@@ -51,7 +51,8 @@ class Validator:
         self.folder, self.settings, loggers = config.dump_folder, config.validation, config.metrics
         self.logs_images = bool(loggers.loggers)
         self.best = Best(config) if config.checkpoint.keep_best else None
-        self.validated: tuple[tuple[int, int], Scores] | None = None  # the last step, and its scores
+        self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
+        self.seconds = 0.0  # of the last validation
         self.validation, self.baselines = None, {}
         if not self.settings.enable or not len(samples.selection.validation):
             return
@@ -83,13 +84,21 @@ class Validator:
         with return_memory(area.device):
             self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size)
 
+    def seconds_due(self, step: int) -> float:
+        """Return the time of validations that are due after `step` and the next one, by the last of them."""
+        due = [every(self.settings.interval, each) for each in (step, step + 1)]
+        return self.seconds * sum(due)
+
     @property
     def exhausted(self) -> bool:
         """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
         return self.best is not None and self.best.exhausted
 
-    def validate_resumed(self, step: int) -> None:
-        """Validate the weights that a run resumes from if this was due and the run ended before it."""
+    def restart(self, step: int) -> None:
+        """Forget the scores of steps after `step`, and validate its weights if that was due and not done."""
+        self.validated = None
+        if self.best:
+            self.best.restart(step)
         if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
             self.validate(step)
 
@@ -101,9 +110,8 @@ class Validator:
         if self.validation is None:
             return None
         self.model.train(False)
-        now = step, self.run.state.progress.rollbacks  # a step that is done again has other weights
-        if not self.validated or self.validated[0] != now:
-            self.validated = now, self._score(self.validation, step)
+        if not self.validated or self.validated[0] != step:
+            self.validated = step, self._score(self.validation, step)
         scores = self.validated[1]
         if self.settings.plots and (is_last or self.logs_images):
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
@@ -111,6 +119,7 @@ class Validator:
             if dist.get_rank() == 0:
                 self._plot(step, scores, example)
         self.model.train()
+        self.metrics.start_interval()
         return scores
 
     def _score(self, validation: Validation, step: int) -> Scores:
@@ -125,9 +134,9 @@ class Validator:
                 scores = validation.run(forecast, self.baselines, loss)
             if state.average:
                 scores.rmse["raw weights"] = validation.run(forecast, {}, loss).rmse["model"]
-        seconds = time.monotonic() - started
-        logger.info(f"validated {max(scores.num_dates)} dates in {seconds:.1f} s")
-        self.metrics.write(scores.record(step) | {"validation_seconds": seconds})
+        self.seconds = time.monotonic() - started
+        logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
+        self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
         logger.info(f"step {step}, {scores.table()}")
         if self.best and checkpointer:
             self.best.judge(step, scores.record(step), checkpointer)
@@ -152,8 +161,3 @@ class Validator:
             logger.warning("plots of step %d are not written: %s", step, error)
             return
         self.metrics.log_images(step, pictures, scores.table())
-
-    def rollback(self, step: int) -> None:
-        """Forget a best checkpoint of the steps after `step`, which are done again."""
-        if self.best:
-            self.best.rollback(step)

@@ -62,8 +62,8 @@ class Logger:
                 self._send(self.client.log_artifact, self.stored.id, str(path), where)
             self._send(self.client.log_text, self.stored.id, scorecard, f"{where}/scorecard.txt")
 
-    def rollback(self, step: int) -> None:
-        self.stored.rollback()
+    def restart(self, step: int) -> None:
+        self.stored.restart()
 
     def close(self) -> None:
         self._send(self.client.set_terminated, self.stored.id)

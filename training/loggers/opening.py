@@ -50,7 +50,7 @@ class Loggers:
     """Loggers by name. The first error of one is a warning, and its end; the run goes on.
 
     A logger has the methods log(record) and close(), and may have log_images(step, pictures, scorecard) and
-    rollback(step), after which later steps come again.
+    restart(step), after which later steps come again.
     """
 
     def __init__(self) -> None:

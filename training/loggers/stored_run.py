@@ -28,7 +28,7 @@ class StoredRun:
         self.newest = max(self.newest, step)
         return step > self.last
 
-    def rollback(self) -> None:
+    def restart(self) -> None:
         self.last = self.newest
 
 

@@ -74,7 +74,7 @@ class Logger:
                 writer.add_image(f"plots/{name}", np.asarray(Image.open(path)), step, dataformats="HWC")
             writer.add_text("plots/scorecard", as_code(scorecard), step)
 
-    def rollback(self, step: int) -> None:
+    def restart(self, step: int) -> None:
         """Close the file: the next one declares the steps after `step` invalid."""
         self.close()
         self.writer, self.resume_step = None, step

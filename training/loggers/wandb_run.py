@@ -43,8 +43,8 @@ class Logger:
             table = wandb.Html(f"<pre>{escape(scorecard)}</pre>")
             self.run.log(images | {"plots/scorecard": table}, step=step)
 
-    def rollback(self, step: int) -> None:
-        self.stored.rollback()
+    def restart(self, step: int) -> None:
+        self.stored.restart()
 
     def close(self) -> None:
         self.run.finish()

@@ -26,6 +26,10 @@ class NoiseScale:
         self.square = torch.zeros((), device=model.device)  # of this step's small batch, times the loss scale
         self.means = torch.zeros(2, device=model.device)  # small, large: both from 0, so their ratio is right
 
+    def restart(self) -> None:
+        """Forget all steps."""
+        self.means.zero_()
+
     def first_micro_batch(self) -> None:
         """Measure the gradients of the first of this step's micro-batches, before the others are added."""
         self.square = (total_norm(self.model.parameters.values()) * self.micro_batches).square()
