@@ -28,7 +28,8 @@ SECRET_OPTION = re.compile(
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+STOP_SIGNALS += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # as nohup asks for
 INTERRUPTED_AGAIN = "interrupted again: ended without a save"
 SAVED = "saved"  # file in torchelastic's folder that means it
 
@@ -112,8 +113,7 @@ def print_message(text: str) -> None:
 def handle_stop_signals(handler: Any) -> None:
     """Call `handler`, or ignore them, at the signals that ask a run to end."""
     for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
-            signal.signal(number, handler)
+        signal.signal(number, handler)
 
 
 def signal_before_first_step(number: int) -> tuple[str, int]:

@@ -41,7 +41,7 @@ from datasets.field_dataset import LaterFields, channel_names
 from datasets.options import predicted_variables, roles_of, state_variables
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
-from errors import ConfigError, DataError, end_process, one_line_errors, refuse, without_secrets
+from errors import ConfigError, DataError, end_process, one_line_errors, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
@@ -50,7 +50,7 @@ from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
-from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex, write_netcdf
+from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
 
@@ -73,8 +73,6 @@ def forecast(config: Config) -> int:
     settings, data = config.forecast, config.data
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
-    if settings.path.endswith(".nc") and Path(settings.path).exists():
-        refuse("forecast.path", settings.path, "exists; remove it, or name another file")
     selection = open_data(config)
     chosen = initial_dates(
         selection, settings.period or data.test_period or data.validation_period, settings.interval_hours
@@ -97,7 +95,7 @@ def forecast(config: Config) -> int:
         {name: selection.archive.units(name) for name in names},
     )
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
-    store = ForecastStore(Path(f"{target}.zarr") if target.suffix == ".nc" else target, index)
+    store = ForecastStore(target, index)
     content = config, index, forecaster.trained, selection, chosen
     from_first_rank(lambda: create(store, about(*content)))
 
@@ -108,7 +106,7 @@ def forecast(config: Config) -> int:
     batches = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     missing = [batch for batch in batches if any(pair not in finished for pair in batch)]
     logger.info(
-        f"{store.path}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
+        f"{target}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
         f"{len(finished)} of them finished; {len(missing)} batches for {dp} x {device}"
     )
 
@@ -132,8 +130,7 @@ def forecast(config: Config) -> int:
     # -- at the end: what went wrong, of this start and of those before it ---------------------------
     dist.barrier()
     wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
-    if target != store.path:
-        from_first_rank(lambda: write_netcdf(store.path, target))
+    from_first_rank(store.write_netcdf)
     if rank == 0:
         report(wrong, index, len(pairs))
         print(f"\n{len(pairs) - len(wrong)} forecasts: {target}")

@@ -348,13 +348,13 @@ def prune(folder: Path, keep: int) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Delete what a killed run has half written or half deleted; log what no run has made, and leave it.
 
-    What has the name of a checkpoint and is none is set aside: a save of that step needs the name.
+    An empty folder with the name of a checkpoint is deleted: a save of that step needs the name.
     """
     for path in sorted(folder.iterdir()):
         if not is_own(path) or not OWN_NAME.match(path.name):
             logger.warning("%s: was not made by a run; left alone", path)
-        elif COMPLETE.match(path.name) and not is_checkpoint(path):
-            logger.warning("%s: contains no checkpoint; set aside as %s", path, set_aside(path))
+        elif COMPLETE.match(path.name) and not any(path.iterdir()):
+            path.rmdir()
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped meanwhile; removed", path)
             shutil.rmtree(path)

@@ -196,6 +196,7 @@ def parallelize(
         with memory or nullcontext():
             is_offloaded = parallelism.cpu_offload and degrees.uses_fsdp
             materialize(part, torch.device("cpu") if is_offloaded else device, seed)
+            move_buffers(part, device)  # FSDP offloads parameters only
             ddp = degrees.dp_replicate > 1 and not degrees.uses_fsdp
             wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
     pipeline = Pipeline(wrapped, indices, schedule, mesh, device) if degrees.pp > 1 else None
@@ -225,6 +226,12 @@ def split_samples(
         apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
     elif shards.padded > shards.num_tokens:
         trim_padding(part, shards.num_tokens)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:

@@ -72,11 +72,14 @@ def cudnn_backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return backward(*tensors, lse[..., None], seed, seed, *sizes, 0.0, False)
 
 
-def block_kernels(backend: str, device_type: str) -> tuple[BlockForward, BlockBackward]:
+def block_kernels(backend: str, device_type: str, dtype: torch.dtype) -> tuple[BlockForward, BlockBackward]:
     """Return the pair for a backend, with the log-sum-exp that merging needs.
 
-    torch's flash kernel is FlashAttention-3 or -4 after `activate` (models/attention.py).
+    torch's flash kernel is FlashAttention-3 or -4 after `activate` (models/attention.py). On CUDA neither it
+    nor cuDNN takes float32.
     """
+    if device_type == "cuda" and dtype == torch.float32:
+        backend = "math"
     flash = {
         "cuda": (cuda_flash_forward, cuda_flash_backward),
         "cpu": (cpu_flash_forward, cpu_flash_backward),
@@ -127,7 +130,7 @@ def attend(
     num_tokens: of all ranks, without padding; backend: of the block kernels; sent: type of gradients of keys
     and values in messages, which are added in float32. All ranks of the group call this together.
     """
-    ring, (forward, _) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
+    ring, (forward, _) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type, q.dtype)
     keys_values, chunk = torch.stack([k, v]), k.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
@@ -161,7 +164,7 @@ def attend_backward(
     The sum of the ranks before for a chunk arrives while this rank computes its own part; after cp steps all
     gradients are on the rank of their keys.
     """
-    ring, (_, backward) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type)
+    ring, (_, backward) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type, q.dtype)
     keys_values, chunk = torch.stack([k, v]), k.shape[2]
     grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     grad_before, grad_works = torch.zeros(keys_values.shape, dtype=sent, device=q.device), []

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch.distributed as dist
 import xarray as xr
 
 from datasets.archive import Archive, open_archive
+from errors import STOP_SIGNALS
 from parallelisms.mesh import start_ranks
 from tests.distributed import Ranks
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import Job
+
+HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
 def memory_kib(process: int | str = "self") -> int:
@@ -68,8 +72,10 @@ def start_job() -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """A run that an error ends inside a test would leave its process group to the next test of its worker."""
+    """A run inside a test would leave its process group and its signal handlers to the next test."""
     yield
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
     if dist.is_initialized():
         dist.destroy_process_group()
 

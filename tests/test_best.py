@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,6 +76,17 @@ def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_
     validate(best, checkpointer, tmp_path, 1, 2.0)
     best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
     assert best.value == 2.0 and not best.exhausted and complete_steps(tmp_path / "best") == [1]
+
+
+def test_a_score_without_its_checkpoint_is_not_the_best(checkpointer, tmp_path, monkeypatch):
+    """It was recorded before the copy was there, and a later, worse one was not taken."""
+    best = best_of(tmp_path, SCORE, 1)
+    with monkeypatch.context() as full:
+        full.setattr("training.best.link_folder", Mock(side_effect=OSError(28, "No space left on device")))
+        validate(best, checkpointer, tmp_path, 1, 1.0)
+    assert best.value == math.inf and not complete_steps(tmp_path / "best")
+    validate(best, checkpointer, tmp_path, 2, 2.0)
+    assert best.value == 2.0 and complete_steps(tmp_path / "best") == [2]
 
 
 def test_history_counts_validations_once_and_after_the_best(tmp_path):

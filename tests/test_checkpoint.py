@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import complete_steps, read_manifest, step_folder, stored_tensors
+from checkpoints.files import check_steps, complete_steps, read_manifest, step_folder, stored_tensors
 from config import Checkpoint, Training
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
@@ -125,6 +125,35 @@ def test_only_complete_checkpoints_count_and_the_newest_stay(build, tmp_path):
     other = Run()
     assert resume(build(keep=2), other.state) and other.state.progress.step == 4
     assert not list(tmp_path.glob("step-*.*"))
+
+
+def test_a_prune_that_fails_costs_no_checkpoint(build, tmp_path, caplog, monkeypatch):
+    """The save counted as failed, though it was complete; where every prune failed the run ended with 1."""
+    run, checkpointer = Run(), build("async", keep=1)
+    run.step_and_save(checkpointer)
+    with monkeypatch.context() as full:
+        full.setattr("checkpoints.files.remove", refuse)
+        run.step()
+        run.save(checkpointer)
+        assert checkpointer.finish(2, run.state.state_dict()) == "" and not checkpointer.last_error
+    assert complete_steps(tmp_path) == [1, 2] and "older checkpoints are not removed" in caplog.text
+    run.step_and_save(build("async", keep=1))
+    assert complete_steps(tmp_path) == [3]
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_folder_without_a_checkpoint_is_none(build, tmp_path):
+    """An empty folder was refused as "already holds step 99"."""
+    (tmp_path / "step-00000099").mkdir()
+    check_steps(tmp_path, 50, saves=True)
+    run, checkpointer = Run(), build()
+    assert not resume(checkpointer, run.state)
+    run.state.progress.step = 98
+    run.step_and_save(checkpointer)
+    assert complete_steps(tmp_path) == [99]
 
 
 def test_another_model_is_refused_by_name(build):

@@ -180,6 +180,10 @@ def test_removed_keys_are_accepted_at_their_former_default_alone(folder: Path, n
 
 def test_what_may_waste_a_run_is_a_warning() -> None:
     assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
+    (unused,) = start_warnings(
+        load("--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"), False
+    )
+    assert unused.startswith("parallelism.cpu_offload, training.mixed_precision_reduce: no effect")
     kept, warmup = start_warnings(
         load("--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101")
     )

@@ -128,6 +128,12 @@ def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventio
         forecast.forecast(load_checked(words))
     dist.destroy_process_group()  # as the end of the process would
     assert forecast.forecast(load_checked(words)) == 0
+    written = path.stat().st_mtime_ns
+    assert forecast.forecast(load_checked(words)) == 0  # is complete, as a store is
+    assert path.stat().st_mtime_ns == written
+    with pytest.raises(UserError, match=r"forecast.nc'.*another forecast: leads"):
+        forecast.forecast(load_checked([*words, "--forecast.num_steps", "3"]))
+    dist.destroy_process_group()  # as the end of the process would
     assert sorted(each.name for each in tmp_path.iterdir()) == ["forecast.nc", "forecast.zarr"]
     with xr.open_dataset(path, decode_timedelta=True) as found:
         xr.testing.assert_equal(found.load(), xr.open_zarr(tmp_path / "forecast.zarr", decode_timedelta=True))
@@ -138,8 +144,6 @@ def test_a_netcdf_file_has_the_values_of_the_store_and_names_of_the_cf_conventio
     both = [open_forecast(str(each)) for each in (path, tmp_path / "forecast.zarr")]
     blocks = [each.read_block(slice(0, 6), slice(0, 5), each.variables) for each in both]
     np.testing.assert_array_equal(blocks[0], blocks[1])
-    with pytest.raises(UserError, match="exists"):
-        forecast.forecast(load_checked(words))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -80,7 +80,7 @@ def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
     except (ValueError, RuntimeError) as error:
         pytest.skip(str(error))
     q, k, v, gradient = inputs()
-    forward, backward = block_kernels(backend, DEVICE.type)
+    forward, backward = block_kernels(backend, DEVICE.type, torch.bfloat16)
     exact = (q.double(), k.double(), v.double())
     expected, expected_lse = math_forward(*exact)
     out, lse = forward(q, k, v)

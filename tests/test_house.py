@@ -22,6 +22,10 @@ VERBS = {"train", "plan", "forecast", "evaluate"}
 LONGEST_FUNCTION = 100  # lines; train() is the one that reads from top to bottom
 MOST_NAMES, MOST_IMPORTS = 50, 25  # of train(): local names, and modules of the project in train.py
 MOST_MODULES = 26  # in a folder
+ROOT_FILES = {f"{name}.py" for name in VERBS | {"command_line", "config", "errors"}}
+ROOT_FILES |= {"run_train.sh", "run_tests.sh", "setup.sh", "pyproject.toml", ".gitignore", "LICENSE"}
+ROOT_FILES |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"}
+ROOT_FILES |= {"requirements.txt", "requirements-extras.txt"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
@@ -205,6 +209,12 @@ def test_train_stays_readable() -> None:
     assert len(imports) <= MOST_IMPORTS, sorted(imports)
     loop = next(node for node in ast.walk(train) if isinstance(node, ast.While))
     assert (loop.end_lineno or 0) - loop.lineno < 45
+
+
+def test_the_root_has_what_the_layout_lists() -> None:
+    """A wheel was committed there."""
+    files = {path.name for path in tracked_files() if path.parent == ROOT}
+    assert files <= ROOT_FILES, files - ROOT_FILES
 
 
 def test_no_folder_is_crowded() -> None:

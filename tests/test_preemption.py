@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps
 from config import wall_time_seconds
-from errors import EXIT_SAVED, ConfigError, handle_stop_signals
+from errors import EXIT_SAVED, STOP_SIGNALS, ConfigError
+from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement, started_at
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group
@@ -42,7 +44,6 @@ def boundaries_with_a_signal() -> list[str]:
             decided.append(agreement.decide())
             if decided[-1]:
                 break
-    handle_stop_signals(signal.SIG_DFL)
     return decided
 
 
@@ -59,6 +60,39 @@ def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
         assert agreement.decide(seconds=70.0) == "training.max_wall_time = 1:02:00"
 
 
+def test_a_long_validation_does_not_count_as_a_step(one_rank, monkeypatch):
+    """It made every later step look as long, so that a job ended far before its time."""
+    monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
+    agreement = Agreement("1:01:10", cpu_group())  # 70 s are left, of which 60 are the margin
+    with agreement:
+        for step in range(4):
+            activity.start_phase("train", step)
+            with span("validation"):
+                time.sleep(0.5 if step == 2 else 0.0)
+            assert not agreement.decide()
+        assert max(agreement.recent) < 0.4
+        assert agreement.decide(seconds=20.0)  # of a validation that is due
+
+
+def test_a_signal_in_the_last_save_waits_for_it(tmp_path, capsys, monkeypatch):
+    """It ended the run with "everything is saved" before that was true."""
+    plain = Checkpointer.finish
+
+    def finish(checkpointer: Checkpointer, step: int, tensors: dict) -> str:
+        assert not complete_steps(checkpointer.folder)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(checkpointer, step, tensors)
+
+    monkeypatch.setattr(Checkpointer, "finish", finish)
+    slow_fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.2) or slow_fsync(file))
+    options = ["--training.steps", "2", "--checkpoint.async_mode", "async"]
+    with pytest.raises(SystemExit) as ended:
+        train(load_checked(run_options(write_config(tmp_path), tmp_path / "run", *options)))
+    assert ended.value.code == EXIT_SAVED and complete_steps(tmp_path / "run/checkpoints") == [2]
+    assert "SIGTERM on rank 0: the checkpoint of step 2 is complete" in capsys.readouterr().err
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -70,12 +104,8 @@ def is_running(pid: int) -> bool:
 def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
     options = run_options(write_config(tmp_path), tmp_path / "run", "--training.max_wall_time", "1:00:00")
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            train(load_checked([*options, f"--checkpoint.enable={str(saves).lower()}"]))
-    finally:
-        handle_stop_signals(handler)  # a run that leaves ignores them
+    with pytest.raises(SystemExit) as ended:
+        train(load_checked([*options, f"--checkpoint.enable={str(saves).lower()}"]))
     assert ended.value.code == EXIT_SAVED
     assert complete_steps(tmp_path / "run/checkpoints") == ([1] if saves else [])
     said = "the checkpoint of step 1 is complete" if saves else "nothing saved: checkpoint.enable is false"
@@ -85,12 +115,9 @@ def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
 def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, capsys):
     config = load_checked([])
     Agreement("", cpu_group()).listen(Watchdog(tmp_path, config.comm))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-    finally:
-        handle_stop_signals(signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
     assert ended.value.code == EXIT_SAVED and "nothing to save" in capsys.readouterr().err
 
 
@@ -115,7 +142,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", set(STOP_SIGNALS) - {signal.SIGTERM})
 def test_a_signal_to_the_launcher_saves_and_is_not_a_crash(start_job, tmp_path, number):
     run = tmp_path / "run"
     job = start_job(write_config(tmp_path), run, "--data.num_workers", "1", NGPU="2", MAX_RESTARTS="2")
@@ -136,7 +163,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
     for _ in range(2):
         os.kill(job.process.pid, signal.SIGINT)
         time.sleep(0.5)
-    assert job.end(10) == 130, job.output
+    assert job.end(10) == 130 and job.output.count("rossby: interrupted again") == 1, job.output
     time.sleep(1)
     assert not [pid for pid in ranks.values() if is_running(pid)]
     assert not complete_steps(run / "checkpoints")
@@ -151,6 +178,18 @@ def test_ctrl_c_in_one_process_saves_and_ends_in_one_line(start_job, tmp_path):
     step = last_step(run)
     assert complete_steps(run / "checkpoints") == [step] and "Traceback" not in job.output
     assert f"SIGINT on rank 0: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", set(STOP_SIGNALS) - {signal.SIGINT})
+def test_a_signal_while_a_process_starts_is_one_line(start_job, tmp_path, number):
+    """It ended the process by the signal, and so the loop that starts a run again on 75."""
+    job = start_job(write_config(tmp_path), tmp_path / "run")
+    while "torch" not in Path(f"/proc/{job.process.pid}/maps").read_text():
+        time.sleep(0.01)
+    job.process.send_signal(number)
+    assert job.end(20) == EXIT_SAVED, job.output
+    line = f"rossby: {number.name}: before the first step, with nothing to save (code 75)"
+    assert job.output.splitlines() == [line]
 
 
 def test_a_signal_during_the_check_of_the_command_line_leaves_nobody(start_job, tmp_path):

@@ -51,7 +51,9 @@ def order_of_backward() -> list[str]:
     """What backward does on this rank: what it sends, when it computes, what it waits for."""
     seen: list[str] = []
     pass_on, wait_for = Ring.pass_on, ring_attention.wait_for
-    forward, backward = ring_attention.block_kernels("math", "cpu")
+    forward, backward = ring_attention.block_kernels("math", "cpu", torch.float32)
+    on_gpu = ring_attention.block_kernels("flash", "cuda", torch.float32)  # which no other kernel takes
+    assert on_gpu == (forward, backward)
     names: dict[int, str] = {}  # of what is waited for
 
     def passing(ring: Ring, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:

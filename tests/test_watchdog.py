@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 
+import jobs.heartbeat
 from config import Comm
 from jobs.hang_report import (
     Heartbeat,
@@ -23,6 +24,7 @@ from jobs.hang_report import (
 )
 from jobs.heartbeat import Activity
 from jobs.watchdog import NO_REASON, Watchdog, is_lost_connection
+from parallelisms.mesh import cpu_group, run_timeout, start_ranks
 from tests.started_jobs import write_config
 from tests.test_launch import launch
 
@@ -127,6 +129,19 @@ def recorded(store, asked):
             return getattr(store, name)
 
     return Recorded()
+
+
+def test_groups_wait_as_long_as_the_longest_phase_may_take(tmp_path):
+    """They were cut to that of a step, and a rank that drew plots for two minutes ended the job."""
+    watchdog = Watchdog(tmp_path, Comm(timeout_seconds=600, train_timeout_seconds=3))
+    start_ranks(watchdog.group_seconds, "gloo")
+    activity = jobs.heartbeat.activity
+    activity.start_phase("train", 1)
+    watchdog.step_done(cpu_group())
+    assert watchdog.heartbeat().limit == 3
+    with activity.phase("validation"), activity.phase("plots"):
+        assert watchdog.heartbeat().limit == 600
+    assert run_timeout().total_seconds() > 600
 
 
 @pytest.mark.parametrize("what", ["stall", "leave"])

@@ -21,6 +21,7 @@ from datasets.statistics import Numbers, Statistics
 from errors import ConfigError, RunFailed
 from jobs.durable_files import append_whole, write_durably
 from jobs.journal import read_records
+from parallelisms.degrees import Degrees
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RunFolder:
         """Write the configuration, and a line of starts.jsonl: the first step, where and when."""
         if dist.get_rank():
             return
-        for warning in start_warnings(self.config):
+        for warning in start_warnings(self.config, Degrees(**layout).uses_fsdp):
             logger.warning(warning)
         try:
             write_durably(self.path / "config.toml", to_toml(self.config))
@@ -89,9 +90,16 @@ class RunFolder:
         self.lock.clear()
 
 
-def start_warnings(config: Config) -> list[str]:
-    """Return what is allowed and may waste the run, a line each."""
+def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
+    """Return what is allowed and may waste the run, a line each. is_sharded: FSDP shards the parameters."""
     warnings, schedule, steps = [], config.lr_scheduler, config.training.steps
+    unused = {
+        "parallelism.cpu_offload": config.parallelism.cpu_offload,
+        "parallelism.fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward != "default",
+        "training.mixed_precision_reduce": config.training.mixed_precision_reduce != "float32",
+    }
+    if names := [name for name, is_set in unused.items() if is_set and not is_sharded]:
+        warnings.append(f"{', '.join(names)}: no effect, because FSDP shards nothing on this layout")
     if not config.checkpoint.enable:
         warnings.append(
             "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "

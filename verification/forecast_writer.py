@@ -31,6 +31,7 @@ from verification.stores import all_levels, attributes_of, consolidate, create_s
 FINISHED = ".finished"
 BLOWN_UP = "blew up"  # how the problem of a forecast that diverged begins
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
+MARKS = "rossby_finished"  # attribute of a NetCDF file: the content of FINISHED
 NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
 LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
 
@@ -56,16 +57,24 @@ def finished_marks(path: Path) -> dict[str, str] | None:
 
 
 class ForecastStore:
-    """A store on disk that rank 0 creates; then every rank writes chunks of its own."""
+    """A store on disk that rank 0 creates; then every rank writes chunks of its own.
 
-    def __init__(self, path: Path, index: StoreIndex) -> None:
-        self.path, self.index, self.finished_folder = path, index, path / FINISHED
+    With a `target` that ends in .nc the store is beside it, and becomes that file at the end.
+    """
+
+    def __init__(self, target: Path, index: StoreIndex) -> None:
+        self.target, self.index, self.is_netcdf = target, index, target.suffix == ".nc"
+        self.path = Path(f"{target}.zarr") if self.is_netcdf else target
+        self.finished_folder = self.path / FINISHED
         self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
         self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
         """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
-        if self.path.exists():
+        if self.is_written:
+            self._check_same(about)
+            shutil.rmtree(self.path, ignore_errors=True)  # of a run that was killed after it wrote the file
+        elif self.path.exists():
             self._check_same(about)
             try:
                 consolidate(self.path)  # it may be damaged
@@ -74,7 +83,10 @@ class ForecastStore:
             self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
-            return
+        else:
+            self._create(about)
+
+    def _create(self, about: dict[str, Any]) -> None:
         unfinished = self.path.with_name(self.path.name + ".incomplete")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -87,11 +99,22 @@ class ForecastStore:
         (unfinished / FINISHED).mkdir()
         os.replace(unfinished, self.path)
 
+    @property
+    def is_written(self) -> bool:
+        """True if the NetCDF file is there, and so every forecast is finished."""
+        return self.is_netcdf and self.target.exists()
+
+    def _attributes(self) -> Mapping[str, Any]:
+        if not self.is_written:
+            return attributes_of(self.path)
+        with xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False) as forecasts:
+            return forecasts.attrs
+
     def _check_same(self, about: dict[str, Any]) -> None:
         """Raise ConfigError unless every byte of the store would be the same."""
         reason = "is there and no forecast of ours"
         try:
-            stored = json.loads(attributes_of(self.path)[ATTRIBUTE])
+            stored = json.loads(self._attributes()[ATTRIBUTE])
             ours = json.loads(json.dumps(about))
             # A store of an earlier version may lack a key.
             other = next((key for key in ours if stored.get(key, ours[key]) != ours[key]), None)
@@ -105,7 +128,7 @@ class ForecastStore:
 
     def _error(self, reason: str) -> ConfigError:
         fix = "remove it, or name another forecast.path"
-        return ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
+        return ConfigError(f"forecast.path = '{self.target}': {reason}; {fix}")
 
     # -- what is finished ----------------------------------------------------------------------------
 
@@ -116,7 +139,8 @@ class ForecastStore:
     def finished(self) -> dict[tuple[int, int], str]:
         """Return the problem ("": none) of each (date, member) with all its leads written."""
         pairs = [(date, m) for date in range(len(self.index.dates)) for m in range(self.index.num_members)]
-        marks = finished_marks(self.path) or {}
+        written = self.is_written
+        marks = json.loads(self._attributes()[MARKS]) if written else finished_marks(self.path) or {}
         found = {pair: marks.get(self._mark(*pair).name) for pair in pairs}
         return {pair: problem for pair, problem in found.items() if problem is not None}
 
@@ -126,6 +150,26 @@ class ForecastStore:
         unfinished = mark.with_name(mark.name + ".partial")
         unfinished.write_text(problem)
         os.replace(unfinished, mark)
+
+    def write_netcdf(self) -> None:
+        """Write a NetCDF-4 target, a chunk at a time, and remove the store. Other targets stay stores.
+
+        Raises DataError if the file cannot be written; the store stays then.
+        """
+        if not self.is_netcdf or self.is_written:
+            return
+        unfinished = self.target.with_name(self.target.name + ".incomplete")
+        try:
+            with xr.open_zarr(self.path, chunks={}, decode_timedelta=True) as forecasts:
+                forecasts.attrs[MARKS] = json.dumps(finished_marks(self.path))
+                encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
+                forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
+            os.replace(unfinished, self.target)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            reason = f"cannot be written ({error}); the forecasts are in {self.path}, start again to write it"
+            raise DataError(f"forecast.path = '{self.target}': {reason}") from None
+        shutil.rmtree(self.path)
 
     # -- chunks --------------------------------------------------------------------------------------
 
@@ -171,21 +215,3 @@ class ForecastWriter:
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
-
-
-def write_netcdf(store: Path, target: Path) -> None:
-    """Write a store of forecasts as one NetCDF-4 file, a chunk at a time, and remove the store.
-
-    Raises DataError if the file cannot be written; the store stays then.
-    """
-    unfinished = target.with_name(target.name + ".incomplete")
-    try:
-        with xr.open_zarr(store, chunks={}, decode_timedelta=True) as forecasts:
-            encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
-            forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
-        os.replace(unfinished, target)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        reason = f"cannot be written ({error}); the forecasts are in {store}, start again to write it"
-        raise DataError(f"forecast.path = '{target}': {reason}") from None
-    shutil.rmtree(store)
