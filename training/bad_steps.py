@@ -110,6 +110,7 @@ class BadSteps:
         self.bad.zero_()
         self.seen_here.zero_()
         self.losses.fill_(torch.nan)
+        self.now = False
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
