@@ -137,108 +137,12 @@ def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
     for section, keys in raw.items():
         if not isinstance(keys, dict):
             raise ConfigError(f"{section} = {format_value(keys)}: {_outside_section(section, schema, where)}")
-        present = {key: value for key, value in keys.items() if not _is_removed(f"{section}.{key}", value)}
-        if keys and not present and section not in schema:
-            continue  # a removed section, at its former defaults
         _section(schema, section, where)
         values[section] = {}
-        for key, value in present.items():
+        for key, value in keys.items():
             spec = _field(schema, section, key, where)
             values[section][key] = _convert(f"{section}.{key}", value, spec.type)
     return values
-
-
-NO_REPLICAS = "let the launcher restart the ranks from the last checkpoint (MAX_RESTARTS)"
-NO_WINDOWS = 'train a model of name "vit" or "unet"'
-COMPARED = "leave it out: weights are compared every 100 steps and before each save"
-POSITIONS = 'use "learned", "sincos" or "rotary"'
-# Values of earlier versions: what to do instead.
-REMOVED_VALUES = {
-    ("model.name", "swin"): NO_WINDOWS,
-    ("model.position", "spherical"): POSITIONS,
-    ("activation_checkpoint.mode", "memory_budget"): 'use "selective"',
-    ("float8.recipe", "auto"): 'use "tensorwise" or "rowwise"',
-}
-# Keys of earlier versions: former default, and what to do instead. A run's config.toml contains every key.
-REMOVED: dict[str, tuple[Any, str]] = {
-    "data.disk_cache_path": ("", "convert the data to a local store with python -m datasets.convert"),
-    "data.disk_cache_gib": (100.0, "convert the data to a local store with python -m datasets.convert"),
-    "data.prefetch_factor": (2, "raise data.num_workers where the loop waits for data"),
-    "lr_scheduler.restart_steps": (
-        [],
-        "start a second run with checkpoint.initial_load_path for each later stage",
-    ),
-    "lr_scheduler.restart_lr_factors": (
-        [],
-        "start a second run with a lower optimizer.lr for each later stage",
-    ),
-    "profiling.with_stack": (False, "look at the spans of the trace"),
-    "profiling.with_memory": (False, "set profiling.enable_memory_snapshot on a GPU"),
-    "forecast.averaged_weights": (True, "train with training.ema_decay = 0.0 for forecasts of plain weights"),
-    "forecast.include_initial_state": (False, "take the states at 0 h from the data"),
-    "optimizer.in_backward": (False, "use FSDP, or parallelism.cpu_offload, to save memory"),
-    "training.batch_ramp": ([], "start a second run with checkpoint.initial_load_path for each later batch"),
-    "training.batch_ramp_from_step": ([], "start a second run with a larger training.global_batch_size"),
-    "training.conserve": ([], "set model.conserve, which conserves exactly"),
-    "training.conserve_weight": (1.0, "set model.conserve, which conserves exactly"),
-    "training.rollout_from_step": ([], "list lengths in training.rollout_steps: stages are equally long"),
-    "training.replay_capacity": (0, "raise training.global_batch_size: one forecast is stored a sample"),
-    "training.tf32": (True, "leave it out: float32 matmuls on CUDA use TF32"),
-    "job.print_config": (False, "read config.toml in the folder of the run"),
-    "lr_scheduler.warmup_fraction": (0.0, "set lr_scheduler.warmup_steps to that fraction of the steps"),
-    "metrics.peak_tflops": (0.0, "divide tflops in metrics.jsonl by the peak of your device"),
-    "forecast.local_batch_size": (8, "set validation.local_batch_size"),
-    "forecast.seed": (0, "set training.seed"),
-    "comm.backend": ("auto", 'hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU'),
-    "model.window_size": ([4, 8], NO_WINDOWS),
-    "model.position_degree": (16, POSITIONS),
-    "parallelism.domain_parallel_tiles": (
-        [1, 1],
-        "set parallelism.context_parallel_degree to the number of tiles; their shape is chosen automatically",
-    ),
-    "parallelism.pipeline_parallel_splits": ([], "stages of equal FLOPs are chosen automatically"),
-    "parallelism.axis_order": (
-        ["pp", "dp_replicate", "dp_shard", "cp", "tp"],
-        "number the ranks in this order, in which neighbours in a node are tp, then cp",
-    ),
-    "activation_checkpoint.memory_budget": (0.5, 'use activation_checkpoint.mode = "selective"'),
-    "compile.cuda_graphs": (False, "raise training.local_batch_size where the host limits the step"),
-    "float8.filter_min_features": (0, "convert all matrices of the blocks, or none"),
-    "float8.emulate": (False, "float8 is emulated on devices other than CUDA"),
-    "lora.base_dtype": ("float32", "adapt matrices in float32, which FSDP shards"),
-    "fault_tolerance.enable": (False, NO_REPLICAS),
-    "fault_tolerance.replica_id": (0, NO_REPLICAS),
-    "fault_tolerance.group_size": (1, NO_REPLICAS),
-    "fault_tolerance.min_replica_size": (1, NO_REPLICAS),
-    "fault_tolerance.lighthouse": ("", NO_REPLICAS),
-    "fault_tolerance.fingerprint_steps": (100, COMPARED),
-    "training.fingerprint_steps": (100, COMPARED),
-    "training.max_skipped_steps": (10, "raise training.spike_threshold to skip fewer steps"),
-    "checkpoint.interval_minutes": (0.0, "set checkpoint.interval, in steps"),
-    "optimizer.beta1": (0.9, "set optimizer.betas, a list of two"),
-    "optimizer.beta2": (0.95, "set optimizer.betas, a list of two"),
-    "forecast.zarr_format": (3, "rewrite the store with xarray: ds.to_zarr(path, zarr_format=2)"),
-    "metrics.enable_tensorboard": (True, "set metrics.loggers = []"),
-    "metrics.enable_wandb": (False, 'set metrics.loggers = ["tensorboard", "wandb"]'),
-    "metrics.enable_mlflow": (False, 'set metrics.loggers = ["tensorboard", "mlflow"]'),
-    "metrics.prometheus_port": (0, 'set metrics.prometheus = "127.0.0.1:PORT"'),
-    "metrics.prometheus_address": ("127.0.0.1", 'set metrics.prometheus = "ADDRESS:PORT"'),
-    "training.huber_threshold": (1.0, 'use training.loss = "mae" where outliers should count less'),
-    "training.weight_by_pressure": (False, "write the weights of levels into training.variable_weights"),
-    "optimizer.trust_ratio_max": (10.0, "lower optimizer.lr where LAMB or LARS take too large steps"),
-    "optimizer.trust_coefficient": (1e-3, "scale optimizer.lr, which LARS multiplies by 0.001 for matrices"),
-    "optimizer.state_dtype": ("float32", "shard the moments over more ranks (FSDP2 or ZeRO-1)"),
-}
-
-
-def _is_removed(name: str, value: Any) -> bool:
-    """Return True for a removed key at its former default. Raises ConfigError at any other value."""
-    if name not in REMOVED:
-        return False
-    default, fix = REMOVED[name]
-    if value != default:
-        raise ConfigError(f"{name} = {format_value(value)}: the key was removed; remove it, and {fix}")
-    return True
 
 
 def _outside_section(name: str, schema: Schema, where: str) -> str:
@@ -260,8 +164,6 @@ def _section(schema: Schema, section: str, where: str) -> dict[str, dataclasses.
 
 
 def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Field:
-    if f"{section}.{key}" in REMOVED:
-        raise ConfigError(f"{section}.{key}: the key was removed; {REMOVED[f'{section}.{key}'][1]}")
     fields = _section(schema, section, where)
     if key not in fields:
         elsewhere = [f"{s}.{key}" for s in schema if key in _section(schema, s, where)]
@@ -288,9 +190,6 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     base, bounds = _unwrap(kind)
     if get_origin(base) is tuple:
         return _convert_list(name, value, get_args(base))
-    if (name, str(value)) in REMOVED_VALUES:
-        fix = REMOVED_VALUES[name, value]
-        raise ConfigError(f"{name} = {format_value(value)}: the value was removed; {fix}")
     if get_origin(base) is Literal:
         if value not in get_args(base):
             raise ConfigError(f"{name} = {format_value(value)}: {nearest(str(value), get_args(base))}")

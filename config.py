@@ -196,7 +196,8 @@ class Model:
     )
     attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
         option(
-            "auto", 'ViT: kernel. "auto": the fastest one measured; "sdpa": torch chooses; "math": matmuls.'
+            "auto",
+            'ViT: kernel. "auto": by device, type, number of tokens; "sdpa": torch chooses; "math": matmuls.',
         )
     )
     width: Width = option(
@@ -208,9 +209,6 @@ class Model:
     )
     noise_dim: Annotated[int, Range(0, 4_096)] = option(
         0, "Input channels of Gaussian noise, different for each ensemble member. 0: none."
-    )
-    conditions: tuple[Literal["time_of_day", "day_of_year", "lead_time"], ...] = option(
-        (), "ViT: numbers from which the scale and shift of the norms are computed (adaptive layer norm)."
     )
     conserve: tuple[str, ...] = option(
         (),
@@ -295,11 +293,6 @@ class Training:
         "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae, without the "
         "square.",
     )
-    spectral_fraction: Fraction = option(
-        0.0,
-        "Fraction of the mse that is replaced by AMSE, which is computed by zonal wavenumber and preserves "
-        "the amplitude of small scales.",
-    )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
         "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
@@ -309,12 +302,7 @@ class Training:
         0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
     )
     rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = option(
-        (), "Weight in the loss of each step of the longest rollout, or of replay_steps. Default: all 1."
-    )
-    replay_steps: Annotated[int, Range(0, 1_000)] = option(
-        0,
-        "Train each sample for this many consecutive steps from its date, one per training step, from the "
-        "last forecast of the model, which is kept in host memory. 0: every step starts from an analysis.",
+        (), "Weight in the loss of each step of the longest rollout. Default: all 1."
     )
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(
@@ -329,7 +317,7 @@ class Training:
     @property
     def states_ahead(self) -> int:
         """Number of states, a model step apart, that a sample has after its window."""
-        return max(*self.rollout_steps, self.replay_steps, 1)
+        return max(self.rollout_steps)
 
 
 @dataclass(frozen=True)
@@ -346,9 +334,6 @@ class Parallelism:
     )
     tensor_parallel_degree: Ranks = option(
         1, "Ranks over which each matrix is sharded, by heads and hidden units."
-    )
-    enable_async_tensor_parallel: bool = option(
-        False, "Overlap tensor-parallel communication with matmuls; needs compile and CUDA symmetric memory."
     )
     context_parallel_degree: Ranks = option(
         1, "Ranks over which a sample is sharded: the tokens of a ViT, the grid of a U-Net in tiles."
@@ -395,10 +380,6 @@ class Float8:
     enable: bool = option(
         False,
         "ViT: multiply the matrices of the blocks in float8 (torchao); emulated, slowly, without CUDA.",
-    )
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
-        "tensorwise",
-        'One scale per tensor or per row; "gw_hp": gradients of weights in high precision.',
     )
     enable_fsdp_float8_all_gather: bool = option(
         False, 'Gather weights of FSDP in float8; needs recipe = "tensorwise".'

@@ -158,8 +158,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     path = on_all_ranks(lambda: local_path(named_by, source or str(config.dump_folder)))
     trained = find_trained(path, named_by, config, selection)
     fields = Fields.of(selection, trained.statistics)
-    folder = config.dump_folder if trained.is_exported else trained.run_folder
-    assembly = assemble(config, fields, mesh, device, folder, for_training=False)
+    assembly = assemble(config, fields, mesh, device, for_training=False)
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)

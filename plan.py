@@ -123,9 +123,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints what was asked for; 1 where the job does not fit."""
-    if fraction := config.training.spectral_fraction:
-        reason = "gathers whole fields, of which closed forms know nothing; set it to 0, or use --dry_run"
-        refuse("training.spectral_fraction", fraction, reason)
     if config.lora.enable:
         reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")

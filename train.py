@@ -68,7 +68,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- samples and statistics, model, and the state that a checkpoint contains
     samples = Samples(selection, config.data, folder, run_folder.resumed_statistics)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
-    assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device, folder)
+    assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
     state = build_state(config, assembly)
     progress, model = state.progress, assembly.model
 

@@ -80,11 +80,10 @@ step = torch.export.load("model.pt2").module()  # PyTorch alone
 # state (B, {{ channels }}, H, W) in the units above{{ ", newest state first" if about.history > 1 }}
 # times (B,) int64: seconds since 1970-01-01
 {% if "keys" in about.inputs %}# keys (B,) int64: any numbers, each another member; the same in all steps
-{% endif %}{% if "steps" in about.inputs %}# steps (B,) int64: steps between the analysis and times
 {% endif %}{% if "later" in about.inputs %}# later (B, V, H, W): the next state, for boundary and forcings
 {% endif -%}
 state = step(state, times{{ ", keys" if "keys" in about.inputs }}
-{%- for name in ("steps", "later") if name in about.inputs %}, {{ name }}={{ name }}{% endfor %})
+{%- for name in ("later",) if name in about.inputs %}, {{ name }}={{ name }}{% endfor %})
 ```
 """,
     keep_trailing_newline=True,
@@ -103,19 +102,17 @@ class OneStep(nn.Module):
         fields: Tensor,
         times: Tensor,
         keys: Tensor | None = None,
-        steps: Tensor | None = None,
         later: Tensor | None = None,
     ) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
         newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
         int64 too, the same in all steps of a forecast: any numbers, each another member. One that is given
-        the lead takes steps=(B,) int64: how many lie between the analysis and `times`, 0 in the first step.
-        One that is given something of the next state takes later=(B, V, H, W), of which the boundary of a
-        limited area and forcing variables are read.
+        something of the next state takes later=(B, V, H, W), of which the boundary of a limited area and
+        forcing variables are read.
         """
         normalizer = self.normalizer
         window = normalizer.normalize_window(fields)
-        drawn, inputs = self.conditions.draw(keys, times, steps), normalizer.with_known(window, later)
+        drawn, inputs = self.conditions.draw(keys, times), normalizer.with_known(window, later)
         output = self.model.predict(self.conditions.append(inputs, times, *drawn))
         states = normalizer.advance(window, output, later).unflatten(1, (normalizer.history, -1))
         return normalizer.denormalize(states).flatten(1, 2)
@@ -124,7 +121,7 @@ class OneStep(nn.Module):
     def inputs(self) -> list[str]:
         """Names of the arguments of `forward` that this model takes."""
         conditions, later = self.conditions, self.normalizer.has_known_inputs
-        further = {"keys": bool(conditions.noise), "steps": conditions.has_lead, "later": later}
+        further = {"keys": bool(conditions.noise), "later": later}
         return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
 
 
@@ -185,7 +182,7 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
 def scores_of(trained: Trained) -> Iterable[tuple[str, str, str]]:
     """Yield variable and lead, RMSE and that of persistence, as validated at the step of the weights."""
     prefix, suffix = "val/rmse/", trained.folder.name.removeprefix("step-")
-    journal = trained.run_folder / "metrics.jsonl"
+    journal = trained.folder.parent.parent / "metrics.jsonl"
     for record in read_records(journal) if journal.exists() and suffix.isdigit() else ():
         if record.get("step") != int(suffix):
             continue
@@ -203,7 +200,7 @@ def export_program(target: Path, step: OneStep, about: Description) -> None:
     state = torch.zeros(2, len(about["variables"]), len(about["latitude"]), len(about["longitude"]))
     tensors = {"fields": state.repeat(1, about["history"], 1, 1), "later": state}
     example = {name: tensors.get(name, torch.zeros(2, dtype=torch.int64)) for name in about["inputs"]}
-    by_name = {name: example.pop(name) for name in ("steps", "later") if name in example}
+    by_name = {name: example.pop(name) for name in ("later",) if name in example}
     batch = torch.export.Dim("batch")
     shapes = {name: {0: batch} for name in about["inputs"]}
     try:

@@ -16,14 +16,13 @@ import numpy as np
 import tomli
 
 from checkpoints.files import MANIFEST, Damaged, complete_steps, read_errors, read_manifest, step_folder
-from command_line import REMOVED, REMOVED_VALUES
 from config import SECTIONS, Config
 from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from datasets.variables import expand_levels
 from errors import ConfigError, without_secrets
-from models.registry import registered
+from models.registry import MODELS, registered
 
 LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
@@ -75,9 +74,12 @@ class Identity:
                 stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path}: {error}") from None
-        refuse_removed(folder, stored)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
         values = with_defaults(stored) if stored else {}
+        if values and (name := values["model"]["name"]) not in MODELS and ":" not in name:
+            raise ConfigError(
+                f"{folder}: its model.name = {name!r} is none of this version: {', '.join(MODELS)}"
+            )
         return cls(folder, values, manifest.get("identity", {}), manifest.get("crc32", 0))
 
     @property
@@ -102,7 +104,7 @@ class Identity:
         theirs, ours = meaning(self.values), meaning(plain(config))
         for key in [key for key in theirs if key.startswith("model.")]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            free = key in ("model.noise_dim", "model.conditions", "model.conserve")
+            free = key in ("model.noise_dim", "model.conserve")
             if theirs[key] != ours.get(key) and not deeper and not free:
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 
@@ -149,18 +151,6 @@ def with_defaults(stored: Values) -> Values:
     filled = {name: asdict(cls()) | stored.get(name, {}) for name, cls in SECTIONS.items()}
     known = {name: {f: keys[f] for f in SECTIONS[name].__dataclass_fields__} for name, keys in filled.items()}
     return json.loads(json.dumps(known))
-
-
-def refuse_removed(folder: Path, stored: Values) -> None:
-    """Raise ConfigError if a checkpoint has weights of a model that this version lacks."""
-    model, lora = stored.get("model", {}), stored.get("lora", {})
-    for key in ("name", "position"):
-        if (f"model.{key}", model.get(key)) in REMOVED_VALUES:
-            fix = REMOVED_VALUES[f"model.{key}", model[key]]
-            raise ConfigError(f"{folder}: its model.{key} = {model[key]!r} was removed; {fix}")
-    default, fix = REMOVED["lora.base_dtype"]
-    if lora.get("enable") and (dtype := lora.get("base_dtype", default)) != default:
-        raise ConfigError(f"{folder}: its lora.base_dtype = {dtype!r} was removed; {fix}")
 
 
 def meaning(values: Values) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from checkpoints.checkpointer import Found, find_undamaged
-from checkpoints.files import WEIGHTS, candidates, read_tensors, stored_tensors
+from checkpoints.files import candidates, read_tensors, stored_tensors
 from checkpoints.identity import Identity
 from config import Config
 from datasets.selection import Selection
@@ -30,16 +30,6 @@ class Trained:
     statistics: Statistics
     identity: dict[str, Any]  # which weights these are, wherever the run's folder is
     found: Found
-
-    @property
-    def run_folder(self) -> Path:
-        """The folder that contains checkpoints/step-... or best/step-..., and the choices of the run."""
-        return self.folder.parent.parent
-
-    @property
-    def is_exported(self) -> bool:
-        """True for a folder of checkpoints/export.py, which belongs to no run."""
-        return (self.folder / WEIGHTS).exists()
 
 
 def find_trained(path: Path, named_by: str, config: Config, selection: Selection) -> Trained:

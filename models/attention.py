@@ -5,6 +5,7 @@ Shapes: B batch, N heads, T tokens, E head size.
 
 import importlib.util
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
 
     `sdpa` lets torch choose, and so does `auto` before `use_backend`; `cudnn` and `flash` pin one of torch's
     kernels; `flash3` and `flash4` are the latter after `activate`; `flash_attn` is the package; `math` is two
-    matmuls and a softmax, faster on a CPU than its flash kernel at a few hundred tokens.
+    matmuls and a softmax.
     """
     if backend in ("sdpa", "auto"):
         return F.scaled_dot_product_attention(q, k, v)
@@ -58,14 +59,39 @@ def use_backend(model: nn.Module, backend: str) -> None:
             module.backend = backend
 
 
-def preferred_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel for `auto` without a measurement: cuDNN's from Hopper on, else torch's choice.
+class Choice(NamedTuple):
+    """A row of CHOICES: the kernels, best first, of a device, types of numbers and numbers of tokens."""
 
-    Older versions of torch chose FlashAttention-2 there, too; 2.11 cuDNN's (benchmarks/gpu.sh).
-    """
-    is_half = dtype != torch.float32 and device.type == "cuda"
-    is_hopper = is_half and torch.cuda.get_device_capability(device) >= HOPPER
-    return "cudnn" if is_hopper and not find_obstacle("cudnn", device.type, dtype) else "sdpa"
+    capability: tuple[int, int] | None  # of CUDA devices, at least; None: CPU
+    half: bool  # of bfloat16 and float16, else of float32
+    most_tokens: float
+    backends: tuple[str, ...]
+
+
+# The first row that fits counts, and of it the first kernel that is installed.
+CHOICES = (
+    # On an EPYC two matmuls take 1/10 to 1/3 of the time of torch's kernel up to 256 tokens, 0.8 at 512 and
+    # 1.2 to 1.4 at 1,024; in float32 its kernel takes 0.4 to 0.9 of theirs.
+    Choice(None, True, 512, ("math",)),
+    Choice(None, True, math.inf, ("sdpa",)),
+    Choice(None, False, math.inf, ("sdpa",)),
+    # On an H200, forward and backward at heads of 64: 536 and 434 TFLOP/s with FlashAttention-4, 470 and 360
+    # with cuDNN, 301 and 222 with FlashAttention-2 (benchmarks/gpu.sh).
+    Choice(HOPPER, True, math.inf, ("flash4", "flash3", "cudnn", "sdpa")),
+    Choice((8, 0), True, math.inf, ("flash",)),  # cuDNN has no kernel of its own for Ampere
+    Choice((0, 0), True, math.inf, ("sdpa",)),
+    Choice((0, 0), False, math.inf, ("sdpa",)),  # torch alone has kernels for float32
+)
+
+
+def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int) -> str:
+    """Return the kernel of `model.attention_backend = "auto"` on this machine, by CHOICES."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    for row in CHOICES:
+        is_here = row.capability is None if capability is None else capability >= (row.capability or (99, 0))
+        if is_here and row.half == (dtype != torch.float32) and num_tokens <= row.most_tokens:
+            return next(name for name in row.backends if not find_obstacle(name, device.type, dtype))
+    raise AssertionError("CHOICES has a row for every device")
 
 
 def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:

@@ -4,7 +4,6 @@ No torch is imported here: a configuration is checked before anything starts. A 
 and an entry of MODELS: docs/models.md, "Adding a model".
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
 CONTEXT = ("ulysses", "all_gather", "ring")  # parallelism.context_parallel_method
 # Keys of [model] that change speed or training, but not the meaning of trained weights.
 HARMLESS = ("attention_backend", "stochastic_depth")
-# model.conditions: channels of each, sine and cosine of an angle or a number of steps.
-CHANNELS = {"time_of_day": 2, "day_of_year": 2, "lead_time": 1}
-HIDDEN = 64  # width of the MLP that computes modulations from them (models/conditioning.py)
-HALF_LEADS = (1.0, 4.0, 16.0, 64.0)  # steps at which a feature of the lead time is 1/2; it never exceeds 1
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,9 @@ class Registered:
 VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "qkv_bias", "qk_norm")
 MODELS = {
     "vit": Registered(
-        "a ViT", "models.conditioning:build_vit", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
+        "a ViT", "models.vit:VisionTransformer", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
     ),
-    "unet": Registered(
-        "a U-Net", "models.unet:build_unet", ("tiles",), (*VIT_KEYS, "conditions"), has_tokens=False
-    ),
+    "unet": Registered("a U-Net", "models.unet:build_unet", ("tiles",), VIT_KEYS, has_tokens=False),
 }
 
 
@@ -83,8 +76,8 @@ def build_model(
 ) -> "WeatherModel":
     """Return a model on the meta device: a rank allocates only its own part of it.
 
-    Its input is the state of `num_variables` channels and `num_more` others (older states, conditions), on
-    `grid_shape` latitudes and longitudes. Raises ConfigError if the grid does not suit the model.
+    Its input is the state of `num_variables` channels and `num_more` others (older states, forcings, noise),
+    on `grid_shape` latitudes and longitudes. Raises ConfigError if the grid does not suit the model.
     """
     import torch
 
@@ -101,14 +94,6 @@ def build_model(
     return built
 
 
-def num_channels(conditions: Sequence[str]) -> int:
-    return sum(CHANNELS[name] for name in conditions)
-
-
-def num_features(conditions: Sequence[str]) -> int:
-    return sum(len(HALF_LEADS) if name == "lead_time" else CHANNELS[name] for name in conditions)
-
-
 def check_model(config: Config) -> None:
     """Raise ConfigError for settings of the model that cannot work, or parallelism that it cannot have."""
     known = registered(config.model.name)
@@ -117,8 +102,6 @@ def check_model(config: Config) -> None:
         _check_transformer(config.model)
     else:
         _check_grid_model(config, known)
-    if config.model.conditions:
-        _check_conditions(config, known)
     if config.lora.enable:
         _check_lora(config)
 
@@ -165,22 +148,6 @@ def _check_grid_model(config: Config, known: Registered) -> None:
         refuse("float8.enable", True, reason)
 
 
-def _check_conditions(config: Config, known: Registered) -> None:
-    conditions, key = list(config.model.conditions), "model.conditions"
-    for name in conditions:
-        if conditions.count(name) > 1:
-            refuse(key, conditions, f"{name!r} is listed twice; name it once")
-    if "conditions" in known.unused:
-        reason = f"are for the norms of a ViT; {known.label} takes data.forcings: set this to []"
-        refuse(key, conditions, reason)
-    if "lead_time" in conditions and max(config.training.rollout_steps, default=1) == 1:
-        reason = "one step has the lead 0 alone, and nothing is learned of others; set training.rollout_steps"
-        refuse(key, conditions, f'{reason}, or take "lead_time" out')
-    if config.parallelism.pipeline_parallel_degree > 1:
-        reason = "do not travel from one stage of a pipeline to the next; set this to []"
-        refuse(key, conditions, f"{reason}, or parallelism.pipeline_parallel_degree to 1")
-
-
 def _check_lora(config: Config) -> None:
     lora, model = config.lora, config.model
     if model.name != "vit":
@@ -193,7 +160,6 @@ def _check_lora(config: Config) -> None:
         refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
     if lora.rank >= model.dim:
         refuse("lora.rank", lora.rank, f"must be smaller than model.dim = {model.dim}")
-    for part, exists in {"modulation": model.conditions, "position": model.position == "learned"}.items():
-        if part in lora.also_train and not exists:
-            reason = f"this model has no {part} that could train; take it out"
-            refuse("lora.also_train", list(lora.also_train), reason)
+    if "position" in lora.also_train and model.position != "learned":
+        reason = "this model has no position that could train; take it out"
+        refuse("lora.also_train", list(lora.also_train), reason)

@@ -115,8 +115,6 @@ class VisionTransformer(TokenModel):
     `from_fields` cuts fields of any grid into patches, with padding; `to_fields` is its inverse.
     """
 
-    block_type = Block
-
     def __init__(
         self,
         in_channels: int,
@@ -137,7 +135,7 @@ class VisionTransformer(TokenModel):
         self.position = build_position(model.position, self.token_shape, dim, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
-        blocks = [self.block_type(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
+        blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         if model.position == "rotary":

@@ -71,18 +71,16 @@ class GridModel(WeatherModel):
     multiple: int
 
 
-def run_blocks(
-    blocks: Sequence[nn.Module], tokens: Tensor, every_n: int = 0, modulations: Sequence[Tensor] = ()
-) -> Tensor:
-    """Run blocks in order on tokens (B, T, D), with one modulation each where there are some.
+def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, every_n: int = 0) -> Tensor:
+    """Run blocks in order on tokens (B, T, D).
 
     every_n: recompute so many blocks as one in the backward pass; 0: none.
     """
     if not every_n:
-        for number, block in enumerate(blocks):
-            tokens = block(tokens, *modulations[number : number + 1])
+        for block in blocks:
+            tokens = block(tokens)
         return tokens
     for start in range(0, len(blocks), every_n):
-        part = slice(start, start + every_n)
-        tokens = checkpoint(run_blocks, blocks[part], tokens, 0, modulations[part], use_reentrant=False)  # type: ignore[reportAssignmentType]
+        part = blocks[start : start + every_n]
+        tokens = checkpoint(run_blocks, part, tokens, use_reentrant=False)  # type: ignore[reportAssignmentType]
     return tokens

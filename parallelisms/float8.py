@@ -11,7 +11,7 @@ from config import Float8
 from errors import ConfigError
 
 logger = logging.getLogger("rossby")
-TENSORWISE, ROWWISE = (8, 9), (9, 0)  # CUDA compute capabilities that have these matmuls
+CAPABILITY = (8, 9)  # CUDA compute capability from which on there are matmuls in float8
 MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
 
 
@@ -23,13 +23,13 @@ def apply_float8(
     They are the layers in `model.blocks` with multiples of 16 features, in and out, on every tensor-parallel
     rank. Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
     On devices other than CUDA float8 is emulated: values are rounded to float8 and multiplied in high
-    precision. Raises ConfigError if the machine or the combination cannot do it, or no layer is left.
+    precision. Raises ConfigError if the machine cannot do it, or no layer is left.
     """
-    check_float8(float8, device_type)
+    check_float8(device_type)
     names = float8_layers(model, tensor_parallel_degree)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # takes seconds
 
-    config = Float8LinearConfig.from_recipe_name(float8.recipe)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
     if device_type != "cuda":
         logger.info("float8: emulated on %s: the numbers of a GPU, without its speed", device_type)
         object.__setattr__(config, "emulate", True)
@@ -56,21 +56,15 @@ def float8_layers(model: nn.Module, tensor_parallel_degree: int) -> list[str]:
     return names
 
 
-def check_float8(float8: Float8, device_type: str) -> None:
-    """Raise ConfigError, with the fix, if this machine or this combination cannot do it."""
-    if float8.enable_fsdp_float8_all_gather and float8.recipe != "tensorwise":
-        raise ConfigError(
-            f'float8.enable_fsdp_float8_all_gather = true: "{float8.recipe}" has more scales than a tensor; '
-            'set it to false or float8.recipe = "tensorwise"'
-        )
+def check_float8(device_type: str) -> None:
+    """Raise ConfigError, with the fix, if this machine cannot do it."""
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             "float8.enable = true: the package torchao is not installed; pip install -r requirements.txt"
         )
-    required = ROWWISE if float8.recipe.startswith("rowwise") else TENSORWISE
-    if device_type == "cuda" and (capability := torch.cuda.get_device_capability()) < required:
-        have, need = (".".join(map(str, version)) for version in (capability, required))
-        reason = f'recipe "{float8.recipe}" needs compute capability {need} and this GPU has {have}'
+    if device_type == "cuda" and (capability := torch.cuda.get_device_capability()) < CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, CAPABILITY))
+        reason = f"needs compute capability {need} and this GPU has {have}"
         raise ConfigError(f"float8.enable = true: {reason}; set it to false")
 
 

@@ -181,8 +181,7 @@ def parallelize(
             apply_float8(part, recipe.float8, device.type, degrees.tp)
         # Tensor parallelism shards matrices by name; all later steps work on the shards.
         if degrees.tp > 1:
-            is_async = parallelism.enable_async_tensor_parallel
-            apply_tensor_parallel(part, mesh.parameters["tp"], asynchronous=is_async)
+            apply_tensor_parallel(part, mesh.parameters["tp"])
         # Context parallelism replaces attention, which has the heads of this rank by now.
         split_samples(part, shards, mesh, parallelism.context_parallel_method, recipe.reduce_dtype)
         # Checkpointing decides what is recomputed, collectives included, before compile traces it.

@@ -8,7 +8,6 @@ so that one gradient norm exists.
 from functools import partial
 from types import MethodType
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -17,7 +16,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
@@ -34,31 +32,23 @@ from parallelisms.parameter_names import blocks_of
 TOKENS, HEADS = 1, 1  # dim of tokens in (B, T, D), and of heads in (B, N, T, E)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, asynchronous: bool = False) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a ViT over the one axis of `mesh`; inputs and outputs of its modules are local tensors.
 
-    asynchronous: compile overlaps the blocks' gathers and scatters with the matmuls next to them. Heads must
-    be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
+    Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (parallelisms/token_shards.py).
     """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     plan: dict[str, ParallelStyle] = {
         "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(TOKENS)),
-        "modulation": PartialGradients(),
         "position": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "norm": SequenceParallel(sequence_dim=TOKENS, use_local_output=True),
         "head": RowwiseParallel(input_layouts=Shard(TOKENS), output_layouts=Shard(TOKENS)),
     }
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if hasattr(model, name)})
     for block in blocks_of(model):
-        plan = block_plan(block)
-        parallelize_module(block, mesh, plan)
-        for name, style in plan.items() if asynchronous else ():
-            if isinstance(style, ColwiseParallel | RowwiseParallel):
-                add_bias_outside(block.get_submodule(name), by_columns=isinstance(style, ColwiseParallel))
+        parallelize_module(block, mesh, block_plan(block))
     for name in frozen:  # torch's SequenceParallel makes new parameters, which would be trained
         model.get_parameter(name).requires_grad_(False)
-    if asynchronous:
-        enable_async_tensor_parallel(mesh.get_group().group_name)
 
 
 def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
@@ -86,62 +76,12 @@ def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     }
 
 
-class PartialGradients(ParallelStyle):
-    """Style of a module that is whole on every rank, of equal inputs.
-
-    Each rank uses the output for its own tokens: its gradient there is a summand.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _replicate_input, _localize_output)  # type: ignore[arg-type]
-
-
-def _replicate_input(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
-    return tuple(DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in inputs)
-
-
-def _localize_output(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-    return output.to_local(grad_placements=[Partial()])
-
-
-# -- asynchronous tensor parallelism
-
-
-def enable_async_tensor_parallel(group_name: str) -> None:
-    """Let compile split a gather and its matmul, and overlap the parts of one with those of the other.
-
-    Wang et al. 2023, in torch's inductor over symmetric memory; for CUDA, before the blocks are compiled.
-    """
-    from torch._inductor import config as inductor_config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor_config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(group_name)  # type: ignore[arg-type]  # 2.13 gives the name a type of its own
-
-
-def add_bias_outside(layer: nn.Module, by_columns: bool) -> None:
-    """Add the bias of a plain matrix to this rank's shard of its output.
-
-    torch's inductor fuses a gather or a scatter with a plain matmul, not with one that adds a bias too; to a
-    row-parallel matmul's summands a bias could be added only in parts.
-    """
-    if type(layer) is not nn.Linear or layer.bias is None:  # float8's adds it outside by itself
-        return
-    layer.forward = MethodType(_product, layer)
-    # Each rank adds it to its own tokens: its gradient is a summand.
-    layer.register_forward_hook(partial(_add_bias, [Shard(0) if by_columns else Partial()]))
-
-
-def _product(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight)
+# -- adapters
 
 
 def _add_bias(placements: list[Placement], layer: nn.Linear, _inputs: object, output: Tensor) -> Tensor:
     """Forward hook after tensor parallelism's own: `output` is this rank's part, a local tensor."""
     return output + _local(layer.bias, placements).to(output.dtype)
-
-
-# -- adapters
 
 
 class AdaptedColumns(ColwiseParallel):

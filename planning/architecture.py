@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from models.registry import HIDDEN
-
 Shapes = dict[str, tuple[int, ...]]
 
 COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are dealt out over tp
@@ -30,7 +28,6 @@ class Architecture:
     qk_norm: bool = False
     learned_position: bool = True
     axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
-    features: int = 0  # of what shifts and scales the norms of blocks: models/conditioning.py
     biases: ClassVar[bool] = True
     reads_words: ClassVar[bool] = False
     loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
@@ -89,9 +86,6 @@ class Architecture:
         shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
         if self.learned_position:
             shapes["position.embedding"] = (self.tokens, self.dim)
-        if self.features:
-            shapes |= self._linear("modulation.hidden", self.features, HIDDEN, True)
-            shapes |= self._linear("modulation.out", HIDDEN, 4 * self.layers * self.dim, True)
         return shapes
 
     def last(self) -> Shapes:

@@ -314,9 +314,8 @@ def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[i
 
 
 def checkpoint_size(work: Workload) -> int:
-    """Bytes of one: weights, averaged weights, moments, stored forecasts."""
-    weights = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters
-    return round(weights + work.degrees.dp * work.replay_bytes)
+    """Bytes of one: weights, averaged weights, moments."""
+    return round((FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * work.model.parameters)
 
 
 def checkpoint_storage(checkpoint_bytes: int, settings: Checkpoint, steps: int) -> int:

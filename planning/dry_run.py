@@ -90,8 +90,6 @@ def mib(size: int) -> str:
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
     config = replace(config, compile=replace(config.compile, enable=False))
-    # What is replayed lies on the host, and is copied there when what a step keeps is gone.
-    config = replace(config, training=replace(config.training, replay_steps=0))
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:

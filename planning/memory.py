@@ -175,15 +175,14 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
 
 
 def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
-    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages,
-    stored forecasts. Batches wait there as they were read.
+    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages.
+    Batches wait there as they were read.
     """
     number = shard_parameters(work)
     saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
     offloaded = (FLOAT32 * number + saved) * work.offload
     return {
-        "checkpoint being written": (saved + work.replay_bytes) * work.asynchronous,
-        "stored forecasts": work.replay_bytes,
+        "checkpoint being written": saved * work.asynchronous,
         "offloaded states": offloaded,
         "batches read ahead": work.batches_ahead * batch_bytes(work),
     }
@@ -310,7 +309,7 @@ def block_activations(work: Workload, mode: str) -> float:
         exchanged = (qkv - 1) * work.degrees.cp
         qkv = 0 if model.axial else qkv  # which are turned before, and queries with them
     statistics = 16 * work.states_at_once * work.rank_tokens
-    units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden + modulated(work)
+    units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
 
 
@@ -320,11 +319,6 @@ def normed(work: Workload) -> int:
     if not work.model.qk_norm and (not work.model.axial or around == "ulysses"):
         return 0  # what came back is kept, not what was turned
     return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
-
-
-def modulated(work: Workload) -> int:
-    """Both norms of a block before conditions scale and shift them, in units."""
-    return 2 if work.model.features else 0
 
 
 def scores_bytes(work: Workload) -> float:
@@ -349,7 +343,7 @@ def recomputed(work: Workload) -> float:
     """
     s, tp = unit_bytes(work), work.degrees.tp
     if work.ac_mode == "selective":
-        return s * (1 + tp + work.model.mlp_dim / work.model.dim + normed(work) + modulated(work))
+        return s * (1 + tp + work.model.mlp_dim / work.model.dim + normed(work))
     if work.ac_mode in ("full", "every_n_blocks"):
         number = min(work.every_n if work.ac_mode == "every_n_blocks" else 1, work.rank_layers)
         return number * block_activations(work, "none") - s

@@ -71,7 +71,7 @@ class Row:
 
 def plan_row(config: Config, selection: Selection, cluster: Cluster | None) -> tuple[Row, Plan | None]:
     """Compare the planned peak with the memory of a rank."""
-    if not registered(config.model.name).planned or config.training.spectral_fraction or cluster is None:
+    if not registered(config.model.name).planned or cluster is None:
         found = "closed forms do not know this model, its loss, or this GPU: memory is not planned"
         return Row("memory", WARN, found, "plan.py --dry_run measures it; --clusters adds a GPU"), None
     if torch.cuda.is_available():

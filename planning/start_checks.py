@@ -26,13 +26,12 @@ from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
-from models.registry import build_model, num_channels, registered
+from models.registry import build_model, registered
 from models.weather_model import GridModel
-from parallelisms.degrees import check_processes, num_ranks, number_in_environment, resolve_degrees
+from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from training.due import num_places
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
 
@@ -58,15 +57,12 @@ def check_machine(config: Config) -> None:
     """Check devices, kernels and the environment of this machine. Raises ConfigError."""
     started_at()
     use_cuda = check_devices()
-    if config.parallelism.enable_async_tensor_parallel and not (use_cuda and config.compile.enable):
-        reason = "needs CUDA devices and compile.enable = true; set it to false"
-        refuse("parallelism.enable_async_tensor_parallel", True, reason)
     check_schedule(config)
     device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
     if registered(config.model.name).has_tokens:
         check_backend(config.model.attention_backend, device_type, dtype)
     if config.float8.enable:
-        check_float8(config.float8, device_type)
+        check_float8(device_type)
 
 
 def check_devices() -> bool:
@@ -136,12 +132,6 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
     _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
-    if config.training.replay_steps:
-        degrees = resolve_degrees(num_ranks(), config.parallelism)
-        places = num_places(config.training, batch * degrees.dp)
-        state = config.data.history * 4 * num_variables * math.prod(grid.shape)
-        needed = places * state * degrees.world // (degrees.dp * hosts)
-        _check_bytes("training.local_batch_size", batch, "the states of replay", needed, host_memory())
 
 
 def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
@@ -153,13 +143,9 @@ def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> N
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
     check_tokens(config, grid)
-    if (fraction := config.training.spectral_fraction) and not grid.periodic:
-        reason = "waves are counted round the globe, and the longitudes of data.path end before; set it to 0"
-        refuse("training.spectral_fraction", fraction, reason)
     check_globe(config, grid)
     check_boundary(config.data.boundary_width, grid)
-    conditioning = num_channels(config.model.conditions)
-    model = build_model(config.model, 1, conditioning, grid.shape, grid.periodic)
+    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
         choose_tiles(config.parallelism.context_parallel_degree, model.padded_shape, model.multiple)
     elif config.float8.enable:

@@ -8,7 +8,7 @@ from typing import Any
 from config import Config, Model, Optimizer
 from datasets.options import PREFETCH, num_known_inputs, state_variables
 from errors import ConfigError
-from models.registry import MODELS, num_channels, num_features, registered
+from models.registry import MODELS, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
 from planning.architecture import Architecture, vit_architecture
 from training.due import Rollouts
@@ -49,7 +49,6 @@ class Workload:
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
-    replays: bool = False  # steps start from stored forecasts: a rank has one for each of its samples
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
@@ -114,12 +113,6 @@ class Workload:
     def states_read(self) -> int:
         """States of a sample: the window it starts from, and the truth of every step of its rollout."""
         return self.history + self.rollout_steps
-
-    @property
-    def replay_bytes(self) -> int:
-        """Bytes of a rank's stored forecasts, windows in float32, on the host."""
-        places = max(self.global_batch // self.degrees.dp, self.local_batch)
-        return 4 * places * self.history * self.field_values * self.replays
 
     @property
     def micro_batch(self) -> int:
@@ -194,7 +187,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     channels = history * num_variables + num_known_inputs(config.data) + conditions
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
-    conditioning = num_channels(config.model.conditions)  # which the patch embedding does not see
     model = architecture_of(config.model, grid_shape, channels, num_variables)
     rollouts = Rollouts.of(training)
     return Workload(
@@ -205,7 +197,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
-        input_values=(channels + conditioning) * cells,
+        input_values=channels * cells,
         ac_mode=ac.mode,
         every_n=ac.every_n_blocks,
         compiled=config.compile.enable,
@@ -214,7 +206,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
         offload=parallelism.cpu_offload,
-        async_tp=parallelism.enable_async_tensor_parallel,
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
@@ -224,7 +215,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
-        replays=training.replay_steps > 0,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
@@ -275,5 +265,4 @@ def architecture_of(
     options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
     options["learned_position"] = model.position == "learned"
     options["axial"] = model.position == "rotary"
-    found = vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)
-    return dataclasses.replace(found, features=num_features(model.conditions))
+    return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)

@@ -62,7 +62,6 @@ class Layout:
     grid: tuple[int, int] = (16, 32)
     model: tuple[tuple[str, Any], ...] = ()
     loss: str = "mse"
-    spectral: float = 0.0  # fraction of the loss
     float8: bool = False
     float8_all_gather: bool = False
     unet: bool = False
@@ -133,7 +132,6 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "mixed_precision_reduce": layout.reduce,
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
-        "spectral_fraction": layout.spectral,
         "rollout_steps": (layout.rollout,),
         "steps": 3,
         "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],
@@ -251,7 +249,7 @@ def three_steps(layout: Layout) -> Outcome:
     window, keys = window.to(run.device), torch.arange(2, device=run.device)
     conditions, times = run.objective.conditions, 100_000 * keys
     window = run.objective.normalizer.with_known(window, None)
-    inputs = conditions.append(window, times, *conditions.draw(keys, times, 1))
+    inputs = conditions.append(window, times, *conditions.draw(keys, times))
     predicted = full(run.model.predict(inputs))
     group = run.model.pipeline_group
     gradients, initial = (gather_stages(tensors, group) for tensors in (first, initial))
@@ -298,7 +296,6 @@ MODEL_KEYS = (
     "grid",
     "model",
     "loss",
-    "spectral",
     "float8",
     "unet",
     "rollout",
@@ -348,7 +345,6 @@ TABLE: dict[str, Layout] = {
     "fsdp 2, accumulation 2": Layout(2, accumulation=2),
     "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
     "fsdp 2, mae": Layout(2, loss="mae"),
-    "fsdp 2, spectral": Layout(2, spectral=0.5),
     "fsdp 2, ac full": Layout(2, activation_checkpoint="full"),
     "fsdp 2, ac selective": Layout(2, activation_checkpoint="selective"),
     "fsdp 2, ac every 2 blocks": Layout(2, activation_checkpoint="every_n_blocks"),
@@ -363,19 +359,15 @@ TABLE: dict[str, Layout] = {
     "u-net, tiles 1 x 2": Layout(2, cp(), unet=True, grid=(18, 30)),
     "u-net, tiles 2 x 2": Layout(4, cp(degree=4), unet=True, grid=ODD),
     "u-net, fsdp 2 x tiles 2 x 1": Layout(4, cp(), unet=True, grid=(32, 16), accumulation=2),
-    "u-net, tiles 1 x 2, spectral": Layout(2, cp(), unet=True, grid=(18, 30), spectral=1.0),
     "tp 2": Layout(2, tp()),
     "tp 2, odd tokens": Layout(2, tp(), grid=ODD),
     "tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER),
     "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
     "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
     "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
-    "tp 2, asynchronous": Layout(2, tp(enable_async_tensor_parallel=True)),
     "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
     "tp 2, mae": Layout(2, tp(), loss="mae"),
-    "tp 2, spectral": Layout(2, tp(), grid=ODD, spectral=1.0),
     "ulysses 2": Layout(2, cp()),
-    "ulysses 2, spectral": Layout(2, cp(), spectral=0.5),
     "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
     "ulysses 2, ac full": Layout(2, cp(), activation_checkpoint="full"),
     "all-gather 2": Layout(2, cp("all_gather")),
@@ -391,7 +383,6 @@ TABLE: dict[str, Layout] = {
     "pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble")),
     "pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble")),
     "pp 2, mae": Layout(2, pp(), loss="mae"),
-    "pp 2, spectral": Layout(2, pp(), spectral=0.5),
     "pp 2, relative l2": Layout(2, pp(), loss="relative_l2"),
     "pp 2, ac full": Layout(2, pp(), activation_checkpoint="full"),
     "pp 2, accumulation 2": Layout(2, pp(), accumulation=2),
@@ -414,9 +405,6 @@ TABLE: dict[str, Layout] = {
     "all-gather 2 x tp 2": Layout(4, cp("all_gather", **tp())),
     "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
     "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
-    "fsdp 2 x tp 2, asynchronous, compile": Layout(
-        4, tp(enable_async_tensor_parallel=True), compile="aot_eager"
-    ),
     "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
     "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
     "replicate 2 x fsdp 2 x tp 2": Layout(8, tp(**replicate())),
@@ -439,7 +427,6 @@ ROLLOUT = {
     "rollout 4, ulysses 2": Layout(2, cp(), rollout=4),
     "rollout 4, all-gather 2, odd grid": Layout(2, cp("all_gather"), grid=(11, 10), rollout=4),
     "rollout 4, ring 2, relative l2": Layout(2, cp("ring"), loss="relative_l2", rollout=4),
-    "rollout 2, tp 2, spectral": Layout(2, tp(), spectral=0.5, rollout=2),
     "rollout 4, pp 2, 1f1b": Layout(2, pp(), rollout=4),
     "rollout 4, pp 2, accumulation 2": Layout(2, pp(), accumulation=2, rollout=4),
     "rollout 4, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), rollout=4),
@@ -522,22 +509,6 @@ ENSEMBLES = {
     "crps, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, members=3),
 }
 TABLE |= ENSEMBLES
-TOLD = (("conditions", ("time_of_day", "day_of_year", "lead_time")),)
-CONDITIONED = {
-    "conditions, accumulation 2": Layout(1, accumulation=2, model=TOLD),
-    "conditions, ac full": Layout(1, activation_checkpoint="full", model=TOLD, rollout=2),
-    "conditions, ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks", model=TOLD),
-    "conditions, ac selective": Layout(1, activation_checkpoint="selective", model=TOLD),
-    "conditions, ddp 2": Layout(2, replicate(), model=TOLD, rollout=2),
-    "conditions, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=TOLD),
-    "conditions, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), model=TOLD),
-    "conditions, tp 2, ac full": Layout(2, tp(), activation_checkpoint="full", model=TOLD),
-    "conditions, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=TOLD),
-    "conditions, ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD, model=TOLD),
-    "conditions, crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3, model=TOLD),
-    "conditions, rollout 2, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=2, model=TOLD),
-}
-TABLE |= CONDITIONED
 CONSERVING = {
     "conserve, accumulation 2": Layout(1, accumulation=2, conserve=True),
     "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve=True),
@@ -576,7 +547,6 @@ ADAPTED = {
     "lora, fsdp 2 x tp 2, bf16": Layout(4, tp(), dtype="bfloat16", lora=True),
     "lora, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, lora=True),
     "lora, crps, fsdp 2 x tp 2": Layout(4, tp(), members=3, lora=True),
-    "lora, conditions, tp 2": Layout(2, tp(), model=TOLD, lora=True),
 }
 TABLE |= ADAPTED
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
@@ -606,9 +576,7 @@ COMPILED = [
     "tp 2, ac selective",
     "tp 2, ac full",
     "tp 2, bf16",
-    "tp 2, asynchronous",
     "tp 2, mae",
-    "tp 2, spectral",
     "ulysses 2, odd tokens, relative l2",
     "ulysses 2, ac full",
     "all-gather 2, odd tokens",
@@ -639,11 +607,10 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONDITIONED, *CONSERVING, *ADAPTED]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONSERVING, *ADAPTED]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "zero-1 1",
-    "conditions, ac every 2 blocks",
     "accumulation 4",
     "ac full",
     "ac selective",
@@ -654,7 +621,6 @@ FAST = [
     "fsdp 2, zero-2",
     "fsdp 2, accumulation 2",
     "fsdp 2, ac selective",
-    "fsdp 2, spectral",
     "fsdp 2, bf16",
     "fsdp 2, fp16",
     "fsdp 2, float8",
@@ -662,9 +628,7 @@ FAST = [
     "tp 2, odd tokens",
     "tp 2, qk norm, sincos",
     "tp 2, ac full",
-    "tp 2, asynchronous",
     "tp 2, mae",
-    "tp 2, spectral",
     "ulysses 2, odd tokens, relative l2",
     "all-gather 2",
     "ring 2",
@@ -700,8 +664,6 @@ FAST = [
     "crps, rollout 2, pp 2",
     "crps, rollout 2, fsdp 2 x tp 2",
     "crps, history 2, rollout 2, tp 2",
-    "conditions, tp 2, odd grid",
-    "conditions, crps, rollout 2, fsdp 2 x tp 2",
     "conserve, pp 2, 1f1b",
     "conserve, u-net, tiles 2 x 1",
     "conserve, rollout 2, fsdp 2 x ulysses 2, crps",

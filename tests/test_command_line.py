@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 import config
-from command_line import REMOVED, help_text, start, to_toml
-from errors import ConfigError, module_command
+from command_line import help_text, start, to_toml
+from errors import module_command
 from tests.test_config import GOOD, ROOT
 from training.config_checks import check, load_checked
 from training.run_folder import start_warnings
@@ -164,18 +163,6 @@ def test_defaults_lie_in_their_own_ranges() -> None:
         for field in dataclasses.fields(cls):
             for bounds in getattr(field.type, "__metadata__", ()):
                 assert bounds.admits(field.default), field.name
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_removed_keys_are_accepted_at_their_former_default_alone(folder: Path, name: str) -> None:
-    """The resolved config.toml of an older run contains them."""
-    (section, key), (default, fix) = name.split("."), REMOVED[name]
-    path = folder / "older.toml"
-    path.write_text(tomli_w.dumps({"extends": "good.toml", section: {key: default}}))
-    load_checked(["--job.config_file", str(path)])
-    path.write_text(tomli_w.dumps({"extends": "good.toml", section: {key: "other"}}))
-    with pytest.raises(ConfigError, match=f"{name} = 'other': the key was removed; .* {fix[:20]}"):
-        load_checked(["--job.config_file", str(path)])
 
 
 def test_what_may_waste_a_run_is_a_warning() -> None:

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from config import Compile, Config, Parallelism, Training
-from datasets.grid import Grid
-from errors import ConfigError
+from config import Compile, Config, Parallelism
 from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
 
@@ -98,34 +95,21 @@ COMMAND_LINES = [
     ("--model.dim 36 --model.num_heads 6 --model.position rotary", "model.num_heads = 6: model.position"),
     ("--model.dim 102 --model.num_heads 6 --model.position sincos", "model.dim = 102: model.position"),
     ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs a head size, dim"),
-    ("--parallelism.enable_async_tensor_parallel", "needs CUDA devices and compile.enable = true"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
-    ("--training.replay_steps 1", "training.replay_steps = 1: the first step starts from an analysis"),
-    ("--training.replay_steps 2 --training.rollout_steps [2]", "training.rollout_steps = [2]: training.r"),
-    (
-        "--training.replay_steps 2 --training.loss crps --training.members 2 --model.noise_dim 2",
-        "training.replay_steps = 2: a state is kept of each sample",
-    ),
     ("--training.rollout_steps [1,4] --training.rollout_gradient_steps 5", "rollout_gradient_steps = 5: a"),
     ("--training.rollout_steps [1,2] --training.rollout_weights [1]", "rollout_weights = [1.0]: give 2"),
     ("--training.rollout_steps [1,2] --training.rollout_weights [0,1]", "rollout_weights = [0.0, 1.0]: a"),
-    ("--training.replay_steps 3 --training.rollout_weights [1]", "rollout_weights = [1.0]: give 3, one"),
-    ("--training.replay_steps 2 --training.rollout_weights [0,0]", "rollout_weights = [0.0, 0.0]: no step"),
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     ("--training.variable_weights [0,0,0]", "variable_weights = [0.0, 0.0, 0.0]: one of them must be above"),
     ("--training.variable_weights [1e-46,1e-46,1e-46]", "variable_weights = [1e-46, 1e-46, 1e-46]: too"),
     ("--training.weight_by_change --training.loss relative_l2", "weight_by_change = True: training.loss ="),
     ("--training.variable_weights [1,2,1] --training.loss relative_l2", "variable_weights = [1.0, 2.0,"),
-    ("--training.spectral_fraction 0.5 --training.loss mae", "spectral_fraction = 0.5: takes the place of"),
     ("--model.conserve '[\"dry_air\"]'", "model.conserve = 'dry_air': no such quantity; did you mean"),
     ("--model.conserve '[\"total_water\"]'", "model.conserve = 'total_water': needs specific_humidity on"),
     ("--model.conserve '[\"dry_mass\"]'", "model.conserve = 'dry_mass': is made of surface_pressure, which"),
     ("--model.conserve '[\"2m_temperature\"]' --model.predict state", "model.conserve = ['2m_temperature']:"),
-    ("--model.conditions '[\"hour\"]'", "model.conditions"),
-    ("--model.conditions '[\"lead_time\"]'", "model.conditions = ['lead_time']: one step has the lead 0"),
-    ("--model.conditions '[\"time_of_day\"]' --model.name unet", "model.conditions = ['time_of_day']: are"),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
     ("--validation.lead_hours []", "validation.lead_hours = []: name one lead time"),
@@ -133,7 +117,6 @@ COMMAND_LINES = [
     ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
-    ("--float8.enable --float8.recipe rowwise --float8.enable_fsdp_float8_all_gather", '"rowwise" has more'),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
     ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date is before the first; exchange"),
@@ -321,10 +304,3 @@ def test_schedules_that_an_older_torch_cannot_run(
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_schedule(config)
-
-
-def test_zonal_waves_need_the_whole_globe() -> None:
-    config, latitude = Config(training=Training(spectral_fraction=0.5)), np.linspace(70, 30, 9)
-    start_checks.check_model(config, Grid(latitude, np.arange(0, 360, 5.0)))
-    with pytest.raises(ConfigError, match="^training.spectral_fraction = 0.5: waves are counted"):
-        start_checks.check_model(config, Grid(latitude, np.arange(0, 60, 5.0)))

@@ -186,7 +186,6 @@ def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
         (["--training.loss", "crps", "--model.noise_dim", "4"], "training.members = 1: .*2 or more"),
         (["--training.loss", "crps", "--training.members", "4"], "model.noise_dim = 0: .*all the same"),
         ([*ENSEMBLE, "--validation.members", "1"], "validation.members = 1: no ensemble"),
-        ([*ENSEMBLE, "--training.spectral_fraction", "0.5"], "training.spectral_fraction = 0.5"),
         (["--forecast.perturbation", "-0.5"], "forecast.perturbation = -0.5"),
     ],
 )

@@ -123,10 +123,10 @@ def test_the_card_has_every_argument_that_the_program_takes():
     """A model with noise, lead or forcings of the target fails without them."""
     about = {"latitude": [1.0], "longitude": [2.0], "history": 1, "variables": [], "step_hours": 6}
     content = {"config": Config(), "parameters": 1, "name": "m", "data": "", "averaged": False, "scores": []}
-    card = CARD.render(content | {"about": about | {"inputs": ["fields", "times", "keys", "steps", "later"]}})
+    card = CARD.render(content | {"about": about | {"inputs": ["fields", "times", "keys", "later"]}})
     code = code_of(card)
-    assert "step(state, times, keys, steps=steps, later=later)" in code
-    assert all(f"# {name} (B" in code for name in ("keys", "steps", "later"))
+    assert "step(state, times, keys, later=later)" in code
+    assert all(f"# {name} (B" in code for name in ("keys", "later"))
 
 
 def test_the_folder_is_a_checkpoint(exported, tmp_path):

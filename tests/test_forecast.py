@@ -1,6 +1,5 @@
 """Forecasts from a checkpoint: the store and its values, restarts, ranks, ensembles, what goes wrong."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import forecast
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid
 from errors import UserError
-from models.attention import Kernel
 from tests.forecasts import plain_forecast
 from tests.planned import run_forecast, run_main, run_train
 from tests.sample_archives import zarr_chunked
@@ -352,23 +350,6 @@ def test_another_forecast_is_not_written_over(run, tmp_path):
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
         store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
     assert files(tmp_path / "f.zarr") == before
-
-
-@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100"])
-def test_a_forecast_takes_the_kernel_of_its_run_on_the_same_kind_of_device(run, tmp_path, device):
-    """A GPU's kernel stopped a forecast on a CPU once."""
-    options = ["--model.attention_backend", "auto", "--training.local_batch_size", "1"]
-    folder = tmp_path / "run"
-    words = run_options(run.parent / "tiny.toml", folder, *options)
-    run_train(*words)
-    kept = json.loads((folder / "attention.json").read_text())
-    backend = "math" if device == "cpu" else "cudnn"
-    (folder / "attention.json").write_text(json.dumps(kept | {"backend": backend, "device": device}))
-    config = load_checked([*words, "--validation.local_batch_size", "3"])
-    model = forecast.load_forecaster(config, forecast.open_data(config)).model.parts[0]
-    torch.distributed.destroy_process_group()
-    backends = {module.backend for module in model.modules() if isinstance(module, Kernel)}
-    assert backends == {"math"} if device == "cpu" else backends <= {"math", "sdpa"}
 
 
 def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):

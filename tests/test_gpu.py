@@ -16,13 +16,13 @@ import torch.distributed as dist
 from benchmarks.gpu import TINY, Case, Sizes, run_group, table, training_of
 from benchmarks.random_run import RandomRun
 from models.attention import activate, attention, check_backend
-from parallelisms.attention_choice import BACKENDS
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
 from planning.memory import memory
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn")}
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
 
 
@@ -92,7 +92,7 @@ def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
 
 # On a CPU compiling takes half a minute; tests/test_compile.py does it there.
 @pytest.mark.parametrize(
-    "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": "tensorwise"}), ids=str
+    "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": True}), ids=str
 )
 def test_steps_lower_the_loss(training, case: dict) -> None:
     run = training(**case)

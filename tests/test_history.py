@@ -32,7 +32,6 @@ from tests.planned import run_forecast, run_train
 from tests.started_jobs import LATITUDE, LONGITUDE, run_options, small_dataset, write_config
 from training.assembly import Fields
 from training.config_checks import load_checked
-from training.losses.spectral import amse
 from training.rollout import seed_rollout_step
 from verification.rollout import model_forecast, rollout
 
@@ -275,8 +274,6 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
         roots, truth = (weights / len(fields)).sqrt(), truth.nan_to_num()
         squares = (roots * (new - truth)).square().sum()
-        if fraction := objective.spectral_fraction:
-            squares = (1 - fraction) * squares + fraction * amse(roots * (new - truth), roots * truth)
         loss = loss + share * squares
     loss.backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
@@ -300,7 +297,6 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         (Layout(rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
         (Layout(rollout=3, model=(("predict", "state"),)), {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
-        (Layout(rollout=3), {"spectral_fraction": 0.7}, THIRDS),
         (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), {}, THIRDS),
         (Layout(rollout=3, conserve=True), {}, THIRDS),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from training.losses.pointwise import (
     relative_l2_loss,
     sum_of_costs,
 )
-from training.losses.spectral import amse
 from training.losses.weights import (
     change_weights,
     mean_weights,
@@ -158,78 +157,11 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     assert_as_exact(exact, sums, scale, output, lambda sum_of, ours: sum_of(ours, target, weights, penalty))
 
 
-def amse_by_definition(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> float:
-    """Of one field (H, W) in float64: the paper's formula for each wavenumber, -W/2 to W/2, over all rows.
-    Areas have mean 1: without the modification it is the area-weighted mean squared error.
-    """
-    x, y = (np.fft.fft(field, axis=-1) / field.shape[-1] for field in (forecast, truth))
-    weights = area[:, None] / len(area)
-    px, py = ((weights * np.abs(waves) ** 2).sum(0) for waves in (x, y))
-    coherence = (weights * (x * y.conj()).real).sum(0) / np.sqrt(px * py)
-    return float(((np.sqrt(px) - np.sqrt(py)) ** 2 + 2 * np.maximum(px, py) * (1 - coherence)).sum())
-
-
-def amse_of(forecast: np.ndarray, truth: np.ndarray, area: np.ndarray) -> torch.Tensor:
-    """Ours, of float32 fields."""
-    fields = [torch.tensor(field, dtype=torch.float32)[None, None] for field in (forecast, truth)]
-    mask = torch.ones_like(fields[0], dtype=torch.bool)
-    roots = mean_weights(mask, torch.tensor(area, dtype=torch.float32), torch.ones(1)).sqrt()
-    return amse(roots * (fields[0] - fields[1]), roots * fields[1])
-
-
-LATITUDE = np.linspace(87, -87, 12)
-AREA = area_weights(LATITUDE)
-
-
-def wave(number: int, amplitude: float, phase: float = 0.0, columns: int = 16) -> np.ndarray:
-    angle = 2 * np.pi * np.arange(columns) / columns
-    return np.broadcast_to(amplitude * np.cos(number * angle + phase), (len(LATITUDE), columns))
-
-
-@pytest.mark.parametrize(
-    "forecast, truth, expected",
-    [
-        (wave(3, 2.0), wave(3, 0.5), 1.5**2 / 2),  # coherent: the squared error
-        (wave(3, 1.0, np.pi / 2), wave(3, 1.0), 1.0),  # quadrature, equal amplitude: the squared error
-        (wave(3, 0.5, np.pi / 2), wave(3, 1.0), 0.5**2 / 2 + 1.0),  # squared error: 0.625
-        (wave(3, 2.0, np.pi / 3), wave(3, 1.0), 1 / 2 + 4 * (1 - 0.5)),  # squared error: 1.5
-        (wave(3, 1.0, np.pi), wave(3, 1.0), 2.0),  # opposite
-        (wave(3, 1.0) + wave(5, 1.0, np.pi / 2), wave(3, 0.5) + wave(5, 1.0), 0.5**2 / 2 + 1.0),
-        (wave(0, 3.0) + wave(8, 1.0), wave(0, 2.0) + wave(8, 0.5), 1.0 + 0.5**2),  # mean and shortest
-        (wave(7, 1.0, columns=15), wave(7, 0.5, columns=15), 0.5**2 / 2),  # an odd number of columns
-        (wave(3, 1.0), wave(3, 0.0), 1.5),  # a wave that the truth has not: C = 0
-        (wave(3, 0.0), wave(3, 1.0), 1.5),
-    ],
-)
-def test_amse_of_known_waves(forecast, truth, expected):
-    """The mean square of a wave of amplitude 1 is 1/2; of the mean, and of the shortest wave, it is 1."""
-    assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_amse_is_the_papers_formula_with_its_gradient():
-    generator = np.random.default_rng(0)
-    truth, noise = generator.normal(size=(2, 12, 10))
-    for forecast in (truth + 0.1 * noise, 0.3 * truth + noise, 1.001 * truth):
-        expected = amse_by_definition(forecast, truth, AREA)
-        assert amse_of(forecast, truth, AREA).item() == pytest.approx(expected, rel=1e-4)
-    roots = torch.tensor(np.sqrt(AREA / 12))[:, None]
-    error = (roots * torch.tensor(0.1 * noise))[None, None].requires_grad_()
-    assert torch.autograd.gradcheck(amse, (error, (roots * torch.tensor(truth))[None, None]))
-
-
-def test_amse_of_fields_without_waves_has_finite_gradients():
-    for error, truth in ((0.0, 0.0), (1.0, 0.0), (-1.0, 1.0), (0.0, 1.0)):
-        fields = torch.full((1, 1, 4, 8), error, requires_grad=True)
-        amse(fields, torch.full((1, 1, 4, 8), truth)).backward()
-        assert fields.grad is not None and torch.isfinite(fields.grad).all()
-
-
 @pytest.mark.parametrize(
     ("loss", "layout"),
     [
         ("mse", Layout()),
         ("mae", Layout()),
-        ("spectral", Layout()),
         ("mse", Layout(conserve=True)),
         ("mse", Layout(conserve=True, unet=True)),
     ],
@@ -238,8 +170,7 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     """That of a step is that of its fields, as validations have it; changes count in units of states. On a
     grid that patches do not divide.
     """
-    settings: dict[str, Any] = {"spectral_fraction": 0.5} if loss == "spectral" else {"loss": loss}
-    run = SmallRun(replace(layout, grid=(11, 10)), **settings)
+    run = SmallRun(replace(layout, grid=(11, 10)), loss=loss)
     objective, normalizer = run.objective, run.objective.normalizer
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
@@ -249,7 +180,7 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
     parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
     assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
-    if loss == "spectral" or layout.conserve:
+    if layout.conserve:
         return
     area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
     errors = (states - truth).nan_to_num().double() / scale

@@ -83,7 +83,7 @@ def gradients_of_chunks() -> Tensor:
     """(4, parameters): of two samples each of the first global batch, in one process, one after the other."""
     run, found = SmallRun(Layout(1, accumulation=4)), []
     for batch in run.batches(0):
-        forward_backward(run.objective, None, 1, batch, 1.0, is_last=True)
+        forward_backward(run.objective, 1, batch, 1.0, is_last=True)
         found.append(
             torch.cat([p.grad.flatten() for p in run.model.parameters.values() if p.grad is not None])
         )

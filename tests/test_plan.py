@@ -119,16 +119,6 @@ def test_advice_keeps_the_global_batch():
         assert made["memory"]["peak"] / 2**30 == pytest.approx(float(peak), abs=0.01)
 
 
-def test_replayed_forecasts_are_on_the_host_and_in_checkpoints():
-    """3072 windows of 17 x 1024 x 2048 float32 over 64 ranks, beside a copy that is being written."""
-    one, replay = figures(), figures("--training.replay_steps", "4")
-    states = one["global_batch_size"] * 17 * 1024 * 2048 * 4
-    assert replay["host_memory"]["stored forecasts"] == states / 64
-    added = sum(replay["host_memory"].values()) - sum(one["host_memory"].values())
-    assert added == pytest.approx(2 * states / 64)
-    assert replay["cost"]["checkpoint_bytes"] - one["cost"]["checkpoint_bytes"] == states
-
-
 def test_averages_of_offloaded_weights_are_on_the_host():
     offload = ("--parallelism.cpu_offload=true", "--training.ema_decay=0.9")
     made, plain = figures(*offload), figures(offload[0])
@@ -254,7 +244,6 @@ def test_a_search_keeps_the_batch_that_the_local_one_makes():
     [
         (("--float8.enable",), "float8.enable = True: the a100 does not multiply in float8"),
         (("--training.rollout_steps", "[0]"), "training.rollout_steps[0] = 0: "),
-        (("--training.spectral_fraction", "0.5"), "training.spectral_fraction = 0.5: gathers whole fields"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(options, said):

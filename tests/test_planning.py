@@ -110,7 +110,6 @@ LAYOUTS = [
     (1, {"model.position": "rotary"}),
     pytest.param(2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}, marks=SLOW),
     (2, RING | {"model.position": "rotary"}),
-    (1, {"model.conditions": '["time_of_day"]', "activation_checkpoint.mode": "selective"}),
     (2, PIPELINE | {"training.rollout_steps": "[2]"}),
     (4, PIPELINE | {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from checkpoints.identity import Identity, meaning, plain
-from command_line import load_config
 from config import Config, Data, Model, Parallelism
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
@@ -63,7 +62,7 @@ def test_every_key_of_a_model_is_part_of_its_identity() -> None:
 
 
 OTHER: dict[str, Any] = {"patch_size": (2, 2), "dim": 64, "num_layers": 3, "num_heads": 4, "mlp_dim": 8}
-OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True, "conditions": ("time_of_day",)}
+OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True}
 OTHER |= {"width": 8, "levels": 1}
 
 
@@ -77,17 +76,11 @@ def test_unused_keys_change_nothing(name: Any) -> None:
         assert shapes(**{key: OTHER[key]}) == shapes(), key
 
 
-@pytest.mark.parametrize(("key", "value"), [("name", "swin"), ("position", "spherical")])
-def test_a_removed_kind_is_one_line(tmp_path: Path, key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.{key} = .*{value}.*: the value was removed; .*vit|learned"):
-        load_config([f"--model.{key}", value])
-    (tmp_path / "config.toml").write_text(f'[model]\n{key} = "{value}"\n')
-    with pytest.raises(ConfigError, match=f"its model.{key} = '{value}' was removed") as caught:
-        Identity.of(tmp_path)
-    assert "\n" not in str(caught.value)
-    (tmp_path / "config.toml").write_text('[lora]\nenable = true\nbase_dtype = "int8"\n')
-    with pytest.raises(ConfigError, match="its lora.base_dtype = 'int8' was removed; adapt matrices"):
-        Identity.of(tmp_path)
+def test_a_checkpoint_of_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nname = "swin"\n')
+    with pytest.raises(ConfigError, match=r"its model.name = 'swin'.*vit") as caught:
+        Identity.of(tmp_path).check(Config(), "")
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize(

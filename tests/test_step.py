@@ -77,7 +77,6 @@ def batches_of(
     config = Config(training=Training(local_batch_size=2, **training))
     mesh = SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
     model, state = SimpleNamespace(device=torch.device("cpu"), mesh=mesh), SimpleNamespace(progress=progress)
-    state.replay = None
     return Batches([0] * 100, config, state, model, global_batch)  # type: ignore[arg-type]
 
 

@@ -205,10 +205,8 @@ def float32(config_file: Path, tmp_path_factory) -> list[dict]:
     return run(config_file, tmp_path_factory.mktemp("float32") / "run", "--optimizer.lr", "1e-2")
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_float8_follows_float32(float32, config_file: Path, tmp_path: Path, recipe: str) -> None:
+def test_float8_follows_float32(float32, config_file: Path, tmp_path: Path) -> None:
     """e4m3 keeps 3 bits of the fraction: measured 0.55 % off in the loss, which falls to an eighth."""
-    options = ["--optimizer.lr", "1e-2", "--float8.enable", "--float8.recipe", recipe]
-    rounded = run(config_file, tmp_path / "float8", *options)
+    rounded = run(config_file, tmp_path / "float8", "--optimizer.lr", "1e-2", "--float8.enable")
     assert losses(rounded) != losses(float32)
     np.testing.assert_allclose(losses(rounded), losses(float32), rtol=0.02)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from models.attention import preferred_backend, use_backend
 from models.lora import apply_lora, count_parameters
 from models.registry import build_model
 from models.weather_model import TokenModel, WeatherModel
-from parallelisms.attention_choice import choose_attention
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import ParallelModel, Recipe, parallelize
 from training.conservation import build_conservation
@@ -71,22 +69,19 @@ def assemble(
     fields: Fields,
     mesh: Mesh,
     device: torch.device,
-    run_folder: Path | None = None,
     for_training: bool = True,
     memory: AbstractContextManager | None = None,
 ) -> Assembly:
     """Return this rank's part of the model that `config` describes, with weights from (seed, name).
 
-    run_folder: of the run, which stores the kernels that were measured to be the fastest; None: nothing is
-    measured. memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
+    memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
     """
-    training, single_numbers = config.training, config.model.conditions
+    training = config.training
     roles, num_variables, shape = roles_of(config.data), len(fields.variables), fields.grid.shape
     diagnostic = num_variables - roles.forcing - np.arange(roles.diagnostic) - 1
     hidden = (np.arange(config.data.history)[:, None] * num_variables + diagnostic).ravel().tolist()
-    conditions = Conditions(
-        fields.static, config.data.forcings, fields.grid, config.model.noise_dim, single_numbers, hidden
-    ).to(device)
+    inputs = (fields.static, config.data.forcings, fields.grid, config.model.noise_dim, hidden)
+    conditions = Conditions(*inputs).to(device)
     rows = area_weights(fields.grid.latitude)
     names = state_variables(config.data)
     conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
@@ -113,11 +108,9 @@ def assemble(
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, TokenModel):
         backend = config.model.attention_backend
-        use_backend(meta_model, preferred_backend(device, dtype) if backend == "auto" else backend)
-        if run_folder and backend == "auto":
-            states = training.local_batch_size * training.members  # that the model takes at once
-            file = run_folder / "attention.json"
-            choose_attention(meta_model, states, mesh.degrees, dtype, device, file, for_training)
+        if backend == "auto":
+            backend = preferred_backend(device, dtype, meta_model.num_tokens)
+        use_backend(meta_model, backend)
     recipe = Recipe(
         config.parallelism,
         # A forecast has no backward pass, and stores nothing for one.

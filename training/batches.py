@@ -15,8 +15,7 @@ from datasets.loader import TrainLoader, TrainSampler
 from errors import ConfigError
 from jobs.heartbeat import span
 from parallelisms.parallelize import ParallelModel
-from training.due import Rollouts, num_places
-from training.replay import ReplaySampler, one_step_samples
+from training.due import Rollouts
 from training.state import Progress, TrainState
 
 logger = logging.getLogger(__name__)
@@ -43,18 +42,14 @@ class Batches:
         model: ParallelModel,
         global_batch: int,
     ) -> None:
-        """dataset: samples with as many later states as the longest rollout, or replay, has steps."""
+        """dataset: samples with as many later states as the longest rollout has steps."""
         training, data = config.training, config.data
-        self.progress, self.replay, self.history = state.progress, state.replay, data.history
+        self.progress, self.history = state.progress, data.history
         self.device, self.global_batch, self.frozen = model.device, global_batch, config.lora.enable
         self.rollouts, smallest = Rollouts.of(training), training.local_batch_size * model.mesh.degrees.dp
         self.micro_batches = global_batch // smallest
         sampler = (len(dataset), training.seed, training.local_batch_size, self.micro_batches)
-        sampler = (*sampler, model.mesh.dp_rank, model.mesh.degrees.dp)
-        order = TrainSampler(*sampler)
-        if self.replay:
-            dataset = one_step_samples(dataset, training.replay_steps, data.history)
-            order = ReplaySampler(num_places(training, smallest), training.replay_steps, *sampler)
+        order = TrainSampler(*sampler, model.mesh.dp_rank, model.mesh.degrees.dp)
         self.loader = TrainLoader(dataset, order, data.num_workers, pin=self.device.type == "cuda")
         self.iterator: Iterator[Batch] = iter(())
         self.position: tuple[int, int, int] | None = None  # samples, rollbacks, steps that the iterator is at
@@ -86,11 +81,8 @@ class Batches:
             self.iterator = on_device(loaded, self.device)
         self.position, self.seconds, self.bytes = None, 0.0, 0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
-        for micro in range(self.micro_batches):
-            batch = self._next()
-            if self.replay:
-                batch = batch._replace(fields=self.replay.start(progress.samples, micro, *batch))
-            yield batch
+        for _ in range(self.micro_batches):
+            yield self._next()
         self.position = progress.samples + self.global_batch, progress.rollbacks, length
 
     def _next(self) -> Batch:
@@ -131,8 +123,7 @@ def choose_global_batch(training: Training, smallest: int, progress: Progress) -
     """Return the samples of each step. -1 takes those of the checkpoint, or else `smallest`: those that all
     ranks take at once.
 
-    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks, or a replay's ring
-    was made for another one.
+    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks.
     """
     stored = progress.global_batch
     if training.global_batch_size == -1 and stored % smallest:
@@ -141,9 +132,6 @@ def choose_global_batch(training: Training, smallest: int, progress: Progress) -
             f"local_batch_size x data-parallel ranks = {smallest}; change training.local_batch_size, or set "
             "training.global_batch_size to what you want from here on"
         )
-    if training.global_batch_size == -1 and training.replay_steps and stored not in (0, smallest):
-        reason = f"training.replay_steps has a forecast of each of the checkpoint's {stored} samples a step"
-        raise ConfigError(f"training.global_batch_size = -1: {reason}; set it to {stored}")
     chosen = (stored or smallest) if training.global_batch_size == -1 else training.global_batch_size
     if stored and chosen != stored:
         logger.info(f"the global batch was {stored} samples so far and is {chosen} from here on")

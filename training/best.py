@@ -100,7 +100,6 @@ def basis_of(config: Config) -> str:
         parts.append(validation.members or training.members)
     if config.checkpoint.keep_best.startswith("val/loss"):
         parts += [training.loss, training.variable_weights, training.weight_by_change]
-        parts += [training.spectral_fraction]
     return repr(parts)
 
 

@@ -33,7 +33,6 @@ def check(config: Config) -> None:
     check_data(config.data)
     _check_training(config)
     _check_rollouts(config.training)
-    _check_replay(config)
     _check_optimizer(config)
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
@@ -78,10 +77,6 @@ def _check_training(config: Config) -> None:
 
 def _check_loss(training: Training) -> None:
     """Refuse settings that the loss does not use."""
-    fraction = training.spectral_fraction
-    if fraction and training.loss != "mse":
-        reason = f'takes the place of squared errors, and training.loss = "{training.loss}"'
-        refuse("training.spectral_fraction", fraction, f'{reason}; set that to "mse" or this to 0')
     weights = {
         "variable_weights": list(training.variable_weights),
         "weight_by_change": training.weight_by_change,
@@ -146,13 +141,6 @@ def _check_rollouts(training: Training) -> None:
     if training.rollout_gradient_steps > rollouts.longest:
         reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
         refuse("training.rollout_gradient_steps", training.rollout_gradient_steps, reason)
-    if training.replay_steps and weights:
-        if len(weights) != training.replay_steps:
-            fix = f"give {training.replay_steps}, one each of training.replay_steps"
-            refuse("training.rollout_weights", weights, fix)
-        if not any(weights):
-            refuse("training.rollout_weights", weights, "no step has a loss; raise one")
-        return
     if weights and len(weights) != rollouts.longest:
         refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
     for length in lengths:
@@ -160,22 +148,6 @@ def _check_rollouts(training: Training) -> None:
             steps = f"only its last {rollouts.with_gradients(length)} steps have gradients"
             reason = f"a rollout of {length} has no loss: {steps}; raise the weight of one of them"
             refuse("training.rollout_weights", weights, reason)
-
-
-def _check_replay(config: Config) -> None:
-    """Steps from forecasts of earlier training steps, and what else says where a step starts."""
-    training, key = config.training, "training.replay_steps"
-    steps, rollout = training.replay_steps, list(training.rollout_steps)
-    if not steps:
-        return
-    if steps == 1:
-        refuse(key, 1, "the first step starts from an analysis; set it to 2 or more, or to 0 for no replay")
-    if rollout != [1]:
-        refuse("training.rollout_steps", rollout, f"{key} = {steps} takes one step at a time; set it to [1]")
-    if training.loss == "crps":
-        refuse(
-            key, steps, 'a state is kept of each sample, and training.loss = "crps" has members; set it to 0'
-        )
 
 
 def _check_optimizer(config: Config) -> None:

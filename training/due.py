@@ -105,10 +105,3 @@ class Rollouts:
         """Return the forward passes of a sample of each training step after `step`, in all."""
         stages = self.stages()
         return sum(self.passes(length) * max(end - max(begin, step), 0) for length, begin, end in stages)
-
-
-def num_places(training: Training, smallest: int) -> int:
-    """Return the forecasts that all ranks store (training/replay.py); smallest: samples that they take at
-    once.
-    """
-    return max(training.global_batch_size, smallest)

@@ -22,15 +22,14 @@ from training.conservation import ShardedProjection
 from training.due import Rollouts
 from training.losses.penalties import by_member, penalty_of
 from training.losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
-from training.losses.spectral import SpectralPart, amse
 from training.losses.weights import change_weights, mean_weights, relative_l2_weights, variable_weights
 
 
 class Shards(NamedTuple):
     """This rank's shard of a micro-batch: of the model's input, and by name of what its loss needs.
 
-    targets: "target", the expected output; "weights" of each of its errors; for a spectral loss "truth", the
-    normalised state times the root of its weights. Each has the shape of the model's output.
+    targets: "target", the expected output; "weights" of each of its errors. Each has the shape of the model's
+    output.
     """
 
     inputs: Tensor
@@ -50,7 +49,7 @@ class Objective:
         self.meta_model: Any = assembly.meta_model
         self.shards, self.conditions = model.shards, assembly.conditions
         self.penalty, self.relative = penalty_of(training.loss), training.loss == "relative_l2"
-        self.spectral_fraction, self.members = training.spectral_fraction, training.members
+        self.members = training.members
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
@@ -78,38 +77,33 @@ class Objective:
         """Return the keys (B M,) of the noise in training step `step`, for samples that start at `times`."""
         return keys_of_members(self.seed, step, times, self.members)
 
-    def condition(self, keys: Tensor, times: Tensor, lead: int) -> list[Tensor]:
-        """Return what conditions step `lead` of a rollout: noise (B M, N, H, W) and values (B M, K).
+    def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
+        """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model is given some."""
+        return self.conditions.draw(keys, self.repeat_members(times))
 
-        times (B,): dates of the states that the step starts from.
-        """
-        return self.conditions.draw(keys, self.repeat_members(times), lead)
-
-    def cut(self, fields: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
+    def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> Shards:
         """Return this rank's shard of physical fields (B, h + 1, V, H, W) of `times` (B,), of all members."""
         window, truth = split_sample(fields, self.normalizer.history)
         window = self.repeat_members(self.normalizer.normalize_window(window))
-        return self.cut_step(window, truth[:, 0], times, *conditions)
+        return self.cut_step(window, truth[:, 0], times, *noise)
 
-    def cut_step(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
+    def cut_step(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
         """Return the shard of a normalised window (B M, h V, H, W) and the physical truth (B, V, H, W)."""
-        return self._cut(window, truth, times, *conditions)
+        return self._cut(window, truth, times, *noise)
 
-    def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *conditions: Tensor) -> Shards:
+    def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
         normalizer = self.normalizer
         state = normalizer.newest(window)
         target, mask = normalizer.normalize_target(truth)
         weights = self._weights(target, mask)
-        spectral = {"truth": weights.sqrt() * target} if self.spectral_fraction else {}
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         target, weights, times = map(self.repeat_members, (target, weights, times))
         from_fields, cut_output = self.meta_model.from_fields, self.shards.cut_output
         if normalizer.has_known_inputs:
             window = normalizer.with_known(window, self.repeat_members(truth))
-        inputs = self.shards.cut_input(from_fields(self.conditions.append(window, times, *conditions)))
+        inputs = self.shards.cut_input(from_fields(self.conditions.append(window, times, *noise)))
         targets = {"target": cut_output(from_fields(normalizer.expected_output(state, target)))}
-        for name, each in {"weights": weights, **spectral}.items():
-            targets[name] = cut_output(from_fields(each, with_zeros=True))
+        targets["weights"] = cut_output(from_fields(weights, with_zeros=True))
         return Shards(inputs, targets)
 
     def _weights(self, target: Tensor, mask: Tensor) -> Tensor:
@@ -129,15 +123,11 @@ class Objective:
         costs: Tensor = self._sum_of_costs(*parts)  # (B,)
         if self.relative:
             return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
-        if not self.spectral_fraction:
-            return costs.sum()
-        truth = targets["truth"]
-        part = SpectralPart.apply(output, target, weights, truth, self.shards, self.meta_model)
-        return torch.lerp(costs.sum(), part, self.spectral_fraction)
+        return costs.sum()
 
     def loss_of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """Return the loss of whole physical fields of one date: (M, V, H, W) against (1, V, H, W)."""
-        activity.progress()  # a validation may take long as long as it gets on
+        activity.progress()  # a validation may take its time, batch by batch
         target, mask = self.normalizer.normalize_target(truth)
         scale = self.normalizer.output_scale
         weights = self._weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))
@@ -145,8 +135,4 @@ class Objective:
         target.div_(scale)
         parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
         costs = sum_of_costs(*parts, penalty=self.penalty)
-        if not self.spectral_fraction:
-            return torch.mean(costs.sqrt()) if self.relative else costs.sum()
-        roots = weights.sqrt_()
-        spectral = amse(roots * (output - target), roots * target)
-        return torch.lerp(costs.sum(), spectral, self.spectral_fraction)
+        return torch.mean(costs.sqrt()) if self.relative else costs.sum()

@@ -12,7 +12,6 @@ Shapes: B batch, M members of each sample (1 without an ensemble), h states of a
 
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,19 +22,14 @@ from training.batches import Batch
 from training.objective import Objective
 from verification.rollout import rollout
 
-if TYPE_CHECKING:
-    from training.replay import Replay
 
-
-def forward_backward(
-    objective: Objective, replay: "Replay | None", step: int, batch: Batch, scale: float, is_last: bool
-) -> Tensor:
+def forward_backward(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
     """Return this rank's part of the loss of a micro-batch of training step `step`: the weighted mean over
     the steps of its rollout. Gradients are those of scale x loss. is_last: they are reduced over all ranks.
     """
     num_steps = batch.fields.shape[1] - objective.normalizer.history
     if num_steps == 1:
-        return one_step(objective, replay, step, batch, scale, is_last)
+        return one_step(objective, step, batch, scale, is_last)
     model, times = objective.model, batch.times
     start, truths = split_sample(batch.fields, objective.normalizer.history)
     keys, seed = objective.noise_keys(step, times), torch.initial_seed()
@@ -48,34 +42,23 @@ def forward_backward(
         seed_rollout_step(seed, number)
         date, is_first = times + number * objective.step_seconds, number == first
         window = windows.pop().requires_grad_(not is_first)
-        conditions = objective.condition(keys, date, number)
-        step_back = StepBack(objective, window, truths[:, number], date, later, conditions)
+        noise = objective.draw_noise(keys, date)
+        step_back = StepBack(objective, window, truths[:, number], date, later, noise)
         loss += step_back.run(shares[number], scale, is_last=is_last and is_first)
         later = None if is_first else step_back.gradient()
     return loss
 
 
-def one_step(
-    objective: Objective, replay: "Replay | None", step: int, batch: Batch, scale: float, is_last: bool
-) -> Tensor:
-    """Forward and backward of one step of the model; `replay` keeps the state that it leads to."""
+def one_step(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
+    """Forward and backward of one step of the model."""
     fields, times = batch
     keys = objective.noise_keys(step, times)
-    inputs, targets = objective.cut(fields, times, *objective.condition(keys, times, 0))
-    outputs: list[Tensor] = []
-    if replay:
-        targets = replay.weight_targets(targets, objective.relative)
+    inputs, targets = objective.cut(fields, times, *objective.draw_noise(keys, times))
 
     def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-        if replay:
-            outputs.append(output.detach())
         return objective.loss_part(objective.project(output), targets)
 
-    loss = objective.model.forward_backward(inputs, targets, loss_part, scale, is_last)
-    if replay:
-        start, _ = split_sample(fields, objective.normalizer.history)
-        replay.store(objective.normalizer, start, times, outputs)
-    return loss
+    return objective.model.forward_backward(inputs, targets, loss_part, scale, is_last)
 
 
 def seed_rollout_step(seed: int, number: int) -> None:
@@ -121,16 +104,16 @@ class StepBack:
         truth: Tensor,
         times: Tensor,
         later: Tensor | None,
-        conditions: list[Tensor],
+        noise: list[Tensor],
     ) -> None:
         """window, later (B M, h V, H, W) normalised; truth (B, V, H, W) physical; times (B,) of the window;
-        conditions: of `Objective.condition`.
+        noise: of `Objective.draw_noise`.
         """
         self.objective, self.model, self.normalizer = objective, objective.model, objective.normalizer
         if later is not None:
             later = self.normalizer.drop_boundary(later, objective.repeat_members(truth))
         self.window, self.later = window, later
-        inputs, targets = objective.cut_step(window, truth, times, *conditions)
+        inputs, targets = objective.cut_step(window, truth, times, *noise)
         self.functions_of_window = (inputs, targets["target"])
         # Detached: the micro-batches of a pipeline would each go back through the cut of them all.
         self.inputs = inputs.detach().requires_grad_(window.requires_grad)

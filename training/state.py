@@ -28,11 +28,10 @@ from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
 from training.optimizers.shards import empty_moment
 from training.optimizers.trust_ratios import SharedSums
-from training.replay import Replay
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
-OPTIONAL = ("ema.", "train.", "bad_steps.", "replay.")  # an older version, or a run without fp16, saved fewer
+OPTIONAL = ("ema.", "train.", "bad_steps.")  # an older version, or a run without fp16, saved fewer
 
 
 @dataclass
@@ -68,7 +67,6 @@ class TrainState:
     average: EMA | None
     progress: Progress
     bad_steps: BadSteps
-    replay: Replay | None = None
     model: ParallelModel | None = None
 
     def restart(self, step: int) -> None:
@@ -84,7 +82,6 @@ class TrainState:
             "ema": self.average.averages if self.average else {},
             "train": {**self.progress.state_dict(), **self.scaler.state_dict()},
             "bad_steps": self.bad_steps.window,
-            "replay": self.replay.state_dict() if self.replay else {},
         }
         return {
             f"{part}.{name}": plain_weight(tensor.detach())
@@ -118,9 +115,6 @@ class TrainState:
         self.progress.load_state_dict(train)
         if "scaler.factor" in train:
             self.scaler.load_state_dict(train)
-        if self.replay:
-            stored = {name.removeprefix("replay."): tensor for name, tensor in state.items()}
-            self.replay.load_state_dict(stored)
         if self.average:  # of what had none: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 
@@ -140,12 +134,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     if training.ema_decay:
         average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)
     bad_steps = BadSteps(training, model.device, model.mesh.degrees.dp)
-    replay = None
-    if training.replay_steps:
-        channels = config.data.history * len(assembly.normalizer.mean)
-        window = (training.local_batch_size, channels, *assembly.meta_model.grid_shape)
-        replay = Replay(config, model, window)
-    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, replay, model)
+    return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, model)
 
 
 def shared_sums(model: ParallelModel) -> SharedSums:

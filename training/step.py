@@ -102,7 +102,7 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
     with autocast_cache_scope(model.device):
         for index, batch in enumerate(batches):
             is_last = index == number - 1
-            part = forward_backward(run.objective, run.state.replay, step, batch, scale, is_last)
+            part = forward_backward(run.objective, step, batch, scale, is_last)
             loss += part / number
             if index == 0 and run.noise_scale:
                 run.noise_scale.first_micro_batch()

@@ -46,7 +46,7 @@ def rollout(
         date = times + step * step_seconds
         later = None if known is None else known(step + 1, date + step_seconds)
         inputs = normalizer.with_known(window, later)
-        output = predict(conditions.append(inputs, date, *conditions.draw(keys, date, step)))
+        output = predict(conditions.append(inputs, date, *conditions.draw(keys, date)))
         window = normalizer.advance(window, output, later)
         yield window
 

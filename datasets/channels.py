@@ -1,0 +1,123 @@
+"""The channels of a model by name: which variable stands where in its input and its output.
+
+A state has prognostic, diagnostic and forcing variables, in this order. Each has a channel in the input and
+the output of a model, whatever its role, so that a variable may change its role and keep its weights: the
+input of diagnostic variables is 0, outputs of forcing variables are not used. The input of a model is a
+window of states, the newest first, what is known of the next state, static fields, forcings and noise.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from config import Data
+from datasets.variables import expand_levels
+from errors import refuse
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Names of variables have their level: "geopotential:500". `channels.variables` are those of a state."""
+
+    prognostic: tuple[str, ...]  # predicted, and input of the next step
+    diagnostic: tuple[str, ...] = ()  # predicted only
+    forcing: tuple[str, ...] = ()  # input only
+    static: tuple[str, ...] = ()  # constant fields
+    computed: tuple[str, ...] = ()  # from date and position (data.forcings)
+    noise_dim: int = 0
+    history: int = 1  # states of a window, `step_hours` apart
+    step_hours: int = 6
+    boundary_width: int = 0  # cells of a limited area that are known of the next state
+    forcings_of_target: bool = False
+    log_scales: tuple[float, ...] = ()  # s of log(1 + x / s) of each variable, 0 as it is; empty: all are
+
+    @classmethod
+    def of(cls, data: Data, noise_dim: int = 0) -> "Channels":
+        """Return the channels of a configuration. Raises ConfigError."""
+        listed = data.variables, data.diagnostic_variables, data.forcing_variables
+        names = [name for each in listed for name in each]
+        try:
+            expanded = iter(expand_levels(names, data.levels))
+        except ValueError as error:
+            refuse("data.variables", names, str(error))
+        roles = [tuple(islice(expanded, len(expand_levels(each, data.levels)))) for each in listed]
+        inputs = tuple(data.static_variables), tuple(data.forcings), noise_dim, data.history, data.step_hours
+        scales = tuple(_log_scales(data, roles))
+        return cls(*roles, *inputs, data.boundary_width, data.forcings_of_target, scales)
+
+    @property
+    def variables(self) -> list[str]:
+        return [*self.prognostic, *self.diagnostic, *self.forcing]
+
+    @property
+    def predicted(self) -> list[str]:
+        return [*self.prognostic, *self.diagnostic]
+
+    def find(self, role: str) -> slice:
+        """Return the place of "predicted", "diagnostic" or "forcing" variables in a state."""
+        ends = {"predicted": (0, len(self.predicted)), "forcing": (len(self.predicted), len(self.variables))}
+        ends["diagnostic"] = len(self.prognostic), len(self.predicted)
+        return slice(*ends[role])
+
+    @property
+    def known(self) -> slice:
+        """Place of the variables that are known of the next state: all with a boundary, else forcings."""
+        return slice(len(self.variables)) if self.boundary_width else self.find("forcing")
+
+    @property
+    def is_known(self) -> bool:
+        """True if something of the next state is known."""
+        return bool(self.boundary_width or self.forcing)
+
+    @property
+    def of_target(self) -> list[str]:
+        """Inputs of the state that a step leads to."""
+        boundary = [f"{name} of the boundary" for name in self._labels(self.predicted) if self.boundary_width]
+        target = [f"{name} of the target" for name in self._labels(self.forcing) if self.forcings_of_target]
+        return [*boundary, *target]
+
+    @property
+    def window(self) -> list[str]:
+        """Names of a window's channels: "2m_temperature", ..., "2m_temperature 6 h before"."""
+        names, hours = self.outputs, self.step_hours
+        return [*names, *(f"{name} {n * hours} h before" for n in range(1, self.history) for name in names)]
+
+    @property
+    def hidden(self) -> list[int]:
+        """Channels of a window that are 0 in the input."""
+        places = range(len(self.variables))[self.find("diagnostic")]
+        return [state * len(self.variables) + place for state in range(self.history) for place in places]
+
+    @property
+    def inputs(self) -> list[str]:
+        from models.noise import noise_names  # imports torch, which a check of the command line does not
+
+        return [*self.window, *self.of_target, *self.static, *self.computed, *noise_names(self.noise_dim)]
+
+    @property
+    def outputs(self) -> list[str]:
+        return self._labels(self.variables)
+
+    def _labels(self, names: Sequence[str]) -> list[str]:
+        """Return names that tell a variable from its logarithm."""
+        scales = dict(zip(self.variables, self.log_scales, strict=False))
+        return [f"{name} as log(1 + x / {scales[name]:g})" if scales.get(name) else name for name in names]
+
+
+def _log_scales(data: Data, roles: Sequence[tuple[str, ...]]) -> Iterator[float]:
+    """Yield the scale of each variable, by data.log1p."""
+    names = [name for role in roles for name in role]
+    scales = dict.fromkeys(names, 0.0)
+    for text in data.log1p:
+        name, _, number = (part.strip() for part in text.partition("="))
+        try:
+            scale = float(number)
+        except ValueError:
+            scale = 0.0
+        if not 0 < scale < float("inf"):
+            refuse("data.log1p", text, "write a variable and a positive scale: total_precipitation_6hr=1e-5")
+        expanded = expand_levels([name], data.levels)
+        if not set(expanded) <= set(names[len(roles[0]) :]):
+            refuse("data.log1p", text, "name one of data.diagnostic_variables or data.forcing_variables")
+        scales.update(dict.fromkeys(expanded, scale))
+    yield from scales.values()

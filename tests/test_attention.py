@@ -1,0 +1,52 @@
+"""The kernel of `model.attention_backend = "auto"`, by a table; kernels that a machine does not have."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from models.attention import CHOICES, attention, check_backend, preferred_backend
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "tokens", "installed", "expected"),
+    [
+        (None, torch.bfloat16, 128, "", "math"),
+        (None, torch.bfloat16, 1024, "", "sdpa"),
+        (None, torch.float32, 128, "", "sdpa"),
+        ((8, 0), torch.bfloat16, 4096, "", "flash"),
+        ((8, 0), torch.float32, 4096, "", "sdpa"),
+        ((9, 0), torch.bfloat16, 4096, "", "cudnn"),
+        ((9, 0), torch.bfloat16, 4096, "flash_attn_interface", "flash3"),
+        ((10, 0), torch.float16, 4096, "flash_attn.cute", "flash4"),
+        ((7, 0), torch.float16, 4096, "", "sdpa"),
+    ],
+)
+def test_the_kernel_by_device_type_and_tokens(capability, dtype, tokens, installed, expected):
+    device = GPU if capability else CPU
+    with (
+        patch("torch.cuda.get_device_capability", lambda device: capability),
+        patch("models.attention._is_installed", lambda module: module == installed),
+        patch("torch.backends.cudnn.is_available", lambda: True),
+    ):
+        assert preferred_backend(device, dtype, tokens) == expected
+    assert all(row.most_tokens > 0 for row in CHOICES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_cpu_agree_with_float64(dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 50, 16) for _ in range(3))
+    exact = (q.double() @ k.double().mT / math.sqrt(16)).softmax(-1) @ v.double()
+    for backend in ("sdpa", "math", "auto"):
+        found = attention(q.to(dtype), k.to(dtype), v.to(dtype), backend)
+        assert (found.double() - exact).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash4", "flash_attn"])
+def test_a_kernel_that_a_machine_lacks_is_one_line(backend):
+    with pytest.raises(ValueError, match=f'"{backend}": needs a CUDA device .* use "sdpa"'):
+        check_backend(backend, "cpu", torch.bfloat16)
