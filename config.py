@@ -395,7 +395,7 @@ class Lora:
     )
     rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
     alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")
-    also_train: tuple[Literal["patch_embedding", "position", "modulation", "norms", "head"], ...] = option(
+    also_train: tuple[Literal["patch_embedding", "position", "norms", "head"], ...] = option(
         (),
         'Parts that are trained in addition; new input variables need "patch_embedding", new predicted '
         'variables "head".',

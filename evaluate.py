@@ -52,10 +52,11 @@ import xarray as xr
 
 from config import Config
 from datasets.archive import Archive, open_archive
+from datasets.channels import Channels
 from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset, window_steps
 from datasets.grid import area_weights, coarser
-from datasets.options import log_scales, parse_selection
+from datasets.options import parse_selection
 from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
@@ -169,7 +170,9 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     """
     archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
-    source = Source(archive, variables, selection.train, selection.step, area, log_scales(config.data))
+    source = Source(
+        archive, variables, selection.train, selection.step, area, Channels.of(config.data).log_scales
+    )
     source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
     own = folder / OWN_FOLDER / "statistics.npz"  # the run's are only read
     statistics = stored_statistics(folder / "statistics.npz", source) or load_or_count(own, source)

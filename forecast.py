@@ -37,8 +37,8 @@ from checkpoints.export import OneStep, check_target, export_model
 from checkpoints.files import local_path
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, Float8
-from datasets.field_dataset import LaterFields, channel_names
-from datasets.options import predicted_variables, roles_of, state_variables
+from datasets.channels import Channels
+from datasets.field_dataset import LaterFields
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
 from errors import ConfigError, DataError, end_process, one_line_errors, without_secrets
@@ -85,7 +85,7 @@ def forecast(config: Config) -> int:
 
     # -- the store: made once, then written to by every rank -----------------------------------------
     leads = range(1, settings.num_steps + 1)
-    names = predicted_variables(data)
+    names = Channels.of(data).predicted
     index = StoreIndex(
         names,
         selection.archive.grid,
@@ -162,8 +162,9 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)
-    known = LaterFields(selection.archive, selection.variables[assembly.normalizer.known])
-    is_read = assembly.normalizer.needs_known and not config.forecast.persist_forcings
+    channels = assembly.normalizer.channels
+    known = LaterFields(selection.archive, selection.variables[channels.known])
+    is_read = channels.is_known and not config.forecast.persist_forcings
     return Forecaster(**vars(assembly), trained=trained, known=known if is_read else None)
 
 
@@ -176,7 +177,7 @@ def about(
     """
     dates = index.dates.astype("datetime64[s]")
     ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
-    if roles_of(config.data).forcing:
+    if Channels.of(config.data).forcing:
         ensemble["persist_forcings"] = config.forecast.persist_forcings
     drawn = {"seed": config.training.seed} if index.num_members > 1 or config.model.noise_dim else {}
     return {
@@ -228,7 +229,7 @@ class InitialStates:
         self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
         size = perturbation_of(config)
         self.seed, self.scale = config.training.seed, size * trained.statistics.change_std
-        self.scale[roles_of(config.data).predicted :] = 0.0  # forcing variables are what they are
+        self.scale[len(Channels.of(config.data).predicted) :] = 0.0  # forcing variables are what they are
         perturbed = size > 0 and config.forecast.num_members > 1
         self.random = RandomFields(selection.archive.grid) if perturbed else None
 
@@ -268,7 +269,7 @@ def forecast_batch(
     """
     normalizer, settings = forecaster.normalizer, config.forecast
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
-    empty[:, forecaster.conditions.hidden.cpu()] = False  # the model does not see these
+    empty[:, normalizer.channels.hidden] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
     start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
@@ -286,10 +287,9 @@ def forecast_batch(
             fields = normalizer.denormalize(state[rows])
             writer.write(pairs, lead - 1, fields[:, normalizer.predicted])
         bar.update()
-    data = config.data
-    names = np.array(channel_names(state_variables(data), data.history, data.step_hours))
+    names = np.array(normalizer.channels.window)
     tables = empty.numpy(), torch.stack(broken).cpu().numpy()  # waits for the device
-    return dict(problems_of(batch, *tables, names, data.step_hours))
+    return dict(problems_of(batch, *tables, names, config.data.step_hours))
 
 
 def problems_of(

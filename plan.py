@@ -188,9 +188,9 @@ def job(config: Config, world: int) -> Workload:
 
 
 def num_variables(config: Config) -> int:
-    from datasets.options import state_variables
+    from datasets.channels import Channels
 
-    return len(state_variables(config.data))
+    return len(Channels.of(config.data).variables)
 
 
 def tables(plans: list[Plan], made: Plan, cluster: Cluster, config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """train.py's assembly and step on one batch of random fields that stays on the device."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,12 @@ class RandomRun:
         drawn_here: bool = False,
         accumulation: int = 1,
     ) -> None:
-        self.config, self.device, self.number = config, device, 0
+        self.device, self.number = device, 0
+        if not config.data.variables:
+            names = tuple(f"variable {number}" for number in range(num_variables))
+            config = replace(config, data=replace(config.data, variables=names))
         fields = Fields.standard(config, global_grid(grid_shape), num_variables)
+        self.config = config
         mesh, memory = mesh_of(config.parallelism, device), nullcontext() if drawn_here else None
         self.assembly = assemble(config, fields, mesh, device, memory=memory)
         self.model = self.assembly.model

@@ -30,13 +30,13 @@ from command_line import to_toml
 from config import Config, Lora
 from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
-from datasets.options import log_scales, roles_of
 from datasets.selection import Selection
 from errors import ConfigError
 from jobs.journal import read_records
 from models.weather_model import WeatherModel
 
 logger = logging.getLogger(__name__)
+ROLES = ("prognostic", "diagnostic", "forcing")
 Description = dict[str, Any]  # content of model.json
 
 CARD = Template(
@@ -120,7 +120,7 @@ class OneStep(nn.Module):
     @property
     def inputs(self) -> list[str]:
         """Names of the arguments of `forward` that this model takes."""
-        conditions, later = self.conditions, self.normalizer.has_known_inputs
+        conditions, later = self.conditions, bool(self.normalizer.channels.of_target)
         further = {"keys": bool(conditions.noise), "later": later}
         return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
 
@@ -155,16 +155,15 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
 
 def model_description(step: OneStep, trained: Trained, selection: Selection, config: Config) -> Description:
     """Return what another program needs to know about a model, the content of model.json."""
-    archive, roles = selection.archive, roles_of(config.data)
-    role = [name for name, number in roles._asdict().items() for _ in range(number)]
-    columns, scales = trained.statistics.numbers, log_scales(config.data)
+    archive, columns, channels = selection.archive, trained.statistics.numbers, step.normalizer.channels
+    role = {name: role for role in ROLES for name in getattr(channels, role)}
     variables = [
         {
             "name": name,
             "units": archive.units(name),
-            "role": role[index],
+            "role": role[name],
             **{column: values[index] for column, values in columns.items()},
-            "log1p": scales[index],  # s, if mean and deviations are of log(1 + x / s), else 0
+            "log1p": channels.log_scales[index],  # s, if mean and deviations are of log(1 + x / s), else 0
         }
         for index, name in enumerate(selection.variables)
     ]

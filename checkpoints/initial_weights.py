@@ -7,28 +7,23 @@ reordered; a new variable starts as in a new run. Learned positions are interpol
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tomli
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from checkpoints.checkpointer import Found, find_undamaged
 from checkpoints.files import candidates, local_path, read_tensors, stored_tensors
-from checkpoints.identity import ROLES, Identity
+from checkpoints.identity import Identity
 from config import Config, Data
-from datasets.field_dataset import channel_names
+from datasets.channels import Channels
 from datasets.grid import Grid
-from datasets.variables import expand_levels
 from errors import ConfigError, refuse
 from models.embeddings import padded_shape
 from models.lora import ADAPTERS
-from models.noise import noise_names
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import copy_part, on_all_ranks
 
@@ -42,35 +37,6 @@ CHANNELS = {
     "head.bias": (0, "outputs"),
 }
 POSITION = "position.embedding"
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Names of a model's channels, in order: predicted variables, those of older states, then static
-    fields, forcings, noise.
-    """
-
-    inputs: list[str]
-    outputs: list[str]
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> "Channels":
-        """Read them from a configuration; that of an older version may lack keys."""
-        data, noise_dim = asdict(Data()) | config["data"], config.get("model", {}).get("noise_dim", 0)
-        logs = dict(text.rpartition("=")[::2] for text in data["log1p"])
-
-        def named(keys: Sequence[str]) -> list[str]:
-            names = expand_levels([name for key in keys for name in data[key]], data["levels"])
-            return [f"{name} as log(1 + x / {logs[name]})" if name in logs else name for name in names]
-
-        outputs = named(ROLES)
-        window = channel_names(outputs, data["history"], data["step_hours"])
-        if data["boundary_width"]:
-            window += [f"{name} of the boundary" for name in named(ROLES[:2])]
-        if data["forcings_of_target"]:
-            window += [f"{name} of the target" for name in named(ROLES[2:])]
-        given = [*data["static_variables"], *data["forcings"], *noise_names(noise_dim)]
-        return cls([*window, *given], outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +76,14 @@ def _weights(known: np.ndarray, wanted: np.ndarray, period: float | None = None)
     return torch.from_numpy(np.stack(points, axis=1)).float()
 
 
+def channels_of(identity: Identity) -> Channels:
+    """Return the channels of the model of a checkpoint. Raises ConfigError without a configuration."""
+    if not identity.values:
+        reason = "has no config.toml, which says what its weights mean"
+        raise ConfigError(f"checkpoint.initial_load_path: {identity.folder}: {reason}")
+    return Channels.of(Data(**identity.values["data"]), identity.values["model"]["noise_dim"])
+
+
 def find_checkpoint(text: str) -> Found:
     """Return the checkpoint that `checkpoint.initial_load_path` names, or the newest in a folder of them.
 
@@ -136,8 +110,9 @@ def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
         there = Grid(*(np.array(identity.more["grid"][axis]) for axis in ("latitude", "longitude")))
         if not there.same_as(grid):
             tokens = tuple(TokenGrid.of(each, config.model.patch_size) for each in (there, grid))
+    channels = Channels.of(config.data, config.model.noise_dim)
     with found.lock:
-        load_initial_weights(found.folder, parameters, Channels.of(asdict(config)), tokens)
+        load_initial_weights(found.folder, parameters, channels, tokens)
 
 
 def load_initial_weights(
@@ -151,7 +126,7 @@ def load_initial_weights(
     stored = stored_tensors(folder)
     part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
     shapes = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
-    old = Channels.of(tomli.loads((folder / "config.toml").read_text()))
+    old = channels_of(Identity.of(folder))
     missing = parameters.keys() - shapes.keys()
     by_place: set[str] = {POSITION} & shapes.keys() if tokens else set()
     on_all_ranks(lambda: check_weights(folder, shapes, missing, parameters, old, channels, by_place))

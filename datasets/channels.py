@@ -41,9 +41,17 @@ class Channels:
         except ValueError as error:
             refuse("data.variables", names, str(error))
         roles = [tuple(islice(expanded, len(expand_levels(each, data.levels)))) for each in listed]
-        inputs = tuple(data.static_variables), tuple(data.forcings), noise_dim, data.history, data.step_hours
-        scales = tuple(_log_scales(data, roles))
-        return cls(*roles, *inputs, data.boundary_width, data.forcings_of_target, scales)
+        return cls(
+            *roles,
+            static=tuple(data.static_variables),
+            computed=tuple(data.forcings),
+            noise_dim=noise_dim,
+            history=data.history,
+            step_hours=data.step_hours,
+            boundary_width=data.boundary_width,
+            forcings_of_target=data.forcings_of_target,
+            log_scales=tuple(_log_scales(data, roles)),
+        )
 
     @property
     def variables(self) -> list[str]:

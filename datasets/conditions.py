@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from datasets.channels import Channels
 from datasets.forcings import compute_forcings
 from datasets.grid import Grid, area_weights
 from models.noise import NoiseFields
@@ -26,28 +27,20 @@ class Conditions(nn.Module):
     def __init__(
         self,
         static: Sequence[np.ndarray],
-        forcings: Sequence[str],
+        channels: Channels,
         grid: Grid,
-        noise_dim: int = 0,
-        hidden: Sequence[int] = (),
     ) -> None:
-        """static: (H, W) each, in any units; forcings: names in `FORCINGS`; hidden: channels of a window
-        that are 0: diagnostic variables.
-        """
+        """static: (H, W) each, in any units."""
         super().__init__()
-        self.register_buffer("hidden", torch.tensor(hidden, dtype=torch.int64), persistent=False)
-        self.forcings = tuple(forcings)
+        hidden = torch.tensor(channels.hidden, dtype=torch.int64)
+        self.register_buffer("hidden", hidden, persistent=False)
+        self.forcings, noise_dim = channels.computed, channels.noise_dim
         fields = [standardize(field, area_weights(grid.latitude)) for field in static]
         stacked = torch.stack(fields) if fields else torch.empty(0, *grid.shape)
         self.register_buffer("static", stacked, persistent=False)  # (S, H, W)
         self.register_buffer("latitude", torch.from_numpy(grid.latitude.copy()), persistent=False)
         self.register_buffer("longitude", torch.from_numpy(grid.longitude.copy()), persistent=False)
         self.noise = NoiseFields(noise_dim, grid.shape, grid.periodic) if noise_dim else None
-
-    @property
-    def num_channels(self) -> int:
-        noise = self.noise.num_channels if self.noise else 0
-        return len(self.static) + len(self.forcings) + noise
 
     def draw(self, keys: Tensor | None, times: Tensor) -> list[Tensor]:
         """Return the noise (B, N, H, W) of the step from `times` (B,) of forecasts with these keys (B,)."""

@@ -32,12 +32,6 @@ def window_steps(history: int) -> range:
     return range(0, -history, -1)
 
 
-def channel_names(variables: Sequence[str], history: int, step_hours: int) -> list[str]:
-    """Return the names of a window's h V channels: "2m_temperature", ..., "2m_temperature 6 h before"."""
-    older = [f"{name} {n * step_hours} h before" for n in range(1, history) for name in variables]
-    return [*variables, *older]
-
-
 def split_sample(fields: Tensor, history: int) -> tuple[Tensor, Tensor]:
     """Split fields (B, h + R, V, H, W) into the window (B, h V, H, W) and what follows (B, R, V, H, W)."""
     return fields[:, :history].flatten(1, 2), fields[:, history:]

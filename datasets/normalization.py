@@ -3,12 +3,11 @@
 Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from datasets.channels import Channels
 from datasets.statistics import Statistics
 from models.conservation import ConservationProjection
 
@@ -40,34 +39,23 @@ class Normalizer(nn.Module):
         self,
         statistics: Statistics,
         predict: str,
-        history: int = 1,
+        channels: Channels,
         conservation: ConservationProjection | None = None,
-        num_diagnostic: int = 0,
-        num_forcing: int = 0,
-        boundary_width: int = 0,
-        forcings_of_target: bool = False,
-        log_scales: Sequence[float] = (),
     ) -> None:
-        """conservation: of outputs, if the model has some (model.conserve). num_diagnostic, num_forcing:
-        variables of these roles (datasets.options.Roles), which are the last ones. log_scales (V,): s of
-        `datasets.options.log_scales`.
-        """
+        """conservation: of outputs, if the model has some (model.conserve)."""
         super().__init__()
-        num_predicted = len(statistics.mean) - num_forcing
-        self.diagnostic = slice(num_predicted - num_diagnostic, num_predicted)
-        self.predicted, self.forcing = slice(num_predicted), slice(num_predicted, len(statistics.mean))
-        self.num_diagnostic, self.num_forcing = num_diagnostic, num_forcing
-        self.known = slice(None) if boundary_width else self.forcing  # variables known of the next state
-        shape = statistics.mean_field.shape[-2:]
-        boundary = boundary_cells(shape, boundary_width) if boundary_width else None
+        self.channels, self.conservation, self.predict = channels, conservation, predict
+        self.history, self.num_forcing = channels.history, len(channels.forcing)
+        roles = ("predicted", "diagnostic", "forcing")
+        self.predicted, self.diagnostic, self.forcing = map(channels.find, roles)
+        shape, width = statistics.mean_field.shape[-2:], channels.boundary_width
+        boundary = boundary_cells(shape, width) if width else None
         self.register_buffer("boundary", boundary, persistent=False)
-        self.conservation, self.forcings_of_target = conservation, forcings_of_target and num_forcing > 0
-        self.has_logs = any(log_scales)
-        self.predict, self.history = predict, history
+        self.has_logs = any(channels.log_scales)
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
         column["change_scale"][self.diagnostic] = 1  # their change is that from the mean, 0
-        column["log_scale"] = np.array(log_scales or np.zeros(len(statistics.mean)))
+        column["log_scale"] = np.array(channels.log_scales or np.zeros(len(statistics.mean)))
         for name, values in column.items():
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
@@ -110,30 +98,20 @@ class Normalizer(nn.Module):
             return fields
         return torch.where(self.log_scale > 0, torch.expm1(fields.clamp(min=0)) * self.log_scale, fields)
 
-    @property
-    def needs_known(self) -> bool:
-        """True if something of the next state is known: forcing variables, or a boundary."""
-        return self.num_forcing > 0 or self.boundary is not None
-
-    @property
-    def has_known_inputs(self) -> bool:
-        """True if something of the next state is an input of the step that leads there."""
-        return self.boundary is not None or self.forcings_of_target
-
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
         """Return a normalised window (B, h V, H, W) followed by what is an input of the next state.
 
         That is predicted variables on the boundary, 0 inside and where a value is missing, and forcing
         variables. known: as for `advance`; None: a boundary is 0, forcing variables do not change.
         """
-        if not self.has_known_inputs:
+        if not self.channels.of_target:
             return window
         parts = [window]
         if self.boundary is not None:
             zeros = torch.zeros_like(self.newest(window))
             ahead = zeros if known is None else self._on_boundary(zeros, known)
             parts.append(ahead[:, self.predicted])
-        if self.forcings_of_target:
+        if self.num_forcing and self.channels.forcings_of_target:
             parts.append(self._forcing_after(window, known))
         return torch.cat(parts, dim=1)
 
@@ -147,8 +125,8 @@ class Normalizer(nn.Module):
         """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
 
         In float32: the new state, then all states of this window but the oldest. known: physical variables
-        `self.known` of the new state, (B, F, H, W), or (B, V, H, W) with a boundary; None, and where a value
-        is missing: forcing variables do not change, and the boundary is what the model gives.
+        `channels.known` of the new state, (B, F, H, W), or (B, V, H, W) with a boundary; None, and where a
+        value is missing: forcing variables do not change, and the boundary is what the model gives.
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
@@ -161,7 +139,7 @@ class Normalizer(nn.Module):
 
     def _without_diagnostic(self, state: Tensor) -> Tensor:
         """Return a normalised state (B, V, H, W) with 0 in place of diagnostic variables."""
-        if not self.num_diagnostic:
+        if not self.channels.diagnostic:
             return state
         zeros = torch.zeros_like(state[:, self.diagnostic])
         return torch.cat([state[:, : self.diagnostic.start], zeros, state[:, self.forcing]], dim=1)

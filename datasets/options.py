@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli
 
 from config import Data
-from datasets.variables import expand_levels
+from datasets.channels import Channels
 from errors import SECRET_NAME, refuse
 
 PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
@@ -153,8 +153,7 @@ def check_data(data: Data) -> None:
     if not data.variables:
         example = '["geopotential:500", "2m_temperature"]'
         refuse("data.variables", [], f"name what is predicted, for example {example}")
-    names = state_variables(data)
-    log_scales(data)
+    names = Channels.of(data).variables
     if data.forcings_of_target and not data.forcing_variables:
         refuse("data.forcings_of_target", True, "name data.forcing_variables, or set it to false")
     parse_selection(data.select)
@@ -172,71 +171,3 @@ def check_data(data: Data) -> None:
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
         reason = "give both numbers, or [0, 0] for the grid of the data"
         refuse("data.grid_shape", list(data.grid_shape), reason)
-
-
-class Roles(NamedTuple):
-    """Numbers of variables of each role; in a state they follow each other in this order.
-
-    Every variable has a channel in the input and the output of a model, whatever its role: the input of
-    diagnostic variables is 0, and outputs of forcing variables are not used. So a variable may change its
-    role and keep its weights.
-    """
-
-    prognostic: int  # predicted, and input of the next step
-    diagnostic: int = 0  # predicted only
-    forcing: int = 0  # input only
-
-    @property
-    def predicted(self) -> int:
-        return self.prognostic + self.diagnostic
-
-
-def roles_of(data: Data) -> Roles:
-    """Return the roles of `state_variables`. Raises ConfigError."""
-    names = data.variables, data.diagnostic_variables, data.forcing_variables
-    return Roles(*(len(expand_levels(each, data.levels)) for each in names))
-
-
-def state_variables(data: Data) -> list[str]:
-    """Return the variables of a state in the order of `Roles`, each with its level: "geopotential:500".
-
-    Raises ConfigError.
-    """
-    names = [*data.variables, *data.diagnostic_variables, *data.forcing_variables]
-    try:
-        return expand_levels(names, data.levels)
-    except ValueError as error:
-        refuse("data.variables", names, str(error))
-
-
-def num_known_inputs(data: Data) -> int:
-    """Return how many variables a model is given of the state that a step leads to. Raises ConfigError."""
-    roles = roles_of(data)
-    return roles.predicted * (data.boundary_width > 0) + roles.forcing * data.forcings_of_target
-
-
-def log_scales(data: Data) -> list[float]:
-    """Return the scale s of log(1 + x / s) of each of `state_variables`, 0 for a variable as it is.
-
-    Raises ConfigError.
-    """
-    names, roles, key = state_variables(data), roles_of(data), "data.log1p"
-    scales = dict.fromkeys(names, 0.0)
-    for text in data.log1p:
-        name, _, number = (part.strip() for part in text.partition("="))
-        try:
-            scale = float(number)
-        except ValueError:
-            scale = 0.0
-        if not 0 < scale < float("inf"):
-            refuse(key, text, "write a variable and a positive scale: total_precipitation_6hr=1e-5")
-        expanded = expand_levels([name], data.levels)
-        if not set(expanded) <= set(names[roles.prognostic :]):
-            refuse(key, text, "name one of data.diagnostic_variables or data.forcing_variables")
-        scales.update(dict.fromkeys(expanded, scale))
-    return [scales[name] for name in names]
-
-
-def predicted_variables(data: Data) -> list[str]:
-    """Return the prognostic and diagnostic variables. Raises ConfigError."""
-    return state_variables(data)[: roles_of(data).predicted]

@@ -16,12 +16,13 @@ import torch
 from config import SIMULATED, Data, in_project
 from datasets import simulated
 from datasets.archive import Archive, open_archive, read_all_fields
+from datasets.channels import Channels
 from datasets.dates import evenly_spaced, find_gaps, is_inside
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
 from datasets.grid import Grid
-from datasets.options import check_selection, is_whole_day, parse_period, parse_selection, state_variables
+from datasets.options import check_selection, is_whole_day, parse_period, parse_selection
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
 from datasets.remote import NO_OPTIONS, Access, is_url, protocol_of
@@ -149,7 +150,7 @@ def open_without_periods(
 
 def _open_without_periods(data: Data, patch_size: tuple[int, int], elsewhere: Collection[str]) -> Selection:
     check_forcings(data.forcings)
-    variables, selection, access = state_variables(data), parse_selection(data.select), access_of(data)
+    variables, selection, access = Channels.of(data).variables, parse_selection(data.select), access_of(data)
     path = data.path
     if path == SIMULATED:
         path = str(simulated.ensure_simulated(in_project(SIMULATED_PATH)))

@@ -79,7 +79,7 @@ def apply_activation_checkpoint(
 
 
 def _forward_full(block: nn.Module, *inputs: Tensor) -> Tensor:
-    """(B, T, D) -> (B, T, D); saves tokens (and their modulation) alone."""
+    """(B, T, D) -> (B, T, D); saves tokens alone."""
     return checkpoint(partial(type(block).forward, block), *inputs, use_reentrant=False)  # type: ignore[reportReturnType]
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from config import Config, Model, Optimizer
-from datasets.options import PREFETCH, num_known_inputs, state_variables
+from datasets.channels import Channels
+from datasets.options import PREFETCH
 from errors import ConfigError
 from models.registry import MODELS, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
@@ -182,9 +183,8 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
     degrees = resolve_degrees(world, parallelism)
-    conditions = len(config.data.static_variables) + len(config.data.forcings) + config.model.noise_dim
-    history = config.data.history
-    channels = history * num_variables + num_known_inputs(config.data) + conditions
+    named = Channels.of(config.data, config.model.noise_dim)
+    channels, history = len(named.inputs), config.data.history
     smallest = training.local_batch_size * degrees.dp
     cells = math.prod(grid_shape)
     model = architecture_of(config.model, grid_shape, channels, num_variables)
@@ -218,7 +218,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
-        arrays=len({name.partition(":")[0] for name in state_variables(config.data)}),
+        arrays=len({name.partition(":")[0] for name in named.variables}),
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from checkpoints.export import OneStep, export_program
 from config import Config, Data, Model
+from datasets.channels import Channels
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
@@ -24,6 +25,7 @@ from verification.rollout import model_forecast, rollout
 NAMES = ["total_column_water_vapour", "2m_temperature", "surface_pressure"]
 MEAN, STD, CHANGE = np.array([[18.0, 279.0, 96_700.0], [16.0, 21.0, 9_500.0], [2.4, 2.3, 240.0]])
 HOUR = 3600
+CHANNELS = Channels(tuple(NAMES))
 
 
 def statistics(shape: tuple[int, int]) -> Statistics:
@@ -34,7 +36,7 @@ def statistics(shape: tuple[int, int]) -> Statistics:
 
 def normalizer_of(grid: Grid, *quantities: str) -> Normalizer:
     known, rows = statistics(grid.shape), area_weights(grid.latitude)
-    return Normalizer(known, "change", conservation=build_conservation(quantities, NAMES, known, rows))
+    return Normalizer(known, "change", CHANNELS, build_conservation(quantities, NAMES, known, rows))
 
 
 def global_means(fields: Tensor, grid: Grid) -> np.ndarray:
@@ -105,7 +107,7 @@ def test_two_quantities_that_share_a_variable():
 def test_forty_steps_do_not_drift(quantity):
     """Ten days: the mean stays to 1e-6 of a step's usual change of the field, where it went away before."""
     grid = global_grid((32, 64))
-    conditions, times = Conditions([], [], grid), torch.zeros(2, dtype=torch.int64)
+    conditions, times = Conditions([], CHANNELS, grid), torch.zeros(2, dtype=torch.int64)
     factor = np.array([-9.80665 if quantity == "dry_mass" else 0.0, 0.0, 1.0])
 
     def predict(window: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def test_forty_steps_do_not_drift(quantity):
 
 def test_an_exported_program_and_validations_conserve_too(tmp_path):
     grid = global_grid((12, 24))
-    normalizer, conditions = normalizer_of(grid, "dry_mass"), Conditions([], [], grid)
+    normalizer, conditions = normalizer_of(grid, "dry_mass"), Conditions([], CHANNELS, grid)
     model = build_model(Model(dim=32, num_layers=1, attention_backend="math"), 3, 0, grid.shape, True)
     model.to_empty(device="cpu")
     init_weights(model, 0)

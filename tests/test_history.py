@@ -15,9 +15,9 @@ from torch import Tensor
 
 import forecast
 from checkpoints.checkpointer import Found
-from checkpoints.initial_weights import Channels
 from checkpoints.trained_weights import Trained
 from config import Data
+from datasets.channels import Channels
 from datasets.conditions import Conditions
 from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
@@ -91,8 +91,9 @@ def standard(num: int, change: float = 1.0) -> Statistics:
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
     """x(t + 1) = 2 cos(w) x(t) - x(t - 1), which no function of x(t) alone can say."""
-    normalizer = Normalizer(standard(2, change=0.5), predict, history=2)
-    conditions = Conditions([], [], global_grid((4, 8)))
+    channels = Channels(("a", "b"), history=2)
+    normalizer = Normalizer(standard(2, change=0.5), predict, channels)
+    conditions = Conditions([], channels, global_grid((4, 8)))
 
     def predicted(inputs: Tensor) -> Tensor:
         now, before = inputs[:, :2], inputs[:, 2:]
@@ -208,13 +209,12 @@ def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> N
 
 def test_channels_have_names() -> None:
     """By which fine-tuning finds those of a model with another history."""
-    data: dict = {"variables": ["a", "b"], "levels": [], "static_variables": ["s"], "forcings": ["f"]}
-    data["step_hours"] = 6
-    assert Channels.of({"data": data}).inputs == ["a", "b", "s", "f"]
+    data = Data(variables=("a", "b"), static_variables=("s",), forcings=("f",))
+    assert Channels.of(data).inputs == ["a", "b", "s", "f"]
     older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]
-    config = {"data": data | {"history": 3}, "model": {"noise_dim": 1}}
-    assert Channels.of(config).inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points, of a step"]
-    assert Channels.of(config).outputs == ["a", "b"]
+    channels = Channels.of(replace(data, history=3), noise_dim=1)
+    assert channels.inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points, of a step"]
+    assert channels.outputs == ["a", "b"]
 
 
 # -- gradients

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from scipy.interpolate import RegularGridInterpolator
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.initial_weights import Channels, TokenGrid, find_checkpoint, load_initial_weights
+from checkpoints.initial_weights import TokenGrid, find_checkpoint, load_initial_weights
 from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
+from datasets.channels import Channels
 from models.registry import build_model
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import Recipe, parallelize
@@ -25,11 +26,8 @@ from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
 
 GRID, LARGER = (8, 16), (13, 20)
-OLD = Channels(["temperature:850", "2m_temperature", "land_sea_mask"], ["temperature:850", "2m_temperature"])
-NEW = Channels(
-    ["2m_temperature", "total_precipitation", "temperature:850", "sin_local_time"],
-    ["2m_temperature", "total_precipitation", "temperature:850"],
-)
+OLD = Channels(("temperature:850", "2m_temperature"), static=("land_sea_mask",))
+NEW = Channels(("2m_temperature", "total_precipitation", "temperature:850"), computed=("sin_local_time",))
 CONFIG = """
 [data]
 variables = ["temperature", "2m_temperature"]

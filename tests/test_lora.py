@@ -1,6 +1,6 @@
 """Adapters: what they compute and train, what a run with them starts from, and merged, plain weights."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import forecast
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import read_tensors, stored_tensors
-from checkpoints.initial_weights import Channels, find_checkpoint, load_initial_weights
+from checkpoints.initial_weights import find_checkpoint, load_initial_weights
 from command_line import load_config, to_toml
 from config import Checkpoint, Lora, Model
+from datasets.channels import Channels
 from datasets.grid import global_grid
 from errors import ConfigError
 from models.initialization import init_weights
@@ -109,8 +110,6 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
         (["--model.name", "unet"], 'adapts the matrices of a ViT, and model.name = "unet" has none'),
         (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
         (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
-        (["--lora.also_train", '["modulation"]'], "this model has no modulation that could train"),
-        (["--lora.base_dtype", "int8"], "lora.base_dtype: the key was removed; adapt matrices in float32"),
     ],
 )
 def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) -> None:
@@ -153,7 +152,8 @@ def save(folder: Path, layout: Layout, seed: int) -> None:
 
 def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
     small = SmallRun(layout, seed=5)
-    channels = Channels.of(asdict(config_of(layout, 5)))
+    config = config_of(layout, 5)
+    channels = Channels.of(config.data, config.model.noise_dim)
     load_initial_weights(find_checkpoint(str(folder)).folder, small.model.parameters, channels)
     return {name: full(parameter) for name, parameter in small.model.parameters.items()}
 

@@ -9,8 +9,9 @@ import xarray as xr
 
 from config import Data
 from datasets.archive import open_archive
+from datasets.channels import Channels
 from datasets.field_dataset import LaterFields
-from datasets.options import Roles, check_data, roles_of, state_variables
+from datasets.options import check_data
 from errors import ConfigError
 from evaluate import main as evaluate
 from tests.parity import VARIABLES, Layout, SmallRun
@@ -191,8 +192,10 @@ def test_names_of_roles() -> None:
     data = Data(
         variables=("temperature",), levels=(500, 850), diagnostic_variables=(RAIN,), forcing_variables=(SEA,)
     )
-    assert state_variables(data) == ["temperature:500", "temperature:850", RAIN, SEA]
-    assert roles_of(data) == Roles(2, 1, 1) and roles_of(data).predicted == 3
+    channels = Channels.of(data)
+    assert channels.variables == ["temperature:500", "temperature:850", RAIN, SEA]
+    assert channels.find("diagnostic") == slice(2, 3) and channels.find("forcing") == slice(3, 4)
+    assert channels.hidden == [2] and len(channels.predicted) == 3
     with pytest.raises(ConfigError, match=RAIN):
         check_data(Data(variables=(RAIN,), diagnostic_variables=(RAIN,)))
     assert len(VARIABLES) == 3

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from config import Compile, Config, Parallelism
+from datasets.channels import Channels
 from datasets.grid import area_weights, global_grid
-from datasets.options import predicted_variables
 from parallelisms.mesh import mesh_of
 from planning.dry_run import dry_run
 from tests.distributed import own_device
@@ -59,7 +59,7 @@ def reduced(config: Config) -> Config:
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_two_steps_at_reduced_size(one_rank, monkeypatch, path: Path) -> None:
     config, grid, device = reduced(load(path, monkeypatch)), global_grid(GRID), own_device()
-    num_variables = len(predicted_variables(config.data))
+    num_variables = len(Channels.of(config.data).predicted)
     fields = Fields.standard(config, grid, num_variables)
     assembly = assemble(config, fields, mesh_of(config.parallelism, device), device)
     state = build_state(config, assembly)
@@ -89,5 +89,5 @@ def test_a_dry_run_of_the_largest(monkeypatch, path: Path) -> None:
     config, ranks = load(path, monkeypatch), ranks_of(path)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     small = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
-    found = dry_run(small, ranks, global_grid((64, 128)), len(predicted_variables(config.data)))
+    found = dry_run(small, ranks, global_grid((64, 128)), len(Channels.of(config.data).predicted))
     assert 0 < found.parameters <= found.total_parameters and found.peak["Total"] > found.parameters

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zarr
 
 from datasets.archive import open_archive
+from datasets.channels import Channels
 from datasets.field_dataset import MemoryArchive
 from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
@@ -325,7 +326,7 @@ def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_normalizer(archive, predict):
     statistics = compute(source_of(archive.path))
-    normalizer = Normalizer(statistics, predict)
+    normalizer = Normalizer(statistics, predict, Channels(tuple(NAMES)))
     fields = torch.from_numpy(values(analyses()))
     state, mask = normalizer.normalize(fields)
     assert torch.isfinite(state).all() and torch.equal(mask, torch.isfinite(fields))
@@ -354,7 +355,7 @@ def test_logarithms(archive):
     np.testing.assert_array_equal(statistics.mean[:-1], plain.mean[:-1])
     np.testing.assert_array_equal(statistics.mean_field, plain.mean_field)
     assert statistics.fingerprint != plain.fingerprint
-    normalizer = Normalizer(statistics, "state", log_scales=scales)
+    normalizer = Normalizer(statistics, "state", Channels(tuple(NAMES), log_scales=tuple(scales)))
     state, mask = normalizer.normalize(torch.from_numpy(fields))
     expected = torch.from_numpy(fields)
     expected[:, -1].clamp_(min=0)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from config import ActivationCheckpoint, Config
+from datasets.channels import Channels
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
-from datasets.options import log_scales, num_known_inputs, roles_of, state_variables
 from datasets.selection import Selection
 from datasets.statistics import Statistics
 from models.attention import preferred_backend, use_backend
@@ -77,28 +77,13 @@ def assemble(
     memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
     """
     training = config.training
-    roles, num_variables, shape = roles_of(config.data), len(fields.variables), fields.grid.shape
-    diagnostic = num_variables - roles.forcing - np.arange(roles.diagnostic) - 1
-    hidden = (np.arange(config.data.history)[:, None] * num_variables + diagnostic).ravel().tolist()
-    inputs = (fields.static, config.data.forcings, fields.grid, config.model.noise_dim, hidden)
-    conditions = Conditions(*inputs).to(device)
-    rows = area_weights(fields.grid.latitude)
-    names = state_variables(config.data)
+    channels = Channels.of(config.data, config.model.noise_dim)
+    conditions = Conditions(fields.static, channels, fields.grid).to(device)
+    rows, names = area_weights(fields.grid.latitude), channels.variables
     conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
-    normalizer = Normalizer(
-        fields.statistics,
-        config.model.predict,
-        config.data.history,
-        conservation,
-        roles.diagnostic,
-        roles.forcing,
-        config.data.boundary_width,
-        config.data.forcings_of_target,
-        log_scales(config.data),
-    ).to(device)
-    further = (config.data.history - 1) * num_variables + conditions.num_channels
-    further += num_known_inputs(config.data)
-    meta_model = build_model(config.model, num_variables, further, shape, fields.grid.periodic)
+    normalizer = Normalizer(fields.statistics, config.model.predict, channels, conservation).to(device)
+    further = len(channels.inputs) - len(names)
+    meta_model = build_model(config.model, len(names), further, fields.grid.shape, fields.grid.periodic)
     if config.lora.enable:
         apply_lora(meta_model, config.lora)
         if for_training:

@@ -5,7 +5,8 @@ Each refusal is one line: key, value, reason, fix. What a technique alone needs 
 
 from command_line import load_config
 from config import Config, Profiling, Training, Validation, wall_time_seconds
-from datasets.options import check_data, parse_period, predicted_variables, roles_of
+from datasets.channels import Channels
+from datasets.options import check_data, parse_period
 from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
@@ -52,7 +53,7 @@ def _check_profiling(profiling: Profiling) -> None:
 
 def _check_plots(config: Config) -> None:
     """Wind vectors are no variables, but there are scores of them."""
-    there = predicted_variables(config.data)
+    there = Channels.of(config.data).predicted
     for name in config.validation.plot_variables:
         if not name.partition(":")[0].endswith("wind_vector") and not named_by([name], there):
             reason = f"not among data.variables{nearest_name(name, there)}; name one of them"
@@ -60,7 +61,8 @@ def _check_plots(config: Config) -> None:
 
 
 def _check_training(config: Config) -> None:
-    weights, variables = config.training.variable_weights, predicted_variables(config.data)
+    channels, weights = Channels.of(config.data), config.training.variable_weights
+    variables = channels.predicted
     if weights and len(weights) != len(variables):
         reason = f"{len(variables)} variables are predicted; give one weight each"
         refuse("training.variable_weights", list(weights), reason)
@@ -70,7 +72,7 @@ def _check_training(config: Config) -> None:
         reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
         refuse("training.variable_weights", list(weights), reason)
     _check_loss(config.training)
-    _check_conserved(config, variables[: roles_of(config.data).prognostic])
+    _check_conserved(config, list(channels.prognostic))
     _check_ensemble(config)
     wall_time_seconds(config.training.max_wall_time)
 
@@ -188,7 +190,7 @@ def check_score(key: str, name: str, config: Config) -> None:
     first, *later = sorted(config.validation.lead_hours)
     suffixes = ["", *(f"@{hours}h" for hours in later)]
     kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
-    ends = [f"{v}{suffix}" for v in predicted_variables(config.data) for suffix in suffixes]
+    ends = [f"{v}{suffix}" for v in Channels.of(config.data).predicted for suffix in suffixes]
     scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]
     if name not in ("val/loss", *scores):
         refuse(key, name, f"no such score ({first} h has no suffix); {nearest(name, scores)}")

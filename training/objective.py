@@ -99,7 +99,7 @@ class Objective:
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         target, weights, times = map(self.repeat_members, (target, weights, times))
         from_fields, cut_output = self.meta_model.from_fields, self.shards.cut_output
-        if normalizer.has_known_inputs:
+        if normalizer.channels.of_target:
             window = normalizer.with_known(window, self.repeat_members(truth))
         inputs = self.shards.cut_input(from_fields(self.conditions.append(window, times, *noise)))
         targets = {"target": cut_output(from_fields(normalizer.expected_output(state, target)))}

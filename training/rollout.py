@@ -85,10 +85,10 @@ def forecast(
     normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
 
     def known(step: int, date: Tensor) -> Tensor:
-        return objective.repeat_members(truths[:, step - 1, normalizer.known])
+        return objective.repeat_members(truths[:, step - 1, normalizer.channels.known])
 
     settings = (predict, normalizer, conditions, seconds, start, times, truths.shape[1] - 1, keys)
-    later = rollout(*settings, known if normalizer.needs_known else None)
+    later = rollout(*settings, known if normalizer.channels.is_known else None)
     return [normalizer.normalize_window(start), *later]
 
 

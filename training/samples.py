@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from config import Data
+from datasets.channels import Channels
 from datasets.field_dataset import FieldDataset, cache_if_small
 from datasets.grid import area_weights
-from datasets.options import log_scales
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Source, known_empty_dates, sampled_pairs
 from parallelisms.mesh import from_first_rank
@@ -37,7 +37,7 @@ class Samples:
         dates = np.union1d(selection.train, selection.validation)
         self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
-        scales = log_scales(data)
+        scales = Channels.of(data).log_scales
         source = Source(self.archive, variables, selection.train, selection.step, self.area, scales)
         source = replace(source, dates=sampled_pairs(source, data.statistics_dates))
         self.statistics = load_or_count(folder / "statistics.npz", source, trained)

@@ -61,9 +61,9 @@ class Validator:
         parts = (self.model.predict, assembly.normalizer, assembly.conditions, seconds)
         normalizer, selection = assembly.normalizer, samples.selection
         self.boundary = None if normalizer.boundary is None else normalizer.boundary.cpu().numpy()
-        known = LaterFields(selection.archive, selection.variables[normalizer.known])
+        known = LaterFields(selection.archive, selection.variables[normalizer.channels.known])
         seed = config.training.seed
-        self.forecast = model_forecast(*parts, members, seed, known if normalizer.needs_known else None)
+        self.forecast = model_forecast(*parts, members, seed, known if normalizer.channels.is_known else None)
         leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
         self.validation = Validation(
