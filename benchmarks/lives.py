@@ -43,7 +43,8 @@ WIND, DATES, LOG = "10m_u_component_of_wind", 80, r"/metrics\.jsonl$"
 SIGTERM, SIGUSR1, SIGINT, SIGHUP, SIGKILL = (int(getattr(signal, name)) for name in LISTS["signals"])
 # What no line of a run may be, whatever it meets with.
 UNWANTED = re.compile(
-    r"Traceback|terminate called|Exception ignored|^\w*(Error|Warning)\b|frame #|leaked|^\[rank", re.MULTILINE
+    r"Traceback|terminate called|Exception ignored|^\w*(Error|Warning)\b|frame #|leaked|^\[rank\d+\]:(?!W)",
+    re.MULTILINE,
 )
 # Imported by every process of a run: calls that are slow, and a disk that is full, for paths that match.
 INJECTED = """
@@ -89,7 +90,6 @@ class Event:
     strike: dict[str, Any] = field(default_factory=dict)  # keywords of `strike`
     environment: dict[str, str] = field(default_factory=dict)
     act: Callable[[Job], object] | None = None
-    options: tuple[str, ...] = ()
 
 
 def start_job(scratch: Path, where: Path, trait: str, layout: str, plan: Any, *own: str, **more: str) -> Job:
@@ -194,7 +194,8 @@ class Life:
         again, restarts = rng.choice((0, 0.02, 0.1, 0.4)), rng.choice((0, 1)) if ranks > 1 else 1
         save = f"step-{-(-step // INTERVAL) * INTERVAL:08d}{INCOMPLETE}/"
         files = [LOG, rf"{save}.*distcp", rf"{save}.*config\.toml", r"\.status\.json"]
-        left = rng.uniform(67, 69) if ranks == 1 else rng.uniform(70, 73)  # with a margin of 60 s
+        left = rng.uniform(67, 69) if ranks == 1 else rng.uniform(70, 73)  # seconds, of which 60 are a margin
+        started = str(int(time.time() + left - 3600))
         slow, begun, kill = {"slow": [[LOG, 0.03]]}, {"step": step}, {"number": SIGKILL, "target": "all"}
         stopped, launcher = (75, 0), {"target": "launcher"}
         while_starting, in_save = (*stopped, 130, 143, 138, -15, -10), {"folder": f"checkpoints/{last}"}
@@ -209,7 +210,7 @@ class Life:
             "signal early": Event(while_starting, slow, stop | launcher | {"late": 11 * late}),
             "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
             "disk full at last save": Event(plan=retried),
-            "short of time": Event(stopped, slow, options=("--training.max_wall_time=1:00:00",)),
+            "short of time": Event(stopped, slow, {}, {"ROSSBY_STARTED": started}),
             "rank killed": Event((0, 1 - restarts), slow, stop | begun | {"number": SIGKILL}),
             "disk full": Event(plan={"full": rng.choice(files), "times": rng.choice((1, 1, 8))}),
             "second start": Event(plan=slow, act=partial(self.start_second, step)),
@@ -218,8 +219,6 @@ class Life:
         event = events[kind]
         if kind == "disk full at last save" and rng.random() < 0.6:
             event.strike, event.codes = stop | {"text": "is tried again in", "late": late}, (75, 0)
-        if kind == "short of time":
-            event.environment["ROSSBY_STARTED"] = str(int(time.time() - 3600 + left))
         if kind == "rank killed":
             event.environment["MAX_RESTARTS"], event.strike["target"] = str(restarts), rng.randrange(ranks)
         self.full = self.full or "full" in event.plan
@@ -304,7 +303,7 @@ class Life:
     def start(self, layout: str, event: Event) -> Job:
         self.kinds["starts"] += 1
         more = [f"--{key}={value}" for key, value in self.options.items()]
-        more += [f"--training.steps={self.steps}", *event.options]
+        more += [f"--training.steps={self.steps}"]
         plan = event.plan | {"marks": f"{self.folder}/full-{self.number}"}
         where = self.scratch, self.folder, self.trait, layout
         return start_job(*where, plan, *more, **event.environment)
