@@ -206,7 +206,9 @@ class Life:
             "killed early": Event((-9, 0), slow, kill | {"late": 10 * late}),
             "signal": Event(stopped, slow, stop | begun),
             "hang-up": Event((-1, 129, 1, 75, 0), slow, stop | begun | {"number": SIGHUP}),
-            "Ctrl-C twice": Event((130, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher),
+            "Ctrl-C twice": Event(
+                (130, -2, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher
+            ),
             "signal early": Event(while_starting, slow, stop | launcher | {"late": 11 * late}),
             "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
             "disk full at last save": Event(plan=retried),
@@ -378,10 +380,10 @@ class Life:
             steps = [record["step"] for record in found if key in record]
             right = steps == (sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)])
             self.expect(right, f"metrics.jsonl has {key} of steps {steps}")
-        off = [s for s, loss in own.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
-        self.expect(
-            not off, f"losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}, {len(off)} in all"
-        )
+        # Until a run has gone back it has losses that its reference has no more.
+        known = own if ended or "keep" not in self.about else {}
+        off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
+        self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
         self.expect(not ended or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
         if ended and (best := self.run / "best").exists() and not self.full:
             scores = {r["step"]: v for r in found for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
