@@ -1,15 +1,13 @@
 """Kill what runs at random moments, start it again, and compare the end with what was not disturbed.
 
-    .venv/bin/python benchmarks/chaos.py --trials 100 [--seed 0]
+    .venv/bin/python benchmarks/chaos.py cycles --seeds 40 [--first 0] [--seed 7] [--folder DIR]
     .venv/bin/python benchmarks/chaos.py convert [--trials 20] [--seed 0] [--folder DIR]
     .venv/bin/python benchmarks/chaos.py rehearse [--configs train_configs/vit1b.toml ...]
 
-The first: every trial is one SIGKILL of the launcher of a training and all its ranks, at any time or aimed
-at a save (while it is copied, written, renamed, while an old one is deleted) or at loading. Runs alternate:
-one keeps its layout between restarts, and has to end with the same bits; the next takes a random layout of
-1 to 4 ranks each time, and has to end within 1e-5. A trial is right when the newest checkpoint can be
-trusted and is at most the interval and the save in flight behind. What else can go wrong (full disks, second
-starts, damaged files, strangers) attack.py tries.
+cycles: random lives of a training (benchmarks/lives.py): kills, signals, full disks, damaged checkpoints,
+other layouts and settings, second starts, between 3 and 8 starts each. Every exit code, message and file has
+to be as docs/reliability.md says, and the end that of a run which nothing disturbed: the same bits on one
+layout, within 1e-5 on changing ones. --seed: that life alone, told start by start.
 
 convert: datasets.convert, begun, begun with two workers, and appended to a store of the first half; killed
 and run again, a digest of all values is that of a conversion that was not killed.
@@ -32,10 +30,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,183 +40,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
-import torch
 import xarray as xr
 import zarr
 from numcodecs import Blosc
-from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.attack import descendants
+from benchmarks.lives import cycles
 from benchmarks.loader import DIMS, Shape, weather
 from benchmarks.results_file import ROOT, clock, parse, record, table
-from checkpoints.files import DELETING, INCOMPLETE, MANIFEST, check_files, complete_steps, step_folder
-from command_line import text_table
+from checkpoints.files import complete_steps
 from datasets.archive import open_archive
-from tests.started_jobs import Job, last_step, losses, write_config
+from tests.started_jobs import last_step
 from training.config_checks import load_checked
 
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-TRAINED, REHEARSED = LISTS["training"], LISTS["rehearsal"]
-LAYOUTS, FIXED = TRAINED["layouts"], TRAINED["fixed"]
-STEPS, INTERVAL, TOLERANCE = 80, 4, 1e-5  # as the options say
-AIMS = ("any time", "copying", "writing", "renaming", "deleting", "loading")
-
-
-@dataclass
-class Tally:
-    killed_while: Counter[str] = field(default_factory=Counter)
-    lost: list[int] = field(default_factory=list)
-    runs: list[dict] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
-def start(config: Path, folder: Path, layout: str) -> Job:
-    ranks, *options = LAYOUTS[layout]
-    return Job(config, folder, *TRAINED["options"], *options, NGPU=str(ranks))
-
-
-def state_of(checkpoints: Path, aim: str) -> bool:
-    """Return whether the folder shows the moment that a kill is aimed at."""
-    names = [path.name for path in checkpoints.iterdir()] if checkpoints.exists() else []
-    if aim == "deleting":
-        return any(name.endswith(DELETING) for name in names)
-    unfinished = [name for name in names if name.endswith(INCOMPLETE)]
-    if aim == "renaming":
-        return any((checkpoints / name / MANIFEST).exists() for name in unfinished)
-    return bool(unfinished)
-
-
-def wait_for(aim: str, job: Job, rng: random.Random, start_seconds: float) -> None:
-    """Wait until the moment to kill, or until the job has ended by itself."""
-    if aim == "loading":
-        end = time.monotonic() + rng.uniform(0.5, 1.1) * start_seconds
-        while time.monotonic() < end and job.process.poll() is None:
-            time.sleep(0.01)
-        return
-    began = last_step(job.folder)
-    while job.process.poll() is None and (
-        last_step(job.folder) == began or job.folder.joinpath("metrics.jsonl").stat().st_mtime < job.started
-    ):
-        time.sleep(0.01)
-    time.sleep(rng.uniform(0.0, 1.0))
-    if aim == "copying":
-        while job.process.poll() is None and last_step(job.folder) % INTERVAL:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0.0, 0.03))
-    elif aim != "any time":
-        while job.process.poll() is None and not state_of(job.folder / "checkpoints", aim):
-            time.sleep(0.0005)
-        time.sleep(rng.uniform(0.0, 0.02) if aim == "writing" else 0.0)
-
-
-def interrupted(job: Job, before: float) -> str:
-    checkpoints, step = job.folder / "checkpoints", last_step(job.folder)
-    for what in ("renaming", "deleting", "writing"):
-        if state_of(checkpoints, what):
-            return what
-    metrics = job.folder / "metrics.jsonl"
-    if not metrics.exists() or metrics.stat().st_mtime < before:
-        return "loading or starting"
-    done = complete_steps(checkpoints)
-    return "copying" if step % INTERVAL == 0 and step not in done else "between saves"
-
-
-def check_trial(folder: Path, tally: Tally) -> None:
-    steps = complete_steps(folder / "checkpoints")
-    lost, trial = last_step(folder) - max(steps, default=0), len(tally.lost)
-    tally.lost.append(max(lost, 0))
-    if lost > 2 * INTERVAL:
-        tally.problems.append(f"trial {trial}: {lost} steps lost")
-    for done in steps:
-        try:
-            check_files(step_folder(folder / "checkpoints", done))
-        except ValueError as error:
-            tally.problems.append(f"trial {trial}: {error}")
-
-
-def final_tensors(folder: Path, scratch: Path) -> dict[str, Tensor]:
-    dcp_to_torch_save(str(step_folder(folder / "checkpoints", STEPS)), scratch / "whole.pt")
-    whole = torch.load(scratch / "whole.pt", weights_only=True)
-    return {name: tensor for name, tensor in whole.items() if name.startswith(("model.", "optimizer."))}
-
-
-def compare(
-    folder: Path, reference: tuple[dict[str, Tensor], dict[int, float]], scratch: Path
-) -> tuple[bool, float]:
-    """Return whether all bits and losses are the same; the largest relative difference of a weight's norm."""
-    tensors, (expected, expected_losses) = final_tensors(folder, scratch), reference
-    same = tensors.keys() == expected.keys() and losses(folder) == expected_losses
-    same = same and all(torch.equal(tensors[name], expected[name]) for name in expected)
-    pairs = [(tensors[name], each) for name, each in expected.items() if name.startswith("model.")]
-    return same, max(((a - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in pairs)
-
-
-def one_run(
-    config: Path, folder: Path, fixed: str, tally: Tally, trials: int, rng: random.Random
-) -> tuple[int, list[str]]:
-    """Kill a run again and again until it has ended, or `trials` are used up; then let it end."""
-    layouts: list[str] = []
-    while True:
-        layouts.append(fixed or rng.choice(list(LAYOUTS)))
-        job, killed = start(config, folder, layouts[-1]), len(layouts) - 1
-        if killed < trials:
-            wait_for(rng.choice(AIMS), job, rng, 8.0)
-        else:
-            job.end(900)
-        if (code := job.process.poll()) is not None:
-            if code != 0:
-                tally.problems.append(f"ended with {code}: {job.output[-500:]}")
-            return killed, layouts
-        job.kill_all()
-        tally.killed_while[interrupted(job, job.started)] += 1
-        check_trial(folder, tally)
-        print(f"trial {len(tally.lost)}: {layouts[-1]}, step {last_step(folder)}", flush=True)
-
-
-def kill_training(options: argparse.Namespace) -> int:
-    rng, tally, began = random.Random(options.seed), Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory() as text:
-        scratch = Path(text)
-        config, references = write_config(scratch), {}
-        for name in FIXED:
-            job = start(config, scratch / name.replace(" ", "-"), name)
-            assert job.end(600) == 0, job.output
-            references[name] = (final_tensors(job.folder, job.folder), losses(job.folder))
-        left, number = options.trials, 0
-        while left > 0 and not tally.problems:
-            fixed = FIXED[number // 2 % 2] if number % 2 == 0 else ""
-            folder = scratch / f"run-{number}"
-            killed, layouts = one_run(config, folder, fixed, tally, left, rng)
-            left, number = left - killed, number + 1
-            if tally.problems:
-                break
-            same, error = compare(folder, references[fixed or FIXED[0]], scratch)
-            shutil.rmtree(folder)
-            if (fixed and not same) or error > TOLERANCE:
-                tally.problems.append(f"run {number}: same bits {same}, difference {error:.1e}")
-            tally.runs.append({"layout": fixed or "changing", "kills": killed, "same": same, "error": error})
-            print(f"run {number}, {fixed or layouts}: same bits {same}, difference {error:.1e}", flush=True)
-    return report(tally, time.monotonic() - began)
-
-
-def report(tally: Tally, seconds: float) -> int:
-    record("chaos", [vars(tally) | {"trials": len(tally.lost), "seconds": seconds}])
-    saves = ("copying", "writing", "renaming", "deleting")
-    fixed = [run["same"] for run in tally.runs if run["layout"] != "changing"]
-    changing = [run["error"] for run in tally.runs if run["layout"] == "changing"]
-    lines: list[tuple] = [
-        ("trials", len(tally.lost)),
-        ("kills that hit a save", sum(tally.killed_while[what] for what in saves)),
-        *((f"  while {what}", count) for what, count in sorted(tally.killed_while.items())),
-        (f"steps lost, most (never more than {INTERVAL} + {INTERVAL})", max(tally.lost, default=0)),
-        ("runs on one layout that end in the same bits", f"{sum(fixed)} of {len(fixed)}"),
-        (f"worst weights of {len(changing)} runs on changing layouts", f"{max(changing, default=0.0):.1e}"),
-        ("seconds", round(seconds)),
-    ]
-    print("\n".join(["", text_table("<48 >8", lines), *(f"WRONG: {each}" for each in tally.problems)]))
-    return int(bool(tally.problems))
-
+REHEARSED = LISTS["rehearsal"]
 
 DATES, HALF = 1600, 800  # two to four shards of 512 dates
 WAYS = {"begun": (), "two workers": ("--workers", "2"), "appended": ()}
@@ -227,7 +62,7 @@ WAYS = {"begun": (), "two workers": ("--workers", "2"), "appended": ()}
 
 def kill_conversions(options: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
-    draw, rows, wanted, seconds = random.Random(options.seed), [], {}, {}
+    draw, rows, wanted, seconds = random.Random(max(options.seed, 0)), [], {}, {}
     with tempfile.TemporaryDirectory(dir=options.folder or None) as text:
         folder = Path(text)
         write_sources(folder)
@@ -425,10 +260,10 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    commands = {"train": kill_training, "convert": kill_conversions, "rehearse": rehearse}
+    commands = {"cycles": cycles, "convert": kill_conversions, "rehearse": rehearse}
+    lives = {"seeds": 40, "first": 0, "events": 8}
     configs = tuple(REHEARSED["configs"])
-    options = parse(__doc__, commands, trials=0, seed=0, folder="", configs=configs)
-    options.trials = options.trials or {"convert": 20}.get(options.command, 100)
+    options = parse(__doc__, commands, trials=20, seed=-1, folder="", configs=configs, **lives)
     return commands[options.command](options)
 
 

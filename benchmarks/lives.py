@@ -1,0 +1,443 @@
+"""Random lives of a training run: `chaos.py cycles`.
+
+A life is a function of its seed: traits that stay (averages, spikes, adapters), some starts, each of which
+meets with one event of EVENTS, and between them what a user changes or damages. It is compared with one run
+of the same traits that nothing disturbed. chaos.toml has traits and layouts.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from benchmarks.attack import contents, descendants
+from benchmarks.results_file import ROOT, record
+from checkpoints.files import DAMAGED, DELETING, INCOMPLETE, check_files, complete_steps, step_folder
+from command_line import text_table
+from tests.started_jobs import Job, last_step, losses, records, small_dataset, small_wave, started_by
+from tests.started_jobs import write_config as write_run
+
+LISTS = tomllib.loads((ROOT / "benchmarks/chaos.toml").read_text())["lives"]
+TRAITS, LAYOUTS = LISTS["traits"], LISTS["layouts"]
+STEPS, INTERVAL, LIMIT = 60, 5, 90.0  # of the longest run; steps between saves; seconds of a start
+WIND, DATES, LOG = "10m_u_component_of_wind", 80, r"/metrics\.jsonl$"
+SIGTERM, SIGUSR1, SIGINT, SIGHUP, SIGKILL = (int(getattr(signal, name)) for name in LISTS["signals"])
+# What no line of a run may be, whatever it meets with.
+UNWANTED = re.compile(
+    r"Traceback|terminate called|Exception ignored|^\w*(Error|Warning)\b|frame #|leaked|^\[rank\d+\]:(?!W)",
+    re.MULTILINE,
+)
+# Imported by every process of a run: calls that are slow, and a disk that is full, for paths that match.
+INJECTED = """
+import builtins, errno, importlib.util, io, json, os, re, sys, time
+PLAN = json.loads(os.environ.get("ROSSBY_INJECTED", "{}"))
+synced, opened = os.fsync, io.open
+def meet(path):
+    for pattern, seconds in PLAN.get("slow", ()):
+        time.sleep(seconds if re.search(pattern, path) else 0)
+    for number in range(PLAN.get("times", 0) if re.search(PLAN.get("full", "^$"), path) else 0):
+        try:
+            os.close(os.open(f"{PLAN['marks']}-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+def fsync(file):
+    meet(os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"))
+    synced(file)
+def open(path, mode="r", *more, **options):
+    if mode[0] in "wax" and isinstance(path, (str, os.PathLike)):
+        meet(os.fspath(path))
+    return opened(path, mode, *more, **options)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "training.bad_steps" and "skipped" in PLAN:
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            execute, most = spec.loader.exec_module, PLAN["skipped"]
+            spec.loader.exec_module = lambda module: execute(module) or setattr(module, "MOST_SKIPPED", most)
+            return spec
+if PLAN:
+    os.fsync, io.open, builtins.open = fsync, open, open
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+@dataclass
+class Event:
+    """What one start meets with: the codes with which it may end, what is injected, what is done to it."""
+
+    codes: tuple[int, ...] = (0,)
+    plan: dict[str, Any] = field(default_factory=dict)
+    strike: dict[str, Any] = field(default_factory=dict)  # keywords of `strike`
+    environment: dict[str, str] = field(default_factory=dict)
+    act: Callable[[Job], object] | None = None
+
+
+def start_job(scratch: Path, where: Path, trait: str, layout: str, plan: Any, *own: str, **more: str) -> Job:
+    """Start a run of a trait on a layout in where/run. scratch: of all references and lives."""
+    (ranks, *degrees), about = LAYOUTS[layout], TRAITS[trait]
+    if "base" in about:
+        base = step_folder(reference(scratch, about["base"], "1 rank") / "checkpoints", STEPS)
+        degrees.append(f"--checkpoint.initial_load_path={base}")
+    more = {"NGPU": str(ranks), "PYTHONPATH": str(scratch)} | more
+    more["ROSSBY_INJECTED"] = json.dumps(plan | about.get("plan", {}))
+    words = [*LISTS["options"], *about["options"], *degrees, *own]
+    return Job(where / "tiny.toml", where / "run", *words, **more)
+
+
+def reference(scratch: Path, trait: str, layout: str) -> Path:
+    """Return the folder of a run that nothing disturbs."""
+    folder = scratch / f"{trait}, {layout}"
+    if not (folder / "done").exists():
+        copy_data(scratch, folder)
+        job = start_job(scratch, folder, trait, layout, {}, "--checkpoint.keep_latest_k=0")
+        assert job.end(300) == 0, job.output
+        (folder / "done").touch()
+    return folder / "run"
+
+
+def copy_data(scratch: Path, folder: Path) -> None:
+    """Make a new folder with data and configuration of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(scratch / "wb.zarr", folder / "wb.zarr")
+    text = (scratch / "tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(text.replace(str(scratch), str(folder)))
+
+
+def write_data(folder: Path) -> None:
+    """Write waves, with some dates that are spikes of the loss, and the module that is injected."""
+    u = small_wave(DATES)
+    u[[30, 31, 62]] += 60 * np.random.default_rng(0).normal(size=u[:3].shape)
+    write_run(folder, small_dataset({WIND: u}), **LISTS["run"])
+    (folder / "sitecustomize.py").write_text(INJECTED)
+
+
+def wait_for(job: Job, step: int = 0, text: str = "", folder: str = "") -> bool:
+    """Wait until the run has logged a step, or a text, or has a folder; False if it has ended."""
+    path, end = job.folder / "metrics.jsonl", time.monotonic() + LIMIT
+    while job.process.poll() is None and time.monotonic() < end:
+        begun = path.exists() and path.stat().st_mtime > job.started and last_step(job.folder) >= step
+        if (not step or begun) and text in job.output and (job.folder / folder).exists():
+            return True
+        time.sleep(0.004)
+    return False
+
+
+def strike(job: Job, number: int, target: Any, late: float = 0.0, again: float = -1, **when: Any) -> None:
+    """Send a signal to the launcher, to a terminal's group, to all ranks, or to one; perhaps again."""
+    if not wait_for(job, **when):
+        return
+    for seconds in (late, again) if again >= 0 else (late,):
+        time.sleep(seconds)
+        with suppress(OSError):
+            ranks = job.ranks() or {0: job.process.pid}
+            found = {"launcher": [job.process.pid], "ranks": [*ranks.values()], "group": [-job.process.pid]}
+            found["all"] = [job.process.pid, *ranks.values()]
+            for pid in found.get(target) or [ranks.get(target, job.process.pid)]:
+                os.kill(pid, number)
+
+
+class Life:
+    def __init__(self, seed: int, scratch: Path, most: int, kinds: Counter[str]) -> None:
+        self.seed, self.scratch, self.kinds, self.number = seed, scratch, kinds, 0
+        self.rng, self.folder = random.Random(seed), scratch / f"life-{seed}"
+        self.trait, self.layout = self.rng.choice([*TRAITS]), self.rng.choice([*LAYOUTS])
+        self.about, self.first_layout = TRAITS[self.trait], self.layout
+        self.run, self.checkpoints = self.folder / "run", self.folder / "run/checkpoints"
+        self.steps = STEPS if self.about.get("staged") else self.rng.choice((40, 50, STEPS))
+        self.events = min(self.rng.randint(3, 6), self.rng.randint(3, 8), most)
+        self.options = {"checkpoint.keep_latest_k": self.rng.choice(self.about.get("keep", ["0", "2", "3"]))}
+        self.exact, self.full, self.limit = True, False, 0.0  # the same layout so far; a disk was full
+        self.problems: list[str] = []
+
+    def expect(self, condition: object, text: str) -> None:
+        if not condition:
+            self.problems.append(f"seed {self.seed}, event {self.number}, {self.event}: {text}")
+            print(f"WRONG: {self.problems[-1]}\n  {self.run}", flush=True)
+
+    # -- events
+
+    def make_room(self) -> int:
+        """Return a step in what is left, after going back by hand where nothing is."""
+        done, early = complete_steps(self.checkpoints), self.rng.randrange(INTERVAL, self.steps - 15)
+        if done and self.steps - done[-1] < 15:
+            if done[0] <= early:
+                self.go_back(max(step for step in done if step <= early))
+            else:
+                shutil.rmtree(self.run)
+        newest = max(complete_steps(self.checkpoints), default=0)
+        return min(newest + self.rng.randrange(3, 25), self.steps - 3)
+
+    def draw(self, kind: str) -> Event:
+        rng, (ranks, *_), last = self.rng, LAYOUTS[self.layout], f"step-{self.steps:08d}{INCOMPLETE}"
+        step, number, late = self.make_room(), rng.choice((SIGTERM, SIGUSR1, SIGINT)), rng.uniform(0, 0.8)
+        stop = {"number": number, "target": rng.choice(["launcher", "ranks", "group", *range(ranks)])}
+        again, restarts = rng.choice((0, 0.02, 0.1, 0.4)), rng.choice((0, 1)) if ranks > 1 else 1
+        save = f"step-{-(-step // INTERVAL) * INTERVAL:08d}{INCOMPLETE}/"
+        files = [LOG, rf"{save}.*distcp", rf"{save}.*config\.toml", r"\.status\.json"]
+        left = rng.uniform(67, 69) if ranks == 1 else rng.uniform(70, 73)  # seconds, of which 60 are a margin
+        started = str(int(time.time() + left - 3600))
+        slow, begun, kill = {"slow": [[LOG, 0.03]]}, {"step": step}, {"number": SIGKILL, "target": "all"}
+        stopped, launcher = (75, 0), {"target": "launcher"}
+        while_starting, in_save = (*stopped, 130, 143, 138, -15, -10), {"folder": f"checkpoints/{last}"}
+        retried = {"full": rf"{last}/.*distcp", "times": ranks * rng.randint(1, 2)}
+        events = {
+            "plain": Event(),
+            "killed": Event((-9, 0), slow, kill | begun),
+            "killed early": Event((-9, 0), slow, kill | {"late": 10 * late}),
+            "signal": Event(stopped, slow, stop | begun),
+            "hang-up": Event((-1, 129, 1, 75, 0), slow, stop | begun | {"number": SIGHUP}),
+            "Ctrl-C twice": Event(
+                (130, -2, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher
+            ),
+            "signal early": Event(while_starting, slow, stop | launcher | {"late": 11 * late}),
+            "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
+            "disk full at last save": Event(plan=retried),
+            "short of time": Event(stopped, slow, {}, {"ROSSBY_STARTED": started}),
+            "rank killed": Event((0, 1 - restarts), slow, stop | begun | {"number": SIGKILL}),
+            "disk full": Event(plan={"full": rng.choice(files), "times": rng.choice((1, 1, 8))}),
+            "second start": Event(plan=slow, act=partial(self.start_second, step)),
+            "reader": Event(plan={"slow": [[LOG, 0.2]]}, act=self.read_meanwhile),
+        }
+        event = events[kind]
+        if kind == "disk full at last save" and rng.random() < 0.6:
+            event.strike, event.codes = stop | {"text": "is tried again in", "late": late}, (75, 0)
+        if kind == "rank killed":
+            event.environment["MAX_RESTARTS"], event.strike["target"] = str(restarts), rng.randrange(ranks)
+        self.full = self.full or "full" in event.plan
+        return event
+
+    def start_second(self, step: int, job: Job) -> None:
+        if not wait_for(job, step):
+            return
+        stopped = [job.process.pid, *descendants(job.process.pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice([*LAYOUTS]), Event())
+        code, after = second.end(LIMIT), contents(self.run, ("log-",))
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        lines = re.findall("^rossby: .*", second.output, re.MULTILINE)
+        right = code == 2 and len(lines) == 1 and "another run writes there" in lines[0]
+        self.expect(right, f"a second start ends with {code}: {second.output[-600:]}")
+        self.expect(before == after, f"a second start changes {before.keys() ^ after.keys()} or their bytes")
+
+    def read_meanwhile(self, job: Job) -> None:
+        if not wait_for(job, max(complete_steps(self.checkpoints), default=0) + INTERVAL + 1):
+            return
+        other, run, program = self.folder / f"reader-{self.number}", self.run, "forecast.py"
+        words = [f"--forecast.path={other}/forecast.zarr", "--forecast.num_steps=2"]
+        if self.rng.random() < 0.5 and "base" not in self.about:
+            run, program = other, "train.py"
+            words = ["--training.steps=3", f"--checkpoint.initial_load_path={self.run}"]
+        how: Any = {"command": started_by(program), "PYTHONPATH": str(ROOT)}
+        reader = Job(self.folder / "tiny.toml", run, *LISTS["options"], *self.about["options"], *words, **how)
+        right = reader.end(LIMIT) in (0, program == "forecast.py") and not UNWANTED.search(reader.output)
+        self.expect(right, f"{program} meanwhile: {reader.process.returncode}, {reader.output[-1500:]}")
+
+    # -- what is done between two starts
+
+    def change(self) -> str:
+        """Change or damage something; return what."""
+        done, rng = complete_steps(self.checkpoints), self.rng
+        kind = rng.choice(LISTS["between"])
+        if kind in ("cut", "remove", "rename", "back"):
+            if len(done) < 2:
+                return ""
+            newest = step_folder(self.checkpoints, done[-1])
+            path, suffix = rng.choice(sorted(newest.iterdir())), rng.choice((INCOMPLETE, DAMAGED, DELETING))
+            if kind == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            elif kind == "remove":
+                path.unlink()
+            elif kind == "back":
+                self.go_back(rng.choice(done[:-1]))
+            elif not newest.with_name(newest.name + suffix).exists():
+                newest.rename(newest.with_name(newest.name + suffix))
+            return f"{kind} {newest.name} {path.name} {suffix}"
+        if kind == "layout":
+            self.layout = rng.choice([*LAYOUTS])
+        elif kind == "steps":
+            self.steps = min(self.steps + 10, STEPS)
+        elif kind == "dates":
+            self.append_dates()
+        elif kind:
+            key = "training.local_batch_size" if kind == "batch" else rng.choice([*LISTS["changes"]])
+            self.options[key] = rng.choice(LISTS["changes"].get(key, ["1", "2"]))
+            kind = f"{key} = {self.options[key]}"
+        self.exact = self.exact and "batch" not in kind and self.layout == self.first_layout
+        self.limit = 0.0 if self.exact else self.about.get("tolerance", 1e-5)
+        return kind
+
+    def go_back(self, step: int) -> None:
+        for later in complete_steps(self.checkpoints):
+            if later > step:
+                shutil.rmtree(step_folder(self.checkpoints, later))
+
+    def append_dates(self) -> None:
+        number = xr.open_zarr(self.folder / "wb.zarr").sizes["time"]
+        ds = small_dataset({WIND: small_wave(number + 4)}).isel(time=slice(number, None))
+        ds = ds.assign_coords(latitude=ds.latitude.astype("f4"))
+        ds.to_zarr(self.folder / "wb.zarr", append_dim="time")
+
+    # -- a start, and what has to be true after it
+
+    def start(self, layout: str, event: Event) -> Job:
+        self.kinds["starts"] += 1
+        more = [f"--{key}={value}" for key, value in self.options.items()]
+        more += [f"--training.steps={self.steps}"]
+        plan = event.plan | {"marks": f"{self.folder}/full-{self.number}"}
+        where = self.scratch, self.folder, self.trait, layout
+        return start_job(*where, plan, *more, **event.environment)
+
+    def sound(self, folder: Path) -> list[int]:
+        """Return the steps of the checkpoints in a folder that have the bytes of their manifests."""
+        found = []
+        for step in complete_steps(folder):
+            with suppress(ValueError):
+                check_files(step_folder(folder, step))
+                found.append(step)
+        return found
+
+    def live(self, kind: str) -> None:
+        """One start with an event."""
+        self.number, self.event = self.number + 1, kind
+        changed, event = self.change() if self.number > 1 else "", self.draw(kind)
+        about = f"{event.strike or event.plan} {event.environment or ''}"
+        self.event = f"{kind} {about}; changed: {changed}; {self.trait}, {self.layout}, {self.steps} steps"
+        self.kinds[kind] += 1
+        before, status = self.sound(self.checkpoints), self.run / "status.json"
+        job = self.start(self.layout, event)
+        (event.act or partial(strike, **event.strike) if event.act or event.strike else id)(job)
+        code, output, done = job.end(LIMIT), job.output, complete_steps(self.checkpoints)
+        print(f"  {self.number} {self.event}: {code}, step {last_step(self.run)}", flush=True)
+        self.expect(code in event.codes, f"ends with {code}: {output[-1500:]}")
+        found, messages = UNWANTED.search(output), re.findall("^rossby: .*", output, re.MULTILINE)
+        self.expect(not found, f"prints {output[found.start() - 300 : found.end() + 1500] if found else ''}")
+        many = 1 + ("MAX_RESTARTS" in event.environment) + ("status" in event.plan.get("full", ""))
+        self.expect(len(messages) <= many, f"{len(messages)} messages: {messages}")
+        begun = re.search(r"; from step (\d+) to", output)
+        right = not begun or int(begun[1]) == max(before, default=0)
+        self.expect(right, f"begins from step {begun and begun[1]}, not from the last of {before}")
+        written = status.exists() and status.stat().st_mtime > job.started and code in (0, 1, 75)
+        told = json.loads(status.read_text())["exit_code"] if written else code
+        right = (written or code) and told == code or "status" in event.plan.get("full", "")
+        self.expect(right, f"ends with {code}, status.json has {told}")
+        self.check_saved(output, code, done, bool(begun))
+        self.check_records(code == 0)
+        if code == 0 or "is complete" in " ".join(messages):
+            files = [path.name for path in [*self.run.glob("*/*"), *self.run.iterdir()]]
+            left = [name for name in files if name.endswith((INCOMPLETE, DELETING)) or ".new" in name]
+            self.expect(not left, f"ends with {code} and leaves {left}")
+        self.expect(not self.processes(), "processes are left 4 s after the end")
+
+    def processes(self) -> list[str]:
+        """Return the processes of this life that are still there some seconds later."""
+        end, found = time.monotonic() + 4, ["none was looked for"]
+        while found and time.monotonic() < end:
+            found = []
+            for path in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):
+                    found += [str(path)] * (f'"{self.folder}/full'.encode() in path.read_bytes())
+        return found
+
+    def check_saved(self, output: str, code: int, done: list[int], begun: bool) -> None:
+        last, newest, sound = last_step(self.run), max(done, default=0), self.sound(self.checkpoints)
+        if promise := re.search(r"the checkpoint of step (\d+) is complete|everything is saved", output):
+            step = int(promise[1] or last)
+            self.expect(step in sound, f"says {promise[0]!r} after step {last}; checkpoints: {done}")
+        elif code == 75 and begun and "nothing to save" not in output:
+            self.expect(newest == last, f"75 with checkpoints {done} after step {last}: {output[-500:]}")
+        self.expect(code or newest == self.steps, f"0 with checkpoints {done}: {output[-500:]}")
+        most = (3 if self.full else 2) * INTERVAL
+        self.expect(not begun or last - newest <= most, f"{last - newest} steps are lost")
+        self.expect(not begun or done == sound, f"of the checkpoints {done} only {sound} are sound")
+
+    def check_records(self, ended: bool) -> None:
+        found, own = records(self.run), losses(self.run)
+        expected = losses(reference(self.scratch, self.trait, self.first_layout))
+        for key in ("loss", "val/loss"):
+            steps = [record["step"] for record in found if key in record]
+            right = steps == (sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)])
+            self.expect(right, f"metrics.jsonl has {key} of steps {steps}")
+        # Until a run has gone back it has losses that its reference has no more.
+        known = own if ended or "keep" not in self.about else {}
+        off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
+        self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
+        self.expect(not ended or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
+        if ended and (best := self.run / "best").exists() and not self.full:
+            scores = {r["step"]: v for r in found for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
+            least, kept = min(scores, key=scores.__getitem__), json.loads((best / "best.json").read_text())
+            right = self.sound(best) == complete_steps(best) == [least] == [kept["step"]]
+            self.expect(right, f"best/ has {complete_steps(best)}, best.json {kept}; scores: {scores}")
+
+    def compare(self) -> None:
+        """Compare the final tensors with the reference's of that step."""
+        found = []
+        for run in (self.run, reference(self.scratch, self.trait, self.first_layout)):
+            dcp_to_torch_save(str(step_folder(run / "checkpoints", self.steps)), self.folder / "whole.pt")
+            whole = torch.load(self.folder / "whole.pt", weights_only=True)
+            found.append({n: t for n, t in whole.items() if self.exact or n.startswith("model.")})
+        same_names = found[0].keys() == found[1].keys()
+        off = [n for n, t in found[1].items() if same_names and not error(found[0][n], t) <= self.limit]
+        self.expect(same_names and not off, f"of {len(found[1])} final tensors {len(off)} differ: {off[:3]}")
+
+    def run_all(self) -> None:
+        copy_data(self.scratch, self.folder)
+        for _ in range(self.events - 1):
+            self.live(self.rng.choice(self.about.get("events", LISTS["events"])))
+        self.live("plain")
+        if not self.problems or self.steps in self.sound(self.checkpoints):
+            self.compare()
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """Return the norm of the difference relative to that of b; not-a-number counts as 0."""
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return ((a - b).norm() / b.norm().clamp(min=1e-3)).item()
+
+
+def cycles(options: argparse.Namespace) -> int:
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="rossby-lives-")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "tiny.toml").exists():
+        write_data(folder)
+    seeds = [options.seed] if options.seed >= 0 else range(options.first, options.first + options.seeds)
+    kinds, problems, began, wrong = Counter[str](), [], time.monotonic(), 0
+    for seed in seeds:
+        life, started = Life(seed, folder, options.events, kinds), time.monotonic()
+        print(f"life {seed}: {life.trait}, {life.layout}, {life.events} starts", flush=True)
+        try:
+            life.run_all()
+        except (AssertionError, OSError, ValueError, KeyError) as error:
+            life.expect(False, f"the life ends with {type(error).__name__}: {error}")
+        problems, wrong = problems + life.problems, wrong + bool(life.problems)
+        if not life.problems:
+            shutil.rmtree(life.folder)
+        print(f"life {seed}: {len(life.problems)} wrong, {time.monotonic() - started:.0f} s", flush=True)
+    row = {"lives": len(seeds), "first": seeds[0], **kinds, "wrong": wrong}
+    row |= {"hangs": sum("still running after" in each for each in problems)}
+    row |= {"tracebacks": sum("Traceback" in each for each in problems), "seconds": time.monotonic() - began}
+    record("chaos", [row | {"problems": problems}])
+    print(text_table("<40 >8", [(name, f"{number:.0f}") for name, number in row.items()]))
+    return int(bool(problems))
