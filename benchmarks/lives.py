@@ -198,18 +198,16 @@ class Life:
         started = str(int(time.time() + left - 3600))
         slow, begun, kill = {"slow": [[LOG, 0.03]]}, {"step": step}, {"number": SIGKILL, "target": "all"}
         stopped, launcher = (75, 0), {"target": "launcher"}
-        while_starting, in_save = (*stopped, 130, 143, 138, -15, -10), {"folder": f"checkpoints/{last}"}
+        in_save = {"folder": f"checkpoints/{last}"}
         retried = {"full": rf"{last}/.*distcp", "times": ranks * rng.randint(1, 2)}
         events = {
             "plain": Event(),
             "killed": Event((-9, 0), slow, kill | begun),
             "killed early": Event((-9, 0), slow, kill | {"late": 10 * late}),
             "signal": Event(stopped, slow, stop | begun),
-            "hang-up": Event((-1, 129, 1, 75, 0), slow, stop | begun | {"number": SIGHUP}),
-            "Ctrl-C twice": Event(
-                (130, -2, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher
-            ),
-            "signal early": Event(while_starting, slow, stop | launcher | {"late": 11 * late}),
+            "hang-up": Event(stopped, slow, stop | begun | {"number": SIGHUP}),
+            "Ctrl-C twice": Event((130, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher),
+            "signal early": Event((*stopped, 130), slow, stop | launcher | {"late": 11 * late}),
             "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
             "disk full at last save": Event(plan=retried),
             "short of time": Event(stopped, slow, {}, {"ROSSBY_STARTED": started}),
