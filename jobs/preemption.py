@@ -78,6 +78,7 @@ class Agreement:
             print_message(INTERRUPTED_AGAIN)
             os._exit(INTERRUPTED)
         self.request = self.request or number * RANKS + self.rank
+        self.watchdog.is_asked_to_stop = True
         if not self.is_waiting:
             self._end()
 

@@ -116,7 +116,8 @@ def main() -> None:
     rendezvous_handler_registry.register(BACKEND, Node)
     with one_line_errors(), TemporaryDirectory(prefix="rossby-", ignore_cleanup_errors=True) as folder:
         code = run_ranks([f"--log-dir={folder}", *sys.argv[1:]])
-    sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)  # a further signal would end Python's shutdown with another code
 
 
 if __name__ == "__main__":

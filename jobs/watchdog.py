@@ -69,7 +69,7 @@ class Watchdog:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.trained = self.lost = self.store_closed = self.owns_folder = False
+        self.trained = self.lost = self.store_closed = self.owns_folder = self.is_asked_to_stop = False
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
         self.contact = time.monotonic()  # with the store
@@ -193,6 +193,8 @@ class Watchdog:
     def silence(self, ranks: Sequence[Heartbeat] = ()) -> float:
         """Return the seconds without a heartbeat after which a rank is taken for dead."""
         limit = self.short_limit if self.trained else self.long_limit
+        if self.is_asked_to_stop:  # perhaps by the launcher, because another rank is dead
+            limit = min(limit, EXPLAIN_SECONDS)
         return min(limit, AFTER_LOSS_SECONDS) if any(each.lost for each in ranks) else limit
 
     def _judge(self, ranks: list[Heartbeat]) -> None:

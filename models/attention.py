@@ -5,6 +5,7 @@ Shapes: B batch, N heads, T tokens, E head size.
 
 import importlib.util
 import math
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from errors import ConfigError
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math")
 # FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
 IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
+FLASH4 = "4.0.0b18"  # the last version that torch 2.11 to 2.13 know how to call
 HOPPER = (9, 0)  # compute capability from which on cuDNN's attention is the faster one
 
 
@@ -108,6 +110,8 @@ def find_obstacle(backend: str, device_type: str, dtype: torch.dtype) -> str:
         return 'the package flash-attn is not installed (pip install -e ".[gpu]")'
     if backend in IMPLEMENTATIONS and not _is_installed(IMPLEMENTATIONS[backend][1]):
         return f"the package with {IMPLEMENTATIONS[backend][1]} is not installed"
+    if backend == "flash4" and torch.__version__ < "2.14" and version("flash-attn-4") != FLASH4:
+        return f"returns more than this torch expects; pip install flash-attn-4=={FLASH4}"
     if device_type == "cuda" and dtype == torch.float32 and backend not in ("auto", "sdpa", "math"):
         return 'has no float32 kernel; set training.mixed_precision_param = "bfloat16"'
     if backend == "cudnn" and not torch.backends.cudnn.is_available():

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from models.attention import CHOICES, attention, check_backend, preferred_backend
+from models.attention import CHOICES, FLASH4, attention, check_backend, preferred_backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -31,6 +31,7 @@ def test_the_kernel_by_device_type_and_tokens(capability, dtype, tokens, install
         patch("torch.cuda.get_device_capability", lambda device: capability),
         patch("models.attention._is_installed", lambda module: module == installed),
         patch("torch.backends.cudnn.is_available", lambda: True),
+        patch("models.attention.version", lambda package: FLASH4),
     ):
         assert preferred_backend(device, dtype, tokens) == expected
     assert all(row.most_tokens > 0 for row in CHOICES)

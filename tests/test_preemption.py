@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,7 @@ def boundaries_with_a_signal() -> list[str]:
     """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
     import torch.distributed as dist
 
-    agreement, decided = Agreement("", cpu_group()).listen(None), []
+    agreement, decided = Agreement("", cpu_group()).listen(SimpleNamespace()), []
     with agreement:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:
