@@ -27,11 +27,19 @@ import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.attack import contents, descendants
 from benchmarks.results_file import ROOT, record
-from checkpoints.files import DAMAGED, DELETING, INCOMPLETE, check_files, complete_steps, step_folder
+from checkpoints.files import (
+    DAMAGED,
+    DELETING,
+    INCOMPLETE,
+    check_files,
+    complete_steps,
+    read_tensors,
+    step_folder,
+    stored_tensors,
+)
 from command_line import text_table
 from tests.started_jobs import Job, last_step, losses, records, small_dataset, small_wave, started_by
 from tests.started_jobs import write_config as write_run
@@ -393,9 +401,10 @@ class Life:
         """Compare the final tensors with the reference's of that step."""
         found = []
         for run in (self.run, reference(self.scratch, self.trait, self.first_layout)):
-            dcp_to_torch_save(str(step_folder(run / "checkpoints", self.steps)), self.folder / "whole.pt")
-            whole = torch.load(self.folder / "whole.pt", weights_only=True)
-            found.append({n: t for n, t in whole.items() if self.exact or n.startswith("model.")})
+            folder = step_folder(run / "checkpoints", self.steps)
+            about = {n: e for n, e in stored_tensors(folder).items() if self.exact or n.startswith("model.")}
+            found.append({n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in about.items()})
+            read_tensors(folder, found[-1])
         same_names = found[0].keys() == found[1].keys()
         off = [n for n, t in found[1].items() if same_names and not error(found[0][n], t) <= self.limit]
         self.expect(same_names and not off, f"of {len(found[1])} final tensors {len(off)} differ: {off[:3]}")
