@@ -49,9 +49,8 @@ from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from models.attention import HOPPER, activate, check_backend
+from models.attention import HOPPER, activate, check_backend, preferred_backend
 from models.embeddings import unpatchify
-from parallelisms.attention_choice import BACKENDS, is_hopper_kernel, measure_attention
 from parallelisms.degrees import Degrees, resolve_degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
@@ -165,7 +164,7 @@ class Session:
 
 
 RESERVED = 2 * 2**30  # bytes of a device that libraries take in addition to torch's allocator
-PRECISIONS = {"": "bf16", "tensorwise": "float8", "rowwise": "float8 by rows"}  # recipe -> its name here
+PRECISIONS = ("bf16", "float8")  # names of a case with and without float8
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
 EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
@@ -176,7 +175,7 @@ CASE_SECONDS, RANK_SECONDS = 35.0, 20.0  # that a case, and a layout of ranks, m
 class Case:
     patch: tuple[int, int]
     heads: int
-    float8: Any = ""  # the recipe
+    float8: Any = False
     mode: Any = "selective"
     batch: int = 1
     backend: Any = "sdpa"
@@ -187,7 +186,7 @@ class Case:
         shape = (sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
         model = vit_architecture(*shape)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
-        about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
+        about |= {"compiled": sizes.compiled, "float8": self.float8, "attention": self.backend}
         about |= {"dtype": self.dtype, "every_n": EVERY_N}
         return Workload(model, Degrees(), self.batch, self.batch, **about)
 
@@ -206,11 +205,10 @@ def cases(sizes: Sizes) -> list[Case]:
     """Return what answers most first; the rest is measured as far as the time goes."""
     short, long = sizes.patches
     many, few = sizes.heads
-    fast, plain = partial(Case, float8="tensorwise"), partial(Case, mode="none")
+    fast, plain = partial(Case, float8=True), partial(Case, mode="none")
     first = [Case(short, many), plain(short, many), Case(long, many), fast(short, many), Case(short, few)]
     second = [Case(long, few), fast(long, many), plain(long, many), plain(short, few), plain(long, few)]
-    last = [Case(short, many, float8="rowwise"), fast(short, few), fast(long, few)]
-    return [*first, *second, fast(short, many, mode="none"), *last]
+    return [*first, *second, fast(short, many, mode="none"), fast(short, few), fast(long, few)]
 
 
 def training_of(
@@ -223,7 +221,7 @@ def training_of(
         training=Training(local_batch_size=case.batch, mixed_precision_param=case.dtype),
         activation_checkpoint=ActivationCheckpoint(case.mode, EVERY_N),
         compile=Compile(sizes.compiled),
-        float8=Float8(bool(case.float8), case.float8 or "tensorwise"),
+        float8=Float8(case.float8),
         parallelism=layout or Parallelism(),
     )
     return RandomRun(config, sizes.grid, sizes.variables, device, drawn_here=True, accumulation=accumulation)
@@ -232,27 +230,22 @@ def training_of(
 def steps(session: Session) -> None:
     """Measure samples/s, share of the peak and memory of every case that there is time for."""
     session.start_ranks()
-    sizes, backends = session.sizes, {}
+    sizes = session.sizes
     done = [tuple(map(row.get, NAMES)) for row in session.earlier() if row["part"] == "steps"]
     todo = [case for case in cases(sizes) if tuple(map(case.about(sizes).get, NAMES)) not in done]
     for case in todo:
         if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
             return
-        shape = (case.patch, case.heads)
-        backends[shape] = backends.get(shape) or fastest_backend(case, session)
-        case = replace(case, backend=backends[shape], batch=sizes.largest_batch)
+        case = replace(case, backend=backend_of(case, session), batch=sizes.largest_batch)
         free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
         while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
             case = replace(case, batch=case.batch // 2)
         session.attempt(case.label(sizes), time_steps, case, not done)
 
 
-def fastest_backend(case: Case, session: Session) -> str:
-    """Choose as model.attention_backend = "auto" does."""
-    sizes = session.sizes
-    shape = (2, case.heads, sizes.tokens(case.patch), sizes.dim // case.heads)
-    seconds = measure_attention(shape, torch.bfloat16, session.device)
-    return min(seconds, key=lambda name: seconds[name])
+def backend_of(case: Case, session: Session) -> str:
+    """Return the kernel of model.attention_backend = "auto"."""
+    return preferred_backend(session.device, torch.bfloat16, session.sizes.tokens(case.patch))
 
 
 def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
@@ -333,7 +326,7 @@ def rollout(session: Session) -> None:
 def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
     sizes, device, number = session.sizes, session.device, 4
     case = Case(patch, sizes.heads[0], mode="none")
-    case = replace(case, backend=fastest_backend(case, session))
+    case = replace(case, backend=backend_of(case, session))
     assembly = training_of(case, sizes, device).assembly
     assembly.model.train(False)
     fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)
@@ -355,7 +348,13 @@ def first(session: Session) -> None:
     session.add(f"first step, {cache}", clock(training.loss), "s", cache=cache, depth=sizes.layers)
 
 
+BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn")}
+# In names of kernels for Hopper: cuDNN's, FlashAttention-3's and -4's; torch's flash kernel is for Ampere.
+HOPPER_KERNELS = ("cudnn", "sm90", "flash_fwd_hopper", "flash_attncute")
+
+
 def attention_kernels(session: Session) -> None:
+    """Measure every kernel that runs here: the rates that CHOICES of models/attention.py quotes."""
     sizes, names = session.sizes, BACKENDS[session.device.type]
     for patch, heads, name in [(p, h, n) for p in sizes.patches for h in sizes.heads for n in names]:
         shape = (2, heads, sizes.tokens(patch), sizes.dim // heads)
@@ -386,7 +385,8 @@ def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 def of_hopper(kernel: str) -> bool:
     """True on other GPUs, which have no kernels of their own."""
-    return torch.cuda.get_device_capability() != HOPPER or is_hopper_kernel(kernel)
+    own = any(part in kernel.lower() for part in HOPPER_KERNELS)
+    return own or torch.cuda.get_device_capability() != HOPPER
 
 
 def products(session: Session) -> None:

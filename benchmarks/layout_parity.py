@@ -135,11 +135,11 @@ def has_formula(layout: Layout) -> bool:
     """
     parallelism = config_of(layout, 0).parallelism
     degrees = resolve_degrees(layout.ranks, parallelism)
-    if layout.conserve or layout.lora or (degrees.tp > 1 and "conditions" in dict(layout.model)):
+    if layout.conserve or layout.lora:
         return False
     if layout.unet or layout.float8 or layout.compile or layout.rollout > 1:
         return False
-    if (layout.activation_checkpoint != "none" or layout.spectral) and degrees.cp * degrees.tp > 1:
+    if layout.activation_checkpoint != "none" and degrees.cp * degrees.tp > 1:
         return False
     plain = degrees.world == degrees.pp * degrees.dp_shard and layout.loss == "mse"
     return degrees.pp == 1 or (plain and parallelism.pipeline_parallel_schedule in ("GPipe", "1F1B"))

@@ -8,8 +8,8 @@ ablations        choices of ablations.toml, at the FLOPs of the first
 large_batch      batches of 8 to 512 at equal samples: the rate is chosen at 8 and scaled by a rule
 scaling          a power law of loss against FLOPs, from five [--widths 32 64]
 lora             adapters against training from nothing, and against all weights, on other dates
-rollout_training stages of rollouts and of replay against one step trained for as many passes, on winds
-ten_days         the same on simulated weather to 240 h, with the spectral term and an ensemble
+rollout_training a stage of rollouts against one step trained for as many passes, on winds
+ten_days         the same on simulated weather to 240 h, with an ensemble
 limited_area     winds over Europe, scored inside of 4 cells: with the boundary of later dates, and without
 float8_loss      loss curves next to bf16's, seed by seed; fails if a mean is outside the spread of bf16's
 readme           writes the scores of the demo in outputs/demo into README.md, and its plots into docs/
@@ -341,7 +341,7 @@ def run_stages(options: Options, runs: Runs, score: Score, *words: str) -> list[
 
 def rollout_training(options: Options) -> int:
     lead_hours = DAYS["rollout_training"]
-    (as_long,) = {longer("gfs_winds", stage) for stage in ("gfs_winds_rollout", "gfs_winds_replay")}
+    as_long = longer("gfs_winds", "gfs_winds_rollout")
     runs: Runs = LISTS["rollout_training"] | {AS_LONG: ["gfs_winds", as_long]}
 
     def score(found: list[Row], *_: object) -> Row:

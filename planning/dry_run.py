@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from datasets.grid import Grid
-from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import LossPart, ParallelModel
 from parallelisms.pipeline import Pipeline
 from parallelisms.token_shards import TokenShards
+from planning.collectives import Collective, Recorder
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler

@@ -2,7 +2,7 @@
 alpha-beta model of rings, trees and exchanges.
 
 `size` is that of the larger buffer of a call on one rank, in bytes: what an all-gather gives, what a
-reduce-scatter takes (parallelisms/collectives.py). benchmarks/layout_parity.py holds every number against
+reduce-scatter takes (planning/collectives.py). benchmarks/layout_parity.py holds every number against
 what a recorder counts.
 """
 
@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from parallelisms.collectives import Collective
 from parallelisms.degrees import AXES, Degrees
+from planning.collectives import Collective
 from planning.hardware import Cluster, Link
 from planning.workload import Workload
 
@@ -113,7 +113,7 @@ def route_of(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
-    """Seconds of one collective of `kind` (parallelisms/collectives.py)."""
+    """Seconds of one collective of `kind` (planning/collectives.py)."""
     if on.ranks == 1:
         return 0.0
     if kind == "all-reduce":

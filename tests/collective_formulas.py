@@ -8,8 +8,8 @@ all-gather gives, what a reduce-scatter takes.
 import math
 from collections import Counter
 
-from parallelisms.collectives import Collective
 from planning.architecture import cut, padded
+from planning.collectives import Collective
 from planning.memory import stage_shapes
 from planning.network import Calls, context_collectives, tensor_collectives
 from planning.workload import Workload

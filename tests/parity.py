@@ -32,8 +32,8 @@ from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
-from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import resolve_degrees
+from planning.collectives import Collective, Recorder
 from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble
 from training.batches import Batch

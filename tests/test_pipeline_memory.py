@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.layout_parity import layout_workload
-from parallelisms.collectives import Collective, Recorder
+from planning.collectives import Collective, Recorder
 from planning.memory import gathered_bytes, message_bytes, pipeline_gradient_bytes
 from tests.parity import Layout, SmallRun, pp
 

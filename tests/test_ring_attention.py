@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelisms import ring_attention
-from parallelisms.collectives import Collective, Recorder
 from parallelisms.degrees import Degrees
 from parallelisms.ring_attention import GRADIENTS, Ring, attend, attend_backward
+from planning.collectives import Collective, Recorder
 from tests.distributed import shared_mesh
 
 SHAPE = (2, 3, 5, 8)  # B, N, t, E

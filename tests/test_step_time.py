@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.planner_published import LanguageModel
 from datasets.grid import global_grid
-from parallelisms.collectives import Collective
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, count
 from planning.clusters import load_cluster
+from planning.collectives import Collective
 from planning.compute import (
     elementwise_passes,
     elementwise_time,
