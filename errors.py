@@ -85,9 +85,7 @@ def is_lost_loader(error: BaseException) -> bool:
 
 
 def attempt_folder() -> Path | None:
-    """Return torchelastic's folder that the ranks of this host share until they restart; None without
-    torchelastic.
-    """
+    """Return torchelastic's folder of this host's ranks until they restart; None without torchelastic."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<local rank>/error.json
     return Path(error_file).parents[1] if error_file else None
 

@@ -37,9 +37,10 @@ from training.due import Schedule
 from training.metrics import Metrics, output_summary
 from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
+from training.restart import Restart, load_or_start
 from training.run_folder import RunFolder
 from training.samples import Samples
-from training.state import Restart, build_state, load_or_start
+from training.state import build_state
 from training.step import Run, train_step
 from training.validator import Validator
 

@@ -6,7 +6,6 @@ Shapes: B batch, N heads, T tokens, E head size.
 import importlib.util
 import math
 from importlib.metadata import version
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import ConfigError
 
-BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math")
 # FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
 IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
 FLASH4 = "4.0.0b18"  # the last version that torch 2.11 to 2.13 know how to call
@@ -61,38 +59,29 @@ def use_backend(model: nn.Module, backend: str) -> None:
             module.backend = backend
 
 
-class Choice(NamedTuple):
-    """A row of CHOICES: the kernels, best first, of a device, types of numbers and numbers of tokens."""
-
-    capability: tuple[int, int] | None  # of CUDA devices, at least; None: CPU
-    half: bool  # of bfloat16 and float16, else of float32
-    most_tokens: float
-    backends: tuple[str, ...]
-
-
-# The first row that fits counts, and of it the first kernel that is installed.
-CHOICES = (
-    # On an EPYC two matmuls take 1/10 to 1/3 of the time of torch's kernel up to 256 tokens, 0.8 at 512 and
-    # 1.2 to 1.4 at 1,024; in float32 its kernel takes 0.4 to 0.9 of theirs.
-    Choice(None, True, 512, ("math",)),
-    Choice(None, True, math.inf, ("sdpa",)),
-    Choice(None, False, math.inf, ("sdpa",)),
-    # On an H200, forward and backward at heads of 64: 536 and 434 TFLOP/s with FlashAttention-4, 470 and 360
-    # with cuDNN, 301 and 222 with FlashAttention-2 (benchmarks/gpu.sh).
-    Choice(HOPPER, True, math.inf, ("flash4", "flash3", "cudnn", "sdpa")),
-    Choice((8, 0), True, math.inf, ("flash",)),  # cuDNN has no kernel of its own for Ampere
-    Choice((0, 0), True, math.inf, ("sdpa",)),
-    Choice((0, 0), False, math.inf, ("sdpa",)),  # torch alone has kernels for float32
+# Least CUDA compute capability (None: CPU), half precision or float32, most tokens, kernels: of the first row
+# that fits, the first kernel that is installed.
+Choice = tuple[tuple[int, int] | None, bool, float, tuple[str, ...]]
+CHOICES: tuple[Choice, ...] = (
+    (None, True, 512, ("math",)),  # takes 0.1 to 0.3 of torch's kernel up to 256 tokens, 0.8 at 512 (EPYC)
+    (None, True, math.inf, ("sdpa",)),  # math takes 1.2 to 1.4 of it at 1,024
+    (None, False, math.inf, ("sdpa",)),  # takes 0.4 to 0.9 of math
+    # Heads of 64 on an H200, forward and backward in TFLOP/s: FlashAttention-4 536 and 434, cuDNN 470 and
+    # 360, FlashAttention-2 301 and 222 (benchmarks/gpu.sh).
+    (HOPPER, True, math.inf, ("flash4", "flash3", "cudnn", "sdpa")),
+    ((8, 0), True, math.inf, ("flash",)),  # cuDNN has no kernel of its own for Ampere
+    ((0, 0), True, math.inf, ("sdpa",)),
+    ((0, 0), False, math.inf, ("sdpa",)),  # torch alone has kernels for float32
 )
 
 
 def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int) -> str:
     """Return the kernel of `model.attention_backend = "auto"` on this machine, by CHOICES."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    for row in CHOICES:
-        is_here = row.capability is None if capability is None else capability >= (row.capability or (99, 0))
-        if is_here and row.half == (dtype != torch.float32) and num_tokens <= row.most_tokens:
-            return next(name for name in row.backends if not find_obstacle(name, device.type, dtype))
+    for least, half, most_tokens, backends in CHOICES:
+        is_here = least is None if capability is None else least is not None and capability >= least
+        if is_here and half == (dtype != torch.float32) and num_tokens <= most_tokens:
+            return next(name for name in backends if not find_obstacle(name, device.type, dtype))
     raise AssertionError("CHOICES has a row for every device")
 
 

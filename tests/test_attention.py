@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from models.attention import CHOICES, FLASH4, attention, check_backend, preferred_backend
+from models.attention import FLASH4, attention, check_backend, preferred_backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -34,7 +34,6 @@ def test_the_kernel_by_device_type_and_tokens(capability, dtype, tokens, install
         patch("models.attention.version", lambda package: FLASH4),
     ):
         assert preferred_backend(device, dtype, tokens) == expected
-    assert all(row.most_tokens > 0 for row in CHOICES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,7 +24,8 @@ from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
 from training.optimizers.build import build_adamw, set_lr
-from training.state import Progress, TrainState, resume
+from training.restart import resume
+from training.state import Progress, TrainState
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 

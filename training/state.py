@@ -4,32 +4,26 @@ Names are the model's own; sharded tensors are DTensors, so that another layout 
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import step_folder, stored_tensors
-from checkpoints.initial_weights import start_from
 from config import Config
-from datasets.grid import Grid
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
 from parallelisms.parameter_names import canonical
 from training.assembly import Assembly
-from training.bad_steps import BadSteps, TrainingDiverged
+from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
 from training.optimizers.shards import empty_moment
 from training.optimizers.trust_ratios import SharedSums
 
-logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # an older version, or a run without fp16, saved fewer
 
@@ -142,79 +136,3 @@ def shared_sums(model: ParallelModel) -> SharedSums:
     degrees, own = model.mesh.degrees, model.own_parameters()
     names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
     return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
-
-
-def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
-    """Load the newest checkpoint that is not damaged. Raises DataError if it does not fit this model."""
-    step = checkpointer.newest() if checkpointer else None
-    if checkpointer and step is not None:
-        load(checkpointer, step, state)
-    return step is not None
-
-
-def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config, grid: Grid) -> None:
-    """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
-    if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
-        start_from(config, state.parameters, grid)
-        state.restart_average()
-
-
-def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
-    """Load the checkpoint of `step`, whatever layout saved it."""
-    folder = step_folder(checkpointer.folder, step)
-    stored = stored_tensors(folder)
-    state.allocate_moments(stored)
-    tensors = state.state_dict()
-    for name in [name for name in tensors if name not in stored and name.startswith(OPTIONAL)]:
-        del tensors[name]
-    if state.average and (fresh := {f"ema.{name}" for name in state.average.averages} - stored.keys()):
-        logger.info("%s: averages of %d parameters start from its weights", folder, len(fresh))
-    checkpointer.load(step, tensors)
-    state.load_state_dict(tensors)
-    logger.info("resumed from %s", folder)
-
-
-class Restartable(Protocol):
-    """An object that remembers steps."""
-
-    def restart(self, step: int) -> None:
-        """Continue after `step`: forget what later steps have left. Called by all ranks together."""
-
-
-class Restart:
-    """All that remembers steps, in the order in which it continues from a step: at the start of a run, new or
-    resumed, and when it goes back over bad steps.
-    """
-
-    def __init__(self, checkpointer: Checkpointer | None, state: TrainState, *others: Restartable) -> None:
-        """The state has been loaded."""
-        self.checkpointer, self.state = checkpointer, state
-        saves: list[Restartable] = [checkpointer] if checkpointer else []
-        self.parts: list[Restartable] = [*saves, state, *others]
-        self._continue()
-
-    def _continue(self) -> None:
-        for part in self.parts:
-            part.restart(self.state.progress.step)
-
-    def roll_back(self) -> None:
-        """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
-
-        Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
-        there is no earlier one, or the run has been there before.
-        """
-        bad_steps, progress = self.state.bad_steps, self.state.progress
-        step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
-        if self.checkpointer is None or step is None or step == progress.went_back_to:
-            again = f"going back to step {step} and taking other samples did not help"
-            tried = again if step else "no checkpoint to go back to"
-            raise TrainingDiverged(
-                f"{bad_steps.diagnosis}; {tried}; "
-                "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
-            )
-        rollbacks = progress.rollbacks + 1
-        load(self.checkpointer, step, self.state)
-        progress.rollbacks, progress.went_back_to = rollbacks, step
-        logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
-        bad_steps.reset()
-        self._continue()

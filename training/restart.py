@@ -1,0 +1,93 @@
+"""Where a run continues: at its start, new or resumed, and when it goes back over bad steps.
+
+All that remembers steps stands in one list, and continues from a step by one method.
+"""
+
+import logging
+from typing import Protocol
+
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import step_folder, stored_tensors
+from checkpoints.initial_weights import start_from
+from config import Config
+from datasets.grid import Grid
+from training.bad_steps import TrainingDiverged
+from training.state import OPTIONAL, TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
+    """Load the newest checkpoint that is not damaged. Raises DataError if it does not fit this model."""
+    step = checkpointer.newest() if checkpointer else None
+    if checkpointer and step is not None:
+        load(checkpointer, step, state)
+    return step is not None
+
+
+def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config, grid: Grid) -> None:
+    """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
+    if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
+        start_from(config, state.parameters, grid)
+        state.restart_average()
+
+
+def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+    """Load the checkpoint of `step`, whatever layout saved it."""
+    folder = step_folder(checkpointer.folder, step)
+    stored = stored_tensors(folder)
+    state.allocate_moments(stored)
+    tensors = state.state_dict()
+    for name in [name for name in tensors if name not in stored and name.startswith(OPTIONAL)]:
+        del tensors[name]
+    if state.average and (fresh := {f"ema.{name}" for name in state.average.averages} - stored.keys()):
+        logger.info("%s: averages of %d parameters start from its weights", folder, len(fresh))
+    checkpointer.load(step, tensors)
+    state.load_state_dict(tensors)
+    logger.info("resumed from %s", folder)
+
+
+class Restartable(Protocol):
+    """An object that remembers steps."""
+
+    def restart(self, step: int) -> None:
+        """Continue after `step`: forget what later steps have left. Called by all ranks together."""
+
+
+class Restart:
+    """All that remembers steps, in the order in which it continues from a step: at the start of a run, new or
+    resumed, and when it goes back over bad steps.
+    """
+
+    def __init__(self, checkpointer: Checkpointer | None, state: TrainState, *others: Restartable) -> None:
+        """The state has been loaded."""
+        self.checkpointer, self.state = checkpointer, state
+        saves: list[Restartable] = [checkpointer] if checkpointer else []
+        self.parts: list[Restartable] = [*saves, state, *others]
+        self._continue()
+
+    def _continue(self) -> None:
+        for part in self.parts:
+            part.restart(self.state.progress.step)
+
+    def roll_back(self) -> None:
+        """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
+
+        Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
+        there is no earlier one, or the run has been there before.
+        """
+        bad_steps, progress = self.state.bad_steps, self.state.progress
+        step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
+        if self.checkpointer is None or step is None or step == progress.went_back_to:
+            again = f"going back to step {step} and taking other samples did not help"
+            tried = again if step else "no checkpoint to go back to"
+            raise TrainingDiverged(
+                f"{bad_steps.diagnosis}; {tried}; "
+                "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
+            )
+        rollbacks = progress.rollbacks + 1
+        load(self.checkpointer, step, self.state)
+        progress.rollbacks, progress.went_back_to = rollbacks, step
+        logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+        bad_steps.reset()
+        self._continue()
