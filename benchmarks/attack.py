@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
 
-Bad input has to end in one line and exit code 2, a fault in one line or nothing worse, and what can be
-understood in the right values; no byte of a run's folder may change where nothing was to be written.
-"other" is an answer of several lines, or with another exit code. Cases are made from the types and ranges
-of config.py, variants of an archive, damaged files, and the lists of attack.toml; --cases: so many, drawn.
+Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of a
+run's folder may change where nothing was to be written. "other" is an answer of several lines, or with another
+exit code. Cases are made from the types and ranges of config.py, variants of an archive, damaged files, and the
+lists of attack.toml; --cases: so many, drawn. What a run meets while it trains: lives.py.
 Commands are forks of a process that has imported torch. Ends with 1 when anything is not as it should be.
 """
 
@@ -30,12 +30,10 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from ctypes import CDLL, c_uint32
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -51,10 +49,9 @@ from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
 from config import SECTIONS
 from tests.sample_archives import weatherbench
-from tests.started_jobs import last_step, losses
+from tests.started_jobs import losses
 from tests.test_identity import NAMES, waves
 from training.config_checks import check
-from training.run_folder import lock_folder
 
 VERDICTS = ("one line", "right", "traceback", "hang", "silently wrong", "other")
 LINE, RIGHT, TRACEBACK, HUNG, SILENT, OTHER = VERDICTS
@@ -67,7 +64,6 @@ MOST_BYTES = 8 * 2**30  # of memory a case may ask for: one that asks for more m
 LEAVE_SECONDS, TAIL = 3.0, 600  # for processes of a case to end after it; characters shown of its output
 # A line of a run's log, or a progress bar: no answer, and nothing against one.
 LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[|rank +\d+: ")
-CPP = re.compile(r"frame #\d+|Warning: .*|Exception .*|\[rank\d+\].*")  # what no table of a log has
 Answer = tuple[str, str]  # a verdict, and why
 
 
@@ -93,25 +89,18 @@ class Case:
     limit: float = 60.0
     prepare: Callable[[], object] = lambda: None
     keeps: Path | None = None  # a run's folder of which no byte may change
-    act: Callable[[subprocess.Popen], object] | None = None  # on the program while it runs
-    confined: bool = False  # without root's right to read and write what is forbidden
 
 
-def refused(*words: str, code: int = 2, alone: bool = True) -> Right:
-    """Expect one line with all the words, nothing else that is no log, and this exit code.
-
-    alone: False after training, whose log has tables of several lines.
-    """
+def refused(*words: str, code: int = 2) -> Right:
+    """Expect one line with all the words, nothing else that is no log, and this exit code."""
 
     def judge(ended: Ended) -> Answer:
         if ended.code == 0:
             return SILENT, "accepted"
         if ended.code != code:
             return OTHER, f"exit code {ended.code}, not {code}"
-        every = ended.stderr.splitlines()
-        answers = [line for line in every if line.startswith("rossby: ")]
-        lines = every if alone else [*answers, *CPP.findall(ended.stderr)]
-        lines = [line for line in lines if line.strip() and not LOGGED.match(line)]
+        lines = [each for each in ended.stderr.splitlines() if each.strip() and not LOGGED.match(each)]
+        answers = [line for line in lines if line.startswith("rossby: ")]
         if len(lines) != 1 or answers != lines:
             return OTHER, f"{len(lines)} lines, {len(answers)} of them an answer"
         missing = [word for word in words if word not in lines[0]]
@@ -120,12 +109,12 @@ def refused(*words: str, code: int = 2, alone: bool = True) -> Right:
     return judge
 
 
-def runs(check: Callable[[], str] = lambda: "", code: int = 0, log: str = "") -> Right:
-    """Expect this exit code. check: what is wrong with what was written; log: pattern of a line."""
+def runs(check: Callable[[], str] = lambda: "", log: str = "") -> Right:
+    """Expect exit code 0. check: what is wrong with what was written; log: pattern of a line."""
 
     def judge(ended: Ended) -> Answer:
-        if ended.code != code:
-            return OTHER, f"exit code {ended.code}, not {code}"
+        if ended.code:
+            return OTHER, f"exit code {ended.code}, not 0"
         if log and not re.search(log, ended.stderr):
             return SILENT, f"nothing says {log!r}"
         wrong = check()
@@ -146,28 +135,19 @@ def either(*rights: Right) -> Right:
     return judge
 
 
-def one_of(*codes: int) -> Right:
-    return either(*(refused(code=code, alone=False) if code else runs() for code in codes))
-
-
 def environment(more: dict[str, str]) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "WORLD_SIZE")}
     clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return clean | {"ROSSBY_PYTHON": sys.executable} | more
 
 
-def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str], confined: bool) -> None:
+def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str]) -> None:
     """Turn this process, a fork, into the command, as `python train.py ...` is."""
     gc.freeze()  # or every process collects, and so copies, what all of them share
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     for descriptor, path in enumerate((os.devnull, *outputs)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
-    if confined:
-        header, sets, libc = (c_uint32 * 2)(0x20080522), (c_uint32 * 6)(), CDLL(None)
-        libc.capget(header, sets)
-        sets[0], sets[1] = sets[0] & ~6, sets[1] & ~6  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        libc.capset(header, sets)
     os.environ.clear()
     os.environ.update(variables)
     sys.argv = [f"{words[0]}.py", *words[1:]]
@@ -187,7 +167,7 @@ class Running:
         self.end, variables = time.monotonic() + case.limit, environment(case.environment)
         self.program: subprocess.Popen | None = None
         if case.words[0] in VERBS:
-            how = {"target": become, "args": (case.words, variables, self.outputs, case.confined)}
+            how = {"target": become, "args": (case.words, variables, self.outputs)}
             self.fork = multiprocessing.get_context("forkserver").Process(**how)
             self.fork.start()
             self.pid = self.fork.pid or 0
@@ -196,8 +176,6 @@ class Running:
             own: Any = {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True}
             self.program = subprocess.Popen(case.words, cwd=ROOT, stdout=out, stderr=err, **own)
         self.pid = self.program.pid
-        if case.act:
-            Thread(target=case.act, args=(self.program,), daemon=True).start()
 
     def code(self) -> int | None:
         return self.program.poll() if self.program else self.fork.exitcode
@@ -594,60 +572,6 @@ def stores(rng: random.Random) -> Iterator[Odd]:
     yield "a folder without data", lambda path: path.mkdir(), ""
 
 
-def identity(stage: Stage, _: random.Random) -> Iterator[Case]:
-    def case(name: str, words: list[str], right: Right, folder: Any = None, change: Any = id) -> Case:
-        """Return a case of the run itself, of which nothing may change, or of a copy."""
-        if not folder:
-            return Case("identity", name, words, right, keeps=stage.run)
-        return Case("identity", name, words, right, prepare=stage.copying(folder, change))
-
-    for key, value in LISTS["meaning"].items():
-        word = key if key != "data.static_variables" else "land_sea_mask"
-        leads = ["--validation.lead_hours", "[12]"]  # that go with 12 hours too
-        for verb in ("train", "forecast"):
-            words = [verb, *stage.longer(stage.run, *leads, f"--{key}", value)]
-            yield case(f"{verb} with {key} = {value}", words, refused(word))
-        load = ["--checkpoint.initial_load_path", str(stage.run), f"--{key}", value]
-        if key.startswith("model."):
-            words = ["train", *stage.options(stage.fresh(f"fine {key}"), *load)]
-            yield case(f"fine-tuning with {key}", words, refused(key))
-    for key, value in LISTS["harmless"].items():
-        folder = stage.fresh(f"changed {key}")
-        words = ["train", *stage.longer(folder, f"--{key}", value)]
-        yield case(f"resume with {key}", words, runs(log=f"changed since .*{key} "), folder)
-    yield stage.resumed("identity", "with nothing changed", id)
-    folder = stage.fresh("evaluated")
-
-    def differs(own: Path = folder) -> str:
-        theirs, ours = (contents(each, ("forecast.zarr", "evaluation")) for each in (stage.run, own))
-        return ", ".join(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-
-    words = ["evaluate", *stage.options(folder, "--data.variables", f'["{V}"]')]
-    yield case("evaluate other variables", words, runs(differs), folder)
-    words = ["forecast", *stage.options(stage.run, "--forecast.num_steps", "3")]
-    yield case("another forecast in the store", words, refused("forecast.path"))
-    locks: list[Any] = []
-    lock: Any = lambda path: locks.append(lock_folder(path))  # noqa: E731
-    for more in ([], ["--checkpoint.enable", "false", "--checkpoint.keep_best="]):
-        folder = stage.fresh(f"locked {len(more)}")
-        words, right = ["train", *stage.longer(folder, *more)], refused("another run writes there")
-        yield case(f"a second start {more}", words, right, folder, lock)
-    swapped, shifted = dict(zip(NAMES, NAMES[::-1], strict=True)), waves().longitude + 1
-    others: dict[str, tuple[xr.Dataset, str]] = {
-        "a stretch of two dates": (waves().map(lambda x: x.where(x.time != x.time[20], x + 3)), "mean of"),
-        "variables swapped": (waves().rename(swapped), "is"),
-        "louder waves": (waves() * 1.5, "std of"),
-        "a shifted grid": (waves().assign_coords(longitude=shifted), "grid"),
-        "half a grid": (waves().isel(latitude=slice(None, 3)), "grid"),
-    }
-    for name, (ds, word) in others.items():
-        path, ds = stage.fresh(f"data {name}"), ds.map(lambda x: x.assign_attrs(units="m s-1"))
-        path.mkdir(parents=True)
-        options = stage.longer(stage.run, "--data.path", weatherbench(path, ds))
-        for verb in ("train", "forecast") if word == "grid" else ("train",):  # which may start from others
-            yield case(f"{verb}: {name}", [verb, *options], refused(word))
-
-
 DAMAGES = ("empty", "half", "all but one byte", "zeros", "another's", "one bit")
 NEWEST = f"checkpoints/step-{STEPS:08d}"
 
@@ -735,91 +659,7 @@ def forged(stage: Stage) -> Iterator[Case]:
         yield stage.resumed("files", name, change, log, wrong)
 
 
-CALM = ["--validation.enable=false", "--checkpoint.keep_best="]
-SLOW = [*CALM, "--training.steps", "300", "--checkpoint.interval", "50"]
-
-
-def faults(stage: Stage, rng: random.Random) -> Iterator[Case]:
-    def fault(name: str, words: list[str], act: Any, right: Right, folder: Path, ranks: str = "1") -> Case:
-        command = [RUN_TRAIN, *stage.options(folder, *words)]
-        return Case("faults", name, command, right, {"NGPU": ranks}, 90.0, act=act)
-
-    # HDF5 has a lock, so that threads do not serve: a loader with processes.
-    processes = ["--data.path", str(stage.scratch / "waves.nc"), "--data.cache_gib=0", "--data.num_workers=2"]
-    for number, ranks in itertools.product((signal.SIGTERM, signal.SIGINT), ("1", "2")):
-        # Before the program listens, the signal's own death is an answer too.
-        own = (128 + number, -number)
-        right = either(one_of(75, 1, *own), *(runs(code=code) for code in own))
-        name, step = f"{number.name}, {ranks} ranks", rng.randrange(3, 60)
-        for when, at, answer in (("early", 0, right), ("in a step", step, one_of(75))):
-            seconds = rng.uniform(0, 0.3) if at else rng.uniform(0.3, 3.0)
-            folder = stage.fresh(f"{name} {when}")
-            act = partial(send, number, b"", folder, at, seconds)
-            yield fault(f"{name}, {when}", SLOW, act, answer, folder, ranks)
-    for name, word, words, step, right, ranks in (
-        ("a loader process killed", b"spawn_main", processes, 5, one_of(1), "1"),
-        ("a rank killed", b"train.py", [], 5, one_of(1), "2"),
-        ("a writer killed", b"spawn_main", ["--checkpoint.async_mode=async"], 55, one_of(0, 1), "1"),
-    ):
-        act = partial(send, signal.SIGKILL, word, stage.fresh(name), step, 0.0)
-        yield fault(name, [*SLOW, *words], act, right, stage.fresh(name), ranks)
-    yield from rights(stage)
-    yield from disks(stage, fault, processes)
-
-
-def send(number: int, word: bytes, folder: Path, step: int, seconds: float, job: subprocess.Popen) -> None:
-    """Send a signal to a job after a step, or to the first of its processes with a word in its command."""
-    while job.poll() is None and last_step(folder) < step:
-        time.sleep(0.05)
-    time.sleep(seconds)
-    with suppress(OSError):
-        below = [pid for pid in descendants(job.pid) if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        for pid in below[:1] if word else [job.pid]:
-            os.kill(pid, number)
-
-
-def rights(stage: Stage) -> Iterator[Case]:
-    for verb, closed in LISTS["saved"]["closed"]:
-        name = f"{verb}: {closed or 'the folder'} closed"
-        folder, own = stage.fresh(name), verb == "checks"
-        path = folder / "wb.zarr" if own else folder
-        well = runs(partial(stage.goes_on, folder) if verb == "train" else str)
-
-        def prepare(path: Path = path, own: bool = own, closed: str = closed) -> None:
-            shutil.copytree(stage.data if own else stage.run, path)
-            (path / closed).chmod(0)
-
-        words = stage.options(folder / "run", "--data.path", str(path)) if own else stage.longer(folder)
-        right = either(refused(), refused(code=1), well)
-        yield Case("faults", name, [verb, *words], right, prepare=prepare, confined=True)
-
-
-def disks(stage: Stage, fault: Callable[..., Case], processes: list[str]) -> Iterator[Case]:
-    """Yield a disk that is full, one that fills, and a small /dev/shm, where they can be mounted."""
-
-    def mount(size: str, where: Path) -> bool:
-        where.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
-        return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-
-    if not mount("1m", stage.scratch / "probe"):
-        return
-
-    for name, size, right in (("is full", "200k", one_of(1, 2)), ("fills", "900k", one_of(1))):
-        where = stage.fresh(f"disk {name}")
-        words = [*CALM, "--training.steps", str(MORE)]
-        made = fault(f"a disk that {name}", words, None, right, where / "run")
-        made.prepare = partial(mount, size, where)
-        yield made
-    for ranks in ("1", "2"):
-        folder = stage.fresh(f"shm {ranks}")
-        made = fault(f"/dev/shm of 64 MB, {ranks} ranks", CALM, None, runs(), folder, ranks)
-        shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'  # as Docker gives it
-        made.words = ["unshare", "-m", "bash", "-c", shell, "bash", *made.words, *processes]
-        yield made
-
-
-KINDS = {each.__name__: each for each in (keys, combinations, data, identity, files, faults)}
+KINDS = {each.__name__: each for each in (keys, combinations, data, files)}
 
 
 def main() -> int:
@@ -833,11 +673,7 @@ def main() -> int:
         made = itertools.chain(*(KINDS[kind](stage, rng) for kind in kinds))
         cases = [case for case in made if options.named in case.name]
         cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
-        try:
-            results = attack(cases, Path(text), options.jobs)
-        finally:
-            for mounted in re.findall(rf" ({text}\S*) tmpfs", Path("/proc/mounts").read_text()):
-                subprocess.run(["umount", "-l", mounted], capture_output=True)
+        results = attack(cases, Path(text), options.jobs)
     wrong, counts = [], Counter(f"{case.kind}: {answer[0]}" for case, answer, _ in results)
     for case, (verdict, why), ended in results:
         if verdict in BAD:

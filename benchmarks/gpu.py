@@ -20,7 +20,6 @@ import tempfile
 import time
 import tomllib
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +36,6 @@ import torch.nn.functional as F
 import xarray as xr
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import trainer_overhead
 from benchmarks.random_run import RandomRun
@@ -51,7 +49,7 @@ from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 from models.attention import HOPPER, activate, check_backend, preferred_backend
 from models.embeddings import unpatchify
-from parallelisms.degrees import Degrees, resolve_degrees
+from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
 from planning.calibrate import BlockShape, adamw_operation, attention_operations, calibrate
@@ -168,7 +166,7 @@ PRECISIONS = ("bf16", "float8")  # names of a case with and without float8
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
 EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
-CASE_SECONDS, RANK_SECONDS = 35.0, 20.0  # that a case, and a layout of ranks, may take, compilation included
+CASE_SECONDS = 35.0  # that a case may take, compilation included
 
 
 @dataclass(frozen=True)
@@ -516,37 +514,6 @@ def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[
     flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops() * batch / seconds
     about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
     session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
-
-
-def ranks(session: Session) -> None:
-    """Measure what is left of a step where collectives are answered at once, with this rank's data."""
-    warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
-    for world, name, degrees in [(n, *each) for n in (64, 8) for each in LISTS["layouts"].items()]:
-        if session.left < (RANK_SECONDS if session.on_gpu else 1.0):
-            return
-        if (world, name) != (8, "HSDP"):  # one node of it is DDP
-            session.attempt(f"a rank of {world}, {name}", time_rank, world, Parallelism(**degrees))
-
-
-def time_rank(session: Session, what: str, world: int, layout: Parallelism) -> None:
-    sizes, case = session.sizes, Case(session.sizes.patches[0], session.sizes.heads[0], batch=2)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        training = training_of(case, sizes, session.device, layout)
-        seconds = session.seconds(training.step, *sizes.steps)
-    finally:
-        dist.destroy_process_group()
-    degrees = resolve_degrees(world, layout)
-    way: Row = {"method": layout.context_parallel_method, "global_batch": case.batch * degrees.dp}
-    work = case.workload(sizes).replace(degrees=degrees, **way)
-    found = step_time(work, load_cluster("h200" if session.on_gpu else "cpu").with_devices(world))
-    planned = found.computation + found.classes.get("host", 0.0)
-    about: Row = {"world": world, "planned": planned, "kind": "time", "error": planned / seconds - 1}
-    session.add(f"{what}: seconds of computation", seconds, "s", **about)
-    if session.on_gpu:
-        peak, planned = torch.cuda.max_memory_allocated(), memory(work).peak
-        about = {"world": world, "planned": planned, "kind": "memory", "error": planned / peak - 1}
-        session.add(f"{what}: peak memory", peak / 2**30, "GiB", **about)
 
 
 def train(session: Session) -> None:

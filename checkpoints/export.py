@@ -39,55 +39,7 @@ logger = logging.getLogger(__name__)
 ROLES = ("prognostic", "diagnostic", "forcing")
 Description = dict[str, Any]  # content of model.json
 
-CARD = Template(
-    """---
-library_name: pytorch
-license: unknown
-tags: [weather-forecasting, {{ config.model.name }}]
----
-
-# {{ name }}
-
-A {{ config.model.name }} with {{ "{:,}".format(parameters) }} parameters, trained with Rossby. One step is
-{{ about.step_hours }} hours. Grid: {{ about.latitude | length }} x {{ about.longitude | length }}, latitude
-{{- " %g to %g" | format(about.latitude[0], about.latitude[-1]) }}, longitude
-{{- " %g to %g" | format(about.longitude[0], about.longitude[-1]) }}.
-{% if about.history > 1 %}It starts from {{ about.history }} states, {{ about.step_hours }} hours apart.
-{% endif %}
-| variable | units | role |
-|---|---|---|
-{% for each in about.variables %}| {{ each.name }} | {{ each.units }} | {{ each.role }} |
-{% endfor %}{% if config.data.static_variables or config.data.forcings %}
-Inputs besides these: {{ (config.data.static_variables + config.data.forcings) | join(", ") }}.
-{% endif %}
-Training data: {{ data }}. Weights: {{ about.checkpoint }}{{ ", averaged" if averaged }}.
-{% if scores %}
-RMSE in the validation at that step ({{ config.data.validation_period | join(" to ") }}), and of persistence:
-
-| variable and lead time | RMSE | persistence |
-|---|---|---|
-{% for name, rmse, persistence in scores %}| {{ name }} | {{ rmse }} | {{ persistence }} |
-{% endfor %}{% else %}
-No validation was run at that step.
-{% endif %}
-Licence: none was chosen; that of the data applies to what is derived from them.
-
-```python
-import torch
-
-step = torch.export.load("model.pt2").module()  # PyTorch alone
-{% set channels = "V" if about.history == 1 else "%d V" % about.history -%}
-# state (B, {{ channels }}, H, W) in the units above{{ ", newest state first" if about.history > 1 }}
-# times (B,) int64: seconds since 1970-01-01
-{% if "keys" in about.inputs %}# keys (B,) int64: any numbers, each another member; the same in all steps
-{% endif %}{% if "later" in about.inputs %}# later (B, V, H, W): the next state, for boundary and forcings
-{% endif -%}
-state = step(state, times{{ ", keys" if "keys" in about.inputs }}
-{%- for name in ("later",) if name in about.inputs %}, {{ name }}={{ name }}{% endfor %})
-```
-""",
-    keep_trailing_newline=True,
-)
+CARD = Template(Path(__file__).with_name("model_card.md.jinja").read_text(), keep_trailing_newline=True)
 
 
 class OneStep(nn.Module):
