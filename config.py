@@ -381,9 +381,7 @@ class Float8:
         False,
         "ViT: multiply the matrices of the blocks in float8 (torchao); emulated, slowly, without CUDA.",
     )
-    enable_fsdp_float8_all_gather: bool = option(
-        False, 'Gather weights of FSDP in float8; needs recipe = "tensorwise".'
-    )
+    enable_fsdp_float8_all_gather: bool = option(False, "Gather weights of FSDP in float8.")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
 
-Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of a
-run's folder may change where nothing was to be written. "other" is an answer of several lines, or with another
-exit code. Cases are made from the types and ranges of config.py, variants of an archive, damaged files, and the
-lists of attack.toml; --cases: so many, drawn. What a run meets while it trains: lives.py.
+Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of
+a run's folder may change where nothing was to be written. "other" is an answer of several lines, or with
+another exit code. Cases are made from the types and ranges of config.py, variants of an archive, damaged
+files, and the lists of attack.toml; --cases: so many, drawn. What a run meets while it trains: lives.py.
 Commands are forks of a process that has imported torch. Ends with 1 when anything is not as it should be.
 """
 
@@ -374,10 +374,6 @@ def own_options(stage: Stage) -> Iterator[Case]:
         name, words = [*variables][-1], [RUN_TRAIN, *stage.longer(stage.run)]
         right = refused("" if name in ("NGPU", "NNODES") else name)
         yield Case("keys", f"run_train.sh with {text}", words, right, variables, keeps=stage.run)
-    bom = stage.scratch / "bom.toml"
-    bom.write_text("\ufeff" + stage.config.read_text(), encoding="utf-8")
-    words = ["checks", "--job.config_file", str(bom), "--job.dump_folder", str(stage.fresh("bom"))]
-    yield Case("keys", "a TOML file with a BOM", words, runs())
 
 
 def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:

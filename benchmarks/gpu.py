@@ -173,7 +173,7 @@ CASE_SECONDS = 35.0  # that a case may take, compilation included
 class Case:
     patch: tuple[int, int]
     heads: int
-    float8: Any = False
+    float8: Any = False  # rows of earlier versions have a name here
     mode: Any = "selective"
     batch: int = 1
     backend: Any = "sdpa"
@@ -184,7 +184,7 @@ class Case:
         shape = (sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
         model = vit_architecture(*shape)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
-        about |= {"compiled": sizes.compiled, "float8": self.float8, "attention": self.backend}
+        about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
         about |= {"dtype": self.dtype, "every_n": EVERY_N}
         return Workload(model, Degrees(), self.batch, self.batch, **about)
 

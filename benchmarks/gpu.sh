@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that one GPU can answer, in under 8 minutes: train.py killed and resumed, steps of vit1b, kernels, tests, a
-# rank of a cluster, saves, loader, peers, rollout, planner; one table last, beside the floors and goals. Needs no
+# Everything that one GPU can answer, in under 8 minutes: train.py killed and resumed, steps of vit1b, kernels, tests,
+# saves, loader, peers, rollout, planner; one table last, with the floors and goals. Needs no
 # network, and torch 2.11 or later.
 #   benchmarks/gpu.sh              (ROSSBY_PYTHON names an interpreter that has the packages)
 #   benchmarks/gpu.sh --rehearse   the same on a CPU with tiny sizes, in four minutes; its figures mean nothing

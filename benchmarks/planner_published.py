@@ -109,7 +109,7 @@ def main() -> None:
     rows = judged_runs()
     record("planner_published", rows)
     BANDS.write_text(bands_toml(rows), encoding="utf-8")
-    print(table(rows), summaries(rows), bands_table(rows), peaks_table(), sep="\n\n")
+    print(table(rows), summaries(rows), peaks_table(), sep="\n\n")
 
 
 def judged_runs() -> list[dict[str, Any]]:
@@ -326,16 +326,6 @@ def band(*programs: list[float]) -> Band:
 
 def is_useful(band: Band) -> bool:
     return band.runs >= FEWEST and band.slowest <= WIDEST * band.fastest
-
-
-def bands_table(rows: list[dict[str, Any]]) -> str:
-    heads = "".join(f"{name:>9}" for name in ("fastest", "median", "slowest", "width"))
-    lines = [f"{'a step as it was, over as planned':<40}{'runs':>6}{heads}"]
-    for kind, found in bands_by_kind(rows).items():
-        ends = (found.fastest, found.median, found.slowest, found.slowest / found.fastest)
-        note = "" if is_useful(found) else "   too few or too different for a band"
-        lines.append(f"{kind:<40}{found.runs:>6}{''.join(f'{end:>9.2f}' for end in ends)}{note}")
-    return "\n".join(lines)
 
 
 def bands_toml(rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,6 @@ come less than 5 times as fast, or memory grows with the dates.
 """
 
 import multiprocessing as mp
-import os
 import re
 import sys
 import tempfile
@@ -61,7 +60,7 @@ def main() -> int:
     record("verification_speed", rows, ("xarray", "zarr"))
     growth = rows[-1]["peak_mib"] / rows[2]["peak_mib"]
     columns = {"code": "<10", "dates": ">6", "regions": ">9", "seconds": ">10.1f", "cpu_seconds": ">13.1f"}
-    columns |= {"load": ">6.1f", "peak_mib": ">10.0f", "speedup": ">9.1f", "cpu_speedup": ">13.1f"}
+    columns |= {"peak_mib": ">10.0f", "speedup": ">9.1f", "cpu_speedup": ">13.1f"}
     print(table(rows, **columns, difference=">12.1e"))
     print(f"\nmemory from {dates // 4} to {dates} dates: x {growth:.2f}")
     compared = [row for row in rows if "speedup" in row]
@@ -146,8 +145,7 @@ def measure(code: Callable, folder: str, dates: int, regions: list[str]) -> tupl
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as process:
         values, cost = process.submit(run, code, folder, dates, regions).result()
     name = code.__name__.removeprefix("with_")
-    head = {"code": name, "dates": dates, "regions": len(regions), "load": os.getloadavg()[0]}
-    return values, head | cost
+    return values, {"code": name, "dates": dates, "regions": len(regions), **cost}
 
 
 def run(code: Callable, folder: str, dates: int, regions: list[str]) -> tuple[xr.Dataset, dict]:
