@@ -237,8 +237,12 @@ def unwrap_errors(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, 
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Ignore signals, which reach all processes of a terminal or Slurm step: a save may need more batches."""
+    """Ignore signals, which reach all processes of a terminal or Slurm step: a save may need more batches.
+
+    But SIGTERM, by which the trainer ends its loader processes.
+    """
     handle_stop_signals(signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _return_batch(batch: Any) -> Any:
