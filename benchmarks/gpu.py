@@ -47,7 +47,7 @@ from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from models.attention import HOPPER, activate, check_backend, preferred_backend
+from models.attention import activate, check_backend, preferred_backend
 from models.embeddings import unpatchify
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
@@ -243,7 +243,8 @@ def steps(session: Session) -> None:
 
 def backend_of(case: Case, session: Session) -> str:
     """Return the kernel of model.attention_backend = "auto"."""
-    return preferred_backend(session.device, torch.bfloat16, session.sizes.tokens(case.patch))
+    tokens, head_dim = session.sizes.tokens(case.patch), session.sizes.dim // case.heads
+    return preferred_backend(session.device, torch.bfloat16, tokens, head_dim)
 
 
 def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
@@ -384,7 +385,7 @@ def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
 def of_hopper(kernel: str) -> bool:
     """True on other GPUs, which have no kernels of their own."""
     own = any(part in kernel.lower() for part in HOPPER_KERNELS)
-    return own or torch.cuda.get_device_capability() != HOPPER
+    return own or torch.cuda.get_device_capability()[0] != 9
 
 
 def products(session: Session) -> None:

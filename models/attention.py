@@ -17,7 +17,6 @@ from errors import ConfigError
 # FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
 IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
 FLASH4 = "4.0.0b18"  # the last version that torch 2.11 to 2.13 know how to call
-HOPPER = (9, 0)  # compute capability from which on cuDNN's attention is the faster one
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
@@ -59,30 +58,30 @@ def use_backend(model: nn.Module, backend: str) -> None:
             module.backend = backend
 
 
-# Least CUDA compute capability (None: CPU), half precision or float32, most tokens, kernels: of the first row
-# that fits, the first kernel that is installed.
-Choice = tuple[tuple[int, int] | None, bool, float, tuple[str, ...]]
-CHOICES: tuple[Choice, ...] = (
-    (None, True, 512, ("math",)),  # takes 0.1 to 0.3 of torch's kernel up to 256 tokens, 0.8 at 512 (EPYC)
-    (None, True, math.inf, ("sdpa",)),  # math takes 1.2 to 1.4 of it at 1,024
-    (None, False, math.inf, ("sdpa",)),  # takes 0.4 to 0.9 of math
+# Generations of GPUs (8: Ampere, 9: Hopper; 0: CPU), types, most tokens, kernel: the first that fits counts.
+HALF = (torch.bfloat16, torch.float16)
+CHOICES: tuple[tuple[range, tuple[torch.dtype, ...], float, str], ...] = (
+    # On an EPYC 0.17 of torch's kernel's time at 128 tokens, 0.43 at 1,024, 1.25 at 2,048; in float16 1.6.
+    (range(1), (torch.bfloat16,), 1024, "math"),
     # Heads of 64 on an H200, forward and backward in TFLOP/s: FlashAttention-4 536 and 434, cuDNN 470 and
     # 360, FlashAttention-2 301 and 222 (benchmarks/gpu.sh).
-    (HOPPER, True, math.inf, ("flash4", "flash3", "cudnn", "sdpa")),
-    ((8, 0), True, math.inf, ("flash",)),  # cuDNN has no kernel of its own for Ampere
-    ((0, 0), True, math.inf, ("sdpa",)),
-    ((0, 0), False, math.inf, ("sdpa",)),  # torch alone has kernels for float32
-)
+    (range(9, 99), HALF, math.inf, "flash4"),
+    (range(9, 10), HALF, math.inf, "flash3"),  # has kernels for Hopper alone
+    (range(9, 99), HALF, math.inf, "cudnn"),
+    (range(8, 9), HALF, math.inf, "flash"),  # cuDNN has no kernel of its own for Ampere
+)  # all else: torch's choice
 
 
-def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int) -> str:
+def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int, head_dim: int) -> str:
     """Return the kernel of `model.attention_backend = "auto"` on this machine, by CHOICES."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    for least, half, most_tokens, backends in CHOICES:
-        is_here = least is None if capability is None else least is not None and capability >= least
-        if is_here and half == (dtype != torch.float32) and num_tokens <= most_tokens:
-            return next(name for name in backends if not find_obstacle(name, device.type, dtype))
-    raise AssertionError("CHOICES has a row for every device")
+    generation = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if generation and (head_dim % 8 or head_dim > 128):
+        return "sdpa"  # not all of these kernels have such heads
+    for generations, dtypes, most_tokens, backend in CHOICES:
+        fits = generation in generations and dtype in dtypes and num_tokens <= most_tokens
+        if fits and not find_obstacle(backend, device.type, dtype):
+            return backend
+    return "sdpa"
 
 
 def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:

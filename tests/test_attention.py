@@ -15,7 +15,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ("capability", "dtype", "tokens", "installed", "expected"),
     [
         (None, torch.bfloat16, 128, "", "math"),
-        (None, torch.bfloat16, 1024, "", "sdpa"),
+        (None, torch.bfloat16, 2048, "", "sdpa"),
+        (None, torch.float16, 128, "", "sdpa"),
         (None, torch.float32, 128, "", "sdpa"),
         ((8, 0), torch.bfloat16, 4096, "", "flash"),
         ((8, 0), torch.float32, 4096, "", "sdpa"),
@@ -33,7 +34,8 @@ def test_the_kernel_by_device_type_and_tokens(capability, dtype, tokens, install
         patch("torch.backends.cudnn.is_available", lambda: True),
         patch("models.attention.version", lambda package: FLASH4),
     ):
-        assert preferred_backend(device, dtype, tokens) == expected
+        assert preferred_backend(device, dtype, tokens, 64) == expected
+        assert preferred_backend(device, dtype, tokens, 256) == ("sdpa" if capability else expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

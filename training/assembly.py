@@ -94,7 +94,8 @@ def assemble(
     if isinstance(meta_model, TokenModel):
         backend = config.model.attention_backend
         if backend == "auto":
-            backend = preferred_backend(device, dtype, meta_model.num_tokens)
+            head_dim = config.model.dim // config.model.num_heads
+            backend = preferred_backend(device, dtype, meta_model.num_tokens, head_dim)
         use_backend(meta_model, backend)
     recipe = Recipe(
         config.parallelism,
