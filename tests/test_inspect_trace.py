@@ -76,8 +76,11 @@ def test_flops_are_those_of_torchs_counter(tmp_path):
     found = {
         operator: work_of(operator) for operator in {p.operator for p in timeline.segments if p.operator}
     }
-    attention = (2 + 4) * 2 * (2 * 3 * 16 * 16 * 8)  # whose kernel for CPUs the counter does not know
-    assert sum(work.flops for work in found.values() if work) == counter.get_total_flops() + attention
+    # Torch 2.13 does not count the CPU's kernel, 2.15 counts the products that its backward repeats, too.
+    counted = counter.get_flop_counts()["Global"].items()
+    products_of_matrices = sum(number for operator, number in counted if "attention" not in str(operator))
+    attention = (2 + 4) * 2 * (2 * 3 * 16 * 16 * 8)
+    assert sum(work.flops for work in found.values() if work) == products_of_matrices + attention
 
 
 # -- a run as it is, with stalls planted in it
