@@ -249,7 +249,8 @@ class Life:
         self.expect(before == after, f"a second start changes {before.keys() ^ after.keys()} or their bytes")
 
     def read_meanwhile(self, job: Job) -> None:
-        if not wait_for(job, max(complete_steps(self.checkpoints), default=0) + INTERVAL + 1):
+        begun = wait_for(job, max(complete_steps(self.checkpoints), default=0) + INTERVAL + 1)
+        if not begun or not complete_steps(self.checkpoints):  # the first save may take its time
             return
         other, run, program = self.folder / f"reader-{self.number}", self.run, "forecast.py"
         words = [f"--forecast.path={other}/forecast.zarr", "--forecast.num_steps=2"]
