@@ -177,3 +177,11 @@ def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
     assert (run / "hang/rank-0.txt").exists()
     status = json.loads((run / "status.json").read_text())
     assert status["exit_code"] == 1 and status["message"].startswith("rank 1 (")
+
+
+def test_after_a_stop_signal_a_silent_rank_is_dead_sooner(tmp_path):
+    """The launcher sends it when another rank was killed; the others waited for its save for half a minute."""
+    watchdog = Watchdog(tmp_path, Comm())
+    patient = watchdog.silence()
+    watchdog.is_asked_to_stop = True
+    assert watchdog.silence() == 15 < patient
