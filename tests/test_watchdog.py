@@ -180,7 +180,7 @@ def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
 
 
 def test_after_a_stop_signal_a_silent_rank_is_dead_sooner(tmp_path):
-    """The launcher sends it when another rank was killed; the others waited for its save for half a minute."""
+    """The launcher sends it when another rank was killed; the others waited half a minute for its save."""
     watchdog = Watchdog(tmp_path, Comm())
     patient = watchdog.silence()
     watchdog.is_asked_to_stop = True
