@@ -7,14 +7,13 @@
 cycles: random lives of a training (benchmarks/lives.py): kills, signals, full disks, damaged checkpoints,
 other layouts and settings, second starts, between 3 and 8 starts each. Every exit code, message and file has
 to be as docs/reliability.md says, and the end that of a run which nothing disturbed: the same bits on one
-layout, within 1e-5 on changing ones. --seed: that life alone, told start by start.
+layout, within 1e-5 on changing ones. --seed: that life alone, start by start.
 
 convert: datasets.convert, begun, begun with two workers, and appended to a store of the first half; killed
 and run again, a digest of all values is that of a conversion that was not killed.
 
 rehearse: each configuration for a cluster from start to end on a store of its true grid, variables, levels
-and chunks, with a small model; seconds and host memory of each stage. 2 cores, 24 GB, 10 GB of disk. No
-command needs a GPU; each ends with 1 when anything is wrong.
+and chunks, with a small model; seconds and host memory of each stage. 24 GB of memory, 10 GB of disk.
 """
 
 import argparse

@@ -347,9 +347,9 @@ class Life:
         right = not begun or int(begun[1]) == max(before, default=0)
         self.expect(right, f"begins from step {begun and begun[1]}, not from the last of {before}")
         written = status.exists() and status.stat().st_mtime > job.started and code in (0, 1, 75)
-        told = json.loads(status.read_text())["exit_code"] if written else code
-        right = (written or code) and told == code or "status" in event.plan.get("full", "")
-        self.expect(right, f"ends with {code}, status.json has {told}")
+        recorded = json.loads(status.read_text())["exit_code"] if written else code
+        right = (written or code) and recorded == code or "status" in event.plan.get("full", "")
+        self.expect(right, f"ends with {code}, status.json has {recorded}")
         self.check_saved(output, code, done, bool(begun))
         self.check_records(code == 0)
         if code == 0 or "is complete" in " ".join(messages):
@@ -385,8 +385,8 @@ class Life:
         expected = losses(reference(self.scratch, self.trait, self.first_layout))
         for key in ("loss", "val/loss"):
             steps = [record["step"] for record in found if key in record]
-            right = steps == (sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)])
-            self.expect(right, f"metrics.jsonl has {key} of steps {steps}")
+            right = sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)]
+            self.expect(steps == right, f"metrics.jsonl has {key} of steps {steps}")
         # Until a run has gone back it has losses that its reference has no more.
         known = own if ended or "keep" not in self.about else {}
         off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
@@ -394,9 +394,9 @@ class Life:
         self.expect(not ended or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
         if ended and (best := self.run / "best").exists() and not self.full:
             scores = {r["step"]: v for r in found for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
-            least, kept = min(scores, key=scores.__getitem__), json.loads((best / "best.json").read_text())
-            right = self.sound(best) == complete_steps(best) == [least] == [kept["step"]]
-            self.expect(right, f"best/ has {complete_steps(best)}, best.json {kept}; scores: {scores}")
+            least, record = min(scores, key=scores.__getitem__), json.loads((best / "best.json").read_text())
+            right = self.sound(best) == complete_steps(best) == [least] == [record["step"]]
+            self.expect(right, f"best/ has {complete_steps(best)}, best.json {record}; scores: {scores}")
 
     def compare(self) -> None:
         """Compare the final tensors with the reference's of that step."""

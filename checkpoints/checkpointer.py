@@ -106,8 +106,10 @@ class Checkpointer:
 
     def _start(self, tensors: dict[str, Tensor], writer: CheckpointWriter) -> Future:
         """Start writing; the future has the error where that fails."""
-        # Plans are cached: ranks exchange them again only when a shape has changed.
-        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=True)
+        # Plans are cached: ranks exchange them again only when a shape has changed. Before 2.13 all saves
+        # fail after a first one that failed, for want of a plan that was never finished.
+        caching = torch.__version__ >= "2.13"
+        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=caching)
         options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
         if self.mode == "disabled":
             future: Future = Future()

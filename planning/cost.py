@@ -320,5 +320,5 @@ def checkpoint_size(work: Workload) -> int:
 
 def checkpoint_storage(checkpoint_bytes: int, settings: Checkpoint, steps: int) -> int:
     """Bytes of a run's checkpoints at their most: those kept, the best, and the one being written."""
-    saved, kept = math.ceil(steps / settings.interval), settings.keep_latest_k
-    return checkpoint_bytes * (min(kept + 1 + bool(settings.keep_best), saved) if kept else saved)
+    saved, limit = math.ceil(steps / settings.interval), settings.keep_latest_k
+    return checkpoint_bytes * (min(limit + 1 + bool(settings.keep_best), saved) if limit else saved)
