@@ -142,7 +142,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
 
 def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder, message: str, code: int) -> None:
-    """End the run on all ranks together with an exit code, on the line of a run that failed by RunFailed."""
+    """End the run on all ranks together: return for exit code 0, exit with 75, or raise RunFailed for 1."""
     watchdog.stop()
     agreement.close()
     if dist.get_rank() == 0:
