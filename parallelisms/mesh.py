@@ -116,9 +116,8 @@ def build_mesh(device_type: str, degrees: Degrees) -> Mesh:
     parameters = device_mesh(device_type, flat, ("pp", "dp_replicate", "fsdp", "tp"), required)
     mesh = Mesh(degrees, grid, parameters)
     if dist.get_backend() != "fake":
-        set_timeout = getattr(
-            dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
-        )  # from torch 2.15 on
+        # Private before torch 2.14.
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in mesh.groups:
             set_timeout(run_timeout(), group)
     return mesh
