@@ -96,7 +96,6 @@ def costs(records: list[Row]) -> Row:
         "minutes": sum(each["step_seconds"] for each in steps) * threads / 60,
         "tflop": sum(each["tflops"] * each["step_seconds"] for each in steps),
         "steps": len(steps),
-        "critical_batch": steps[-1]["critical_batch_size"],
     }
 
 

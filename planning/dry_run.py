@@ -127,7 +127,6 @@ def _run(config: Config, fields: Fields) -> DryRun:
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
         smallest = config.training.local_batch_size * mesh.degrees.dp
         run = Run.of(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
-        run.noise_scale = None  # which looks at values
         with batches.record:
             with tracking(tracker):
                 loss = accumulate_gradients(run, 1, batches)

@@ -92,7 +92,7 @@ def test_a_score_without_its_checkpoint_is_not_the_best(checkpointer, tmp_path, 
 def test_history_counts_validations_once_and_after_the_best(tmp_path):
     lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10}))
+    (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10, "basis": ""}))
     assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE, "", 31) == (0.5, 10, {20, 30})
 
 

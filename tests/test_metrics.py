@@ -20,7 +20,7 @@ from training.step import StepResult
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second epoch critical_batch_size skipped_steps".split()
+    "data_gb_per_second epoch skipped_steps".split()
 )
 
 
@@ -33,9 +33,7 @@ def open_metrics(folder: Path, resume_step: int = 0, **settings: Any) -> Metrics
     assembly = SimpleNamespace(model=model, meta_model=SimpleNamespace(flops=lambda: 1e9))
     progress, bad_steps = SimpleNamespace(step=resume_step), SimpleNamespace(skipped=0)
     state = SimpleNamespace(progress=progress, bad_steps=bad_steps)
-    run: Any = SimpleNamespace(
-        assembly=assembly, state=state, noise_scale=None, learning_rate=lambda step: 1e-3
-    )
+    run: Any = SimpleNamespace(assembly=assembly, state=state, learning_rate=lambda step: 1e-3)
     loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
     batches: Any = SimpleNamespace(
         seconds=0.001,
@@ -107,7 +105,7 @@ def test_the_time_left_counts_the_longer_rollouts_to_come(one_rank, tmp_path, mo
 
 def test_dense_line():
     record = dict(
-        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 96.4, 0], strict=True)
+        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 0], strict=True)
     )
     line = dense_line(record, steps=400, seconds_left=3725)
     assert "data wait 20.0%" in line and "mfu 40.0%" in line

@@ -3,7 +3,6 @@ the rate of each step and the average of the weights in closed form, and the mis
 """
 
 import math
-from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from torch import nn
 
 from config import LrScheduler, Optimizer
-from errors import ConfigError
 from tests.parity import Layout, SmallRun
 from training.ema import EMA
 from training.optimizers.build import build_optimizer
-from training.optimizers.lr_schedules import DECAYS, SCALINGS, learning_rate, lr_factor, peak_lr
-from training.optimizers.shards import empty_moment
+from training.optimizers.lr_schedules import DECAYS, SCALINGS, lr_factor, peak_lr
 from training.optimizers.trust_ratios import SharedSums
 
 
@@ -38,26 +35,6 @@ def test_every_optimizer_of_the_configuration_is_built(name: str) -> None:
 def test_schedules_have_every_choice_of_the_configuration() -> None:
     assert set(DECAYS) == set(choices(LrScheduler, "decay_type"))
     assert set(SCALINGS) == set(choices(Optimizer, "lr_scaling"))
-
-
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizer.name = 'Lion': no such optimizer"):
-        build("Lion")
-    unknown: Any = "exponential"
-    with pytest.raises(ConfigError, match="lr_scheduler.decay_type = 'exponential': no such decay"):
-        learning_rate(Optimizer(), replace(LrScheduler(), decay_type=unknown), 10, 8, 1)
-    with pytest.raises(ConfigError, match="optimizer.lr_scaling = 'exponential': no such scaling"):
-        learning_rate(replace(Optimizer(), lr_scaling=unknown), LrScheduler(), 10, 8, 1)
-
-
-def test_moments_in_few_bits_are_refused() -> None:
-    """Earlier versions saved them in bfloat16, or as codes with scales."""
-    optimizer = build("AdamW")
-    parameter = optimizer.param_groups[0]["params"][0]
-    assert empty_moment(optimizer, parameter, "exp_avg", torch.float32).shape == parameter.shape
-    for name, dtype in (("exp_avg", torch.bfloat16), ("exp_avg_scale", torch.float32)):
-        with pytest.raises(ConfigError, match='optimizer.name = "AdamW": .* 16 or 8 bits, of an earlier'):
-            empty_moment(optimizer, parameter, name, dtype)
 
 
 # -- learning rates

@@ -43,7 +43,6 @@ REMEMBER: dict[str, set[str]] = {
     "Validator": {"seconds", "validated"},
     "Profiler": set(),
     "Fingerprints": {"last_equal"},  # one rank compares nothing
-    "NoiseScale": {"means", "square"},
     "EMA": set(),
 }
 STEPLESS = {"ParallelModel", "TrainState"}  # whose weights and parts are loaded

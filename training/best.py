@@ -106,31 +106,22 @@ def basis_of(config: Config) -> str:
 def history(
     best_file: Path, metrics_file: Path, name: str, basis: str, last: int
 ) -> tuple[float, int, set[int]]:
-    """Return the best value of a score, its step (-1: none), and later steps of validations, up to `last`."""
-    records = {r["step"]: r[name] for r in read_records(metrics_file) if name in r and r["step"] <= last}
-    best = read_best(best_file, records, name, basis)
-    is_known = best["step"] >= 0  # else earlier values, of another loss or period, are not compared
-    return best["value"], best["step"], {step for step in records if is_known and step > best["step"]}
+    """Return the best value of a score, its step (-1: none), and later steps of validations, up to `last`.
 
-
-def read_best(best_file: Path, records: dict[int, float | None], name: str, basis: str) -> dict[str, Any]:
-    """Read best.json if it is of this score on this basis; if it is damaged, take the checkpoint next to it.
-
-    records: step -> value, from metrics.jsonl.
+    Earlier values of another score, or on another basis, are not compared.
     """
-    none = {"score": name, "value": math.inf, "step": -1}
     try:
-        best = json.loads(best_file.read_text()) if best_file.exists() else none
-        if best["score"] == name and best.get("basis", basis) == basis:
-            return {"score": name, "value": float(best["value"]), "step": int(best["step"])}
-        logger.info("%s: is of another score, loss, period or lead; it starts again", best_file)
-        return none
+        best = json.loads(best_file.read_text()) if best_file.exists() else {}
+        value, step, is_same = best["value"], best["step"], (best["score"], best["basis"]) == (name, basis)
     except (OSError, ValueError, KeyError, TypeError):
-        steps = [step for step in complete_steps(best_file.parent) if step in records]
+        value, step, is_same = math.inf, -1, not best_file.exists()
+    if not is_same:
         logger.warning(
-            "%s: is damaged; %s is taken for the best", best_file, f"step {steps[-1]}" if steps else "none"
+            "%s: is damaged, or of another score, loss, period or lead; starting again", best_file
         )
-        return {"score": name, "value": records[steps[-1]], "step": steps[-1]} if steps else none
+        return math.inf, -1, set()
+    records = {r["step"] for r in read_records(metrics_file) if name in r and r["step"] <= last}
+    return value, step, {each for each in records if each > step >= 0}
 
 
 def is_same(checkpoint: Path, other: Path) -> bool:

@@ -88,7 +88,6 @@ class LossScaler:
         return {f"scaler.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a stored factor; one below 1, of an older version, becomes 1."""
         if self.enabled:
-            self.factor = max(state["scaler.factor"].item(), 1.0)
+            self.factor = state["scaler.factor"].item()
             self.good_steps = int(state["scaler.good_steps"].item())

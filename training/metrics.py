@@ -105,8 +105,6 @@ class Metrics:
         loss, norm = torch.stack([loss, result.grad_norm.detach().float()]).tolist()
         seconds = (time.perf_counter() - self.interval_started) / self.num_steps
         tflops = self.passes / self.num_steps / seconds * self.tflop_per_pass
-        state, noise = self.run.state, self.run.noise_scale
-        critical = noise.critical_batch() if noise else None
         record = {
             "step": step,
             "loss": loss,
@@ -121,8 +119,7 @@ class Metrics:
             # With loader processes, which read meanwhile, it is at least the loader's bandwidth.
             "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.batches.epoch,
-            "critical_batch_size": critical,
-            "skipped_steps": state.bad_steps.skipped,  # since this start
+            "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self._advise(seconds * self.num_steps)
         self.write(record)
@@ -184,15 +181,13 @@ def _finite(value: Any) -> Any:
 def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
-    critical = record["critical_batch_size"]
-    batch = "" if critical is None else f"  critical batch {critical:.1f}"
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
         f"  {timedelta(seconds=round(seconds_left))} left"
         f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
         f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
         f"  {record['step_seconds']:.3f} s/step"
-        f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}{batch}"
+        f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
     )
 
 

@@ -20,7 +20,7 @@ from parallelisms.compile import compiled
 from training.assembly import Assembly
 from training.conservation import ShardedProjection
 from training.due import Rollouts
-from training.losses.penalties import by_member, penalty_of
+from training.losses.penalties import PENALTIES, by_member
 from training.losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
 from training.losses.weights import change_weights, mean_weights, relative_l2_weights, variable_weights
 
@@ -48,7 +48,7 @@ class Objective:
         self.assembly, self.model, self.normalizer = assembly, model, normalizer
         self.meta_model: Any = assembly.meta_model
         self.shards, self.conditions = model.shards, assembly.conditions
-        self.penalty, self.relative = penalty_of(training.loss), training.loss == "relative_l2"
+        self.penalty, self.relative = PENALTIES[training.loss], training.loss == "relative_l2"
         self.members = training.members
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600

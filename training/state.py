@@ -4,9 +4,8 @@ Names are the model's own; sharded tensors are DTensors, so that another layout 
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from training.optimizers.shards import empty_moment
 from training.optimizers.trust_ratios import SharedSums
 
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
-OPTIONAL = ("ema.", "train.", "bad_steps.")  # an older version, or a run without fp16, saved fewer
+OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
 
 
 @dataclass
@@ -92,16 +91,15 @@ class TrainState:
             for moment, value in moments.items()
         }
 
-    def allocate_moments(self, stored: dict[str, Any]) -> None:
+    def allocate_moments(self, stored: Iterable[str]) -> None:
         """Make the optimiser's tensors that a checkpoint has of this rank's parameters, with their shards."""
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
-        for key, entry in stored.items():
+        for key in stored:
             part, _, rest = key.partition(".")
             name, _, moment = rest.rpartition(".")
             parameter = self.parameters.get(name)
             if part == "optimizer" and parameter is not None and parameter in own:
-                empty = empty_moment(self.optimizer, parameter, moment, entry.properties.dtype)
-                self.optimizer.state[parameter][moment] = empty
+                self.optimizer.state[parameter][moment] = empty_moment(self.optimizer, parameter, moment)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what is no tensor of the run; the tensors of `state_dict` were filled in place."""

@@ -23,7 +23,6 @@ from training.gradients import autocast_cache_scope, clip, reduce_partial_gradie
 from training.objective import Objective
 from training.optimizers.build import set_lr
 from training.optimizers.lr_schedules import learning_rate
-from training.optimizers.noise_scale import NoiseScale, build_noise_scale
 from training.rollout import forward_backward
 from training.state import TrainState
 
@@ -44,7 +43,6 @@ class Run:
     state: TrainState
     learning_rate: Callable[[int], float]  # of a step
     max_norm: float  # gradients are clipped to it; 0: they are not clipped
-    noise_scale: NoiseScale | None
     fingerprints: Fingerprints
     checkpointer: Checkpointer | None  # a save of which may still be copying the weights
 
@@ -60,7 +58,6 @@ class Run:
     ) -> "Run":
         """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
         training, model = config.training, assembly.model
-        micro_batches = global_batch // (training.local_batch_size * model.mesh.degrees.dp)
         schedule = (config.optimizer, config.lr_scheduler, training.steps, global_batch)
         return cls(
             assembly,
@@ -68,7 +65,6 @@ class Run:
             state,
             partial(learning_rate, *schedule),
             training.max_norm,
-            build_noise_scale(model, training.local_batch_size, micro_batches),
             Fingerprints(model),
             checkpointer,
         )
@@ -76,8 +72,6 @@ class Run:
     def restart(self, step: int) -> None:
         """Forget what was measured in steps after `step`."""
         self.fingerprints.restart(step)
-        if self.noise_scale:
-            self.noise_scale.restart()
 
 
 class StepResult(NamedTuple):
@@ -104,8 +98,6 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
             is_last = index == number - 1
             part = forward_backward(run.objective, step, batch, scale, is_last)
             loss += part / number
-            if index == 0 and run.noise_scale:
-                run.noise_scale.first_micro_batch()
     return loss
 
 
@@ -120,8 +112,6 @@ def update_weights(run: Run, step: int, loss: Tensor) -> Tensor:
         grad_norm = total_norm(parameters, model.pipeline_group)
         clip(parameters, run.max_norm, grad_norm)
         grad_norm = grad_norm.to(loss.device)  # offloaded gradients, and so their norm, are on the host
-        if run.noise_scale:
-            run.noise_scale.step(grad_norm, scaler.factor)
         if run.checkpointer:
             run.checkpointer.wait_for_staging()  # also of the window of losses
         is_bad = state.bad_steps.judge(step, loss, grad_norm, overflow_is_normal=scaler.may_overflow)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import nearest, refuse
-
 
 @dataclass(frozen=True)
 class Penalty:
@@ -57,12 +55,5 @@ def almost_fair_crps_slope_(error: Tensor) -> Tensor:
 
 
 CRPS = Penalty(1, almost_fair_crps, almost_fair_crps_slope_)
-# The root of "relative_l2" is taken of the sum of squares: `relative_l2_loss`.
+# Of `training.loss`. The root of "relative_l2" is taken of the sum of squares: `relative_l2_loss`.
 PENALTIES = {"mse": SQUARE, "mae": ABSOLUTE, "crps": CRPS, "relative_l2": SQUARE}
-
-
-def penalty_of(loss: str) -> Penalty:
-    """Return the penalty of `training.loss`. Raises ConfigError for an unknown name."""
-    if loss not in PENALTIES:
-        refuse("training.loss", loss, f"no such loss; {nearest(loss, PENALTIES)}")
-    return PENALTIES[loss]

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from config import Optimizer
-from errors import nearest, refuse
 from training.optimizers.lamb import LAMB
 from training.optimizers.momentum import LARS, SGD
 from training.optimizers.muon import Muon
@@ -16,7 +15,7 @@ from training.optimizers.trust_ratios import SharedSums
 def build_optimizer(
     parameters: dict[str, nn.Parameter], settings: Optimizer, sums: SharedSums, product_dtype: torch.dtype
 ) -> torch.optim.Optimizer:
-    """Return the optimizer `settings.name`. Raises ConfigError for an unknown name.
+    """Return the optimizer `settings.name`.
 
     parameters: those that this rank updates; product_dtype: of Muon's products of matrices. lr_schedules.py
     gives the learning rate of each step. Every optimizer skips a bad step on the device by `found_inf`, as
@@ -33,8 +32,6 @@ def build_optimizer(
         ),
         "SGD": lambda: SGD(groups, momentum),
     }
-    if settings.name not in table:
-        refuse("optimizer.name", settings.name, f"no such optimizer; {nearest(settings.name, table)}")
     return table[settings.name]()
 
 

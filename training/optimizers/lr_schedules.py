@@ -3,7 +3,6 @@
 import math
 
 from config import LrScheduler, Optimizer
-from errors import nearest, refuse
 
 # Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and the NERSC tutorial.
 SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
@@ -17,12 +16,7 @@ DECAYS = {
 
 
 def peak_lr(lr: float, scaling: str, reference_batch: int, global_batch: int, ceiling: float) -> float:
-    """Return `lr` scaled from the reference batch size to the run's, at most `ceiling`. 0: not scaled.
-
-    Raises ConfigError for an unknown scaling.
-    """
-    if scaling not in SCALINGS:
-        refuse("optimizer.lr_scaling", scaling, f"no such scaling; {nearest(scaling, SCALINGS)}")
+    """Return `lr` scaled from the reference batch size to the run's, at most `ceiling`. 0: not scaled."""
     if reference_batch:
         lr *= SCALINGS[scaling](global_batch / reference_batch)
     return min(lr, ceiling)
@@ -34,11 +28,8 @@ def lr_factor(
     """Return the fraction of the peak learning rate for the update that ends step `step` of 1 to `steps`.
 
     Linear warm-up that reaches 1 at step `warmup_steps`, then down to `min_factor` at the last step, over
-    the last `decay_ratio` of the steps (Hu et al. 2024, arXiv:2404.06395: warm-up, stable, decay). Raises
-    ConfigError for an unknown decay.
+    the last `decay_ratio` of the steps (Hu et al. 2024, arXiv:2404.06395: warm-up, stable, decay).
     """
-    if decay_type not in DECAYS:
-        refuse("lr_scheduler.decay_type", decay_type, f"no such decay; {nearest(decay_type, DECAYS)}")
     if step < warmup_steps:
         return step / warmup_steps
     begin = max(warmup_steps, steps - round(decay_ratio * steps))

@@ -51,21 +51,17 @@ def moment_names(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> t
     return own(parameter) if own else ("step", *MOMENTS)
 
 
-def empty_moment(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, dtype: torch.dtype
-) -> Tensor:
+def empty_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str) -> Tensor:
     """Return the tensor into which a checkpoint's `optimizer.state[parameter][name]` is loaded.
 
-    Raises ConfigError if another optimizer saved it (AdamW and LAMB have the same state), or an earlier
-    version with moments in 16 or 8 bits.
+    Raises ConfigError if another optimizer saved it; AdamW and LAMB have the same state.
     """
-    key = f'optimizer.name = "{type(optimizer).__name__}"'
-    fix = "start from weights alone: checkpoint.initial_load_path, in a new job.dump_folder"
-    if dtype != torch.float32 or name.endswith("_scale"):
-        raise ConfigError(f"{key}: the checkpoint has moments in 16 or 8 bits, of an earlier version; {fix}")
     if name not in moment_names(optimizer, parameter):
-        reason = f'the checkpoint has states of another optimizer ("{name}")'
-        raise ConfigError(f"{key}: {reason}; set it back, or {fix}")
+        raise ConfigError(
+            f'optimizer.name = "{type(optimizer).__name__}": the checkpoint has states of another optimizer '
+            f'("{name}"); set it back, or start from weights alone: checkpoint.initial_load_path, in a new '
+            "job.dump_folder"
+        )
     return zero_moment(parameter, name)
 
 
