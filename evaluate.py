@@ -41,8 +41,9 @@ import logging
 import os
 import shutil
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ import torch.distributed as dist
 import xarray as xr
 
 from config import Config
-from datasets.archive import Archive, open_archive
+from datasets.archive import open_archive
 from datasets.channels import Channels
 from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset, window_steps
@@ -74,7 +75,7 @@ from verification.climatology import (
     open_climatology,
     stored_fingerprint,
 )
-from verification.evaluation import Evaluation, evaluate
+from verification.evaluation import Evaluation, evaluate_together
 from verification.evaluation_options import (
     check_options,
     choose_regions,
@@ -87,10 +88,12 @@ from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
+from verification.score_tables import select, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 from verification.scores import wind_pairs
 
 logger = logging.getLogger("rossby")
+ALL_CELLS = 0.9999  # of the area: the rest is rounding
 OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
 
 
@@ -102,26 +105,14 @@ def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def find_climatology(
-    options: Namespace,
-    folder: Path,
-    selection: Selection,
-    first: ForecastFields,
-    truth: Archive,
-    access: Access,
+    options: Namespace, folder: Path, selection: Selection, access: Access
 ) -> Climatology | None:
-    """Return the climatology named or computed, None if none is wanted or it lacks hours of the day."""
+    """Return the climatology named or computed, None if none is wanted."""
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
         return None
     path = options.climatology or from_first_rank(lambda: own_climatology(folder, selection))
-    climatology = open_climatology(path, access)
-    valid_times = np.unique(first.times[:, None] + first.leads)
-    if hours := climatology.missing_hours(np.intersect1d(valid_times, truth.times)):
-        has = ", ".join(map(str, climatology.hours))
-        fix = "add those hours to data.train_period's data, or name another with --climatology"
-        logger.info("no climatology and no ACC: %s has the hours %s, not %s; %s", path, has, hours, fix)
-        return None
-    return climatology
+    return open_climatology(path, access)
 
 
 def own_climatology(folder: Path, selection: Selection) -> str:
@@ -139,17 +130,21 @@ def own_climatology(folder: Path, selection: Selection) -> str:
 
 def build_baselines(
     names: list[str],
-    first: ForecastFields,
+    times: np.ndarray,
+    leads: np.ndarray,
     selection: Selection,
     climatology: Climatology | None,
     config: Config,
 ) -> dict[str, ForecastFields]:
-    """Return baselines from the initial dates and at the leads of a forecast; climatology if there is one."""
+    """Return baselines from initial dates (n,) and at those leads (L,) that are whole steps and have a truth,
+    without which fitting would read years of analyses; climatology if one has all valid times.
+    """
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
-    leads = first.leads[(first.leads > now) & (first.leads % step == now)]
-    # What has no truth is not scored, and fitting it would read years of analyses.
-    leads = leads[[bool(np.isin(first.times + lead, archive.times).any()) for lead in leads]]
-    build = partial(AnalysesForecast, archive, selection.variables, first.times, leads, step)
+    leads = leads[(leads > now) & (leads % step == now)]
+    valid_times = times[:, None] + leads  # (n, L)
+    there = np.isin(valid_times, archive.times)
+    leads = leads[there.any(axis=0)]
+    build = partial(AnalysesForecast, archive, selection.variables, times, leads, step)
     baselines: dict[str, ForecastFields] = {}
     if "persistence" in names:
         baselines["persistence"] = build(persistence)
@@ -158,8 +153,12 @@ def build_baselines(
         caveat = f"fitted on {number} dates, fewer than {MIN_FIT_SAMPLES}" if number < MIN_FIT_SAMPLES else ""
         baselines["damped persistence"] = build(forecast, caveat)
     if "climatology" in names and climatology:
-        baselines["climatology"] = ClimatologyForecast(climatology, first.times, leads)
-        baselines["climatology"].from_analyses = first.from_analyses  # the same cells
+        lacking = [time for time in np.unique(valid_times) if not climatology.has(time)]
+        if lacking:
+            has, number = climatology.describe(), f"{len(lacking)} valid times, the first {lacking[0]}"
+            logger.info("climatology is no baseline: %s has %s, not %s", climatology.path, has, number)
+        else:
+            baselines["climatology"] = ClimatologyForecast(climatology, times, leads)
     return baselines
 
 
@@ -183,53 +182,29 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     return fitted["damped persistence"], len(samples)
 
 
-def dates_inside(times: np.ndarray, period: tuple[str, ...]) -> np.ndarray:
-    """Return the initial dates in data.test_period, all without one. Raises ConfigError if there are none."""
+def common_axes(
+    forecasts: Mapping[str, ForecastFields], period: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the initial dates in data.test_period (all without one) and the leads above 0, in whole hours,
+    that all forecasts have. Raises ConfigError if there are none.
+    """
+    hour = np.timedelta64(1, "h")
+    times, leads = (
+        reduce(np.intersect1d, [getattr(each, axis) for each in forecasts.values()])
+        for axis in ("times", "leads")
+    )
+    leads, whole = leads[leads > 0 * hour], leads[(leads > 0 * hour) & (leads % hour == 0 * hour)]
+    if len(whole) < len(leads):
+        logger.warning("leads that are no whole hours are not scored")
+    if not len(times) or not len(whole):
+        names = ", ".join(map(repr, forecasts))
+        raise ConfigError(f"--forecast: {names} have no initial date and lead in common; score them alone")
     inside = times[is_inside(times, "data.test_period", period)]
-    if period and not len(inside):
+    if not len(inside):
         fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
         reason = f"no initial date of the forecasts is in it; {fix}"
         raise ConfigError(f"data.test_period = {list(period)}: {reason}")
-    return inside
-
-
-def score_all(
-    forecasts: dict[str, ForecastFields],
-    truth: Archive,
-    climatology: Climatology | None,
-    variables: list[str],
-    regions: list[str],
-    device: torch.device,
-    period: tuple[str, ...] = (),
-    boundary_width: int = 0,
-) -> dict[str, Evaluation]:
-    """Score every forecast on the variables, leads and dates of `period` in common with the first."""
-    evaluations: dict[str, Evaluation] = {}
-    first, hour = next(iter(forecasts.values())), np.timedelta64(1, "h")
-    for name, forecast in forecasts.items():
-        dates = dates_inside(np.intersect1d(forecast.times, first.times), period)
-        common = [lead for lead in forecast.leads if lead in first.leads and lead > 0 * hour]
-        leads = np.array([lead for lead in common if lead % hour == 0 * hour])
-        if len(leads) < len(common):
-            logger.warning("--forecast %r: leads that are no whole hours are not scored", name)
-        if not len(dates) or not len(leads):
-            raise ConfigError(f"--forecast {name!r}: has no initial date and lead in common with the first")
-        scored = [lead for lead in leads if np.isin(dates + lead, truth.times).any()]
-        with progress_bar(len(dates), "date", dist.get_rank() == 0, desc=name) as bar:
-            evaluations[name] = evaluate(
-                forecast,
-                truth,
-                climatology,
-                variables=[v for v in variables if v in forecast.variables],
-                lead_hours=(leads // hour).tolist(),
-                dates=dates,
-                regions=regions,
-                detailed_hours=(shown_leads(np.array(scored, "timedelta64[s]")) // hour).tolist(),
-                boundary_width=boundary_width,
-                device=device,
-                progress=bar.update,
-            )
-    return evaluations
+    return inside, whole
 
 
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
@@ -249,6 +224,22 @@ def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
         counts = (there[:, : len(window)].all(axis=1, keepdims=True) & there[:, len(window) :]).sum(axis=0)
         text += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, counts)}"
     return text
+
+
+def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
+    """Return which cells are scored: all that have a truth, or where the fewest of these are in common."""
+    lowest, where = 1.0, ""
+    for each in scores.values():
+        for variable in variable_names(each):
+            area = select(each, "common_area", variable)
+            if area.notnull().any() and float(area.min()) < lowest:
+                lowest, lead = float(area.min()), area["lead_time"].values[int(area.argmin())]
+                where = f"{variable} at {int(lead / np.timedelta64(1, 'h'))} h"
+    if lowest > ALL_CELLS:
+        return "cells: all that have a truth"
+    return (
+        f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
+    )
 
 
 def _counts(leads: np.ndarray, counts: np.ndarray) -> str:
@@ -271,7 +262,7 @@ def print_scores(
     if climatology is not None:
         kind = f"not WeatherBench2's: {climatology.caveat}" if climatology.caveat else "WeatherBench2's"
         print("\n" + table(scores, "acc", f"anomaly correlation ({kind})", caveats))
-    print(f"\n{scored_dates(first, selection)}\n\nwritten to {target}")
+    print(f"\n{scored_dates(first, selection)}\n{common_cells(scores)}\n\nwritten to {target}")
     judged = [gate.judge(first) for gate in gates]
     for _, line in judged:
         print(line)
@@ -292,20 +283,36 @@ def run(config: Config, options: Namespace) -> int:
         truth = open_archive(options.truth, picks, access, config.data.region)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
+    period, hour = () if config.forecast.period else config.data.test_period, np.timedelta64(1, "h")
+    times, leads = common_axes(forecasts, period)
     for gate in options.gates:
-        hours = (first.leads // np.timedelta64(1, "h")).tolist()
+        hours = (leads // hour).tolist()
         gate.check(variable=[*variables, *wind_pairs(variables)], lead=hours)
-    grid = coarser(first.grid, truth.grid)
+    grid = reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
     regions = choose_regions(options.regions, grid)
     if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
         refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
 
     device = start_ranks(config.comm.timeout_seconds)
-    climatology = find_climatology(options, folder, selection, first, truth, access)
-    forecasts |= build_baselines(options.baselines, first, selection, climatology, config)
-    against = scorecard_reference(options.against, list(forecasts), len(options.forecast))
-    period = () if config.forecast.period else config.data.test_period
-    evaluations = score_all(forecasts, truth, climatology, variables, regions, device, period, width)
+    climatology = find_climatology(options, folder, selection, access)
+    baselines = build_baselines(options.baselines, times, leads, selection, climatology, config)
+    compared: dict[str, ForecastFields] = {**forecasts, **baselines}
+    against = scorecard_reference(options.against, list(compared), len(options.forecast))
+    scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
+    with progress_bar(len(times), "date", dist.get_rank() == 0, desc="evaluation") as bar:
+        evaluations = evaluate_together(
+            compared,
+            truth,
+            climatology,
+            variables=variables,
+            lead_hours=(leads // hour).tolist(),
+            dates=times,
+            regions=regions,
+            detailed_hours=(shown_leads(scored) // hour).tolist(),
+            boundary_width=width,
+            device=device,
+            progress=bar.update,
+        )
 
     def report() -> int:
         target.mkdir(parents=True, exist_ok=True)
@@ -320,7 +327,7 @@ def run(config: Config, options: Namespace) -> int:
         mask = selection.land()
         land = None if mask is None else Land(selection.archive.grid, mask)
         plot_evaluation(evaluations, target, config.validation.plot_variables, land)
-        caveats = {name: each.caveat for name, each in forecasts.items() if each.caveat}
+        caveats = {name: each.caveat for name, each in compared.items() if each.caveat}
         return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
 
     code = from_first_rank(report)

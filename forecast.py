@@ -53,6 +53,7 @@ from training.progress_bar import progress_bar
 from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
 from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
+from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, NOT_COMPUTED
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
@@ -85,14 +86,14 @@ def forecast(config: Config) -> int:
 
     # -- the store: made once, then written to by every rank -----------------------------------------
     leads = range(1, settings.num_steps + 1)
-    names = Channels.of(data).predicted
+    variables = Channels.of(data).predicted
     index = StoreIndex(
-        names,
+        variables,
         selection.archive.grid,
         selection.archive.times[chosen[:, 0]],
         [lead * data.step_hours for lead in leads],
         settings.num_members,
-        {name: selection.archive.units(name) for name in names},
+        {name: selection.archive.units(name) for name in variables},
     )
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
     store = ForecastStore(target, index)
@@ -100,36 +101,40 @@ def forecast(config: Config) -> int:
     from_first_rank(lambda: create(store, about(*content)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
-    finished = from_first_rank(store.finished)
+    is_finished = from_first_rank(store.status).min(axis=1) > NOT_COMPUTED  # (n, M)
     pairs = [(date, member) for date in range(len(chosen)) for member in range(settings.num_members)]
     size = config.validation.local_batch_size
     batches = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-    missing = [batch for batch in batches if any(pair not in finished for pair in batch)]
+    missing = [batch for batch in batches if not all(is_finished[pair] for pair in batch)]
     logger.info(
         f"{target}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
-        f"{len(finished)} of them finished; {len(missing)} batches for {dp} x {device}"
+        f"{is_finished.sum()} of them finished; {len(missing)} batches for {dp} x {device}"
     )
 
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     start_from = InitialStates(config, selection, chosen, forecaster.trained)
     rounds = -(-len(missing) // dp)
+    names: dict[Pair, str] = {}  # variables with which forecasts of this start went wrong
     writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, "step", rank == 0)
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.is_sample_leader
         windows, times = start_from(batch)
-        problems = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
+        found = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
         if mine:
             writer.wait()
-            for pair in batch:
-                store.finish(*pair, problems.get(pair, ""))
+            for pair, status, wrong in zip(batch, *found, strict=True):
+                store.finish(*pair, status)
+                names[pair] = wrong
     writer.close()
     bar.close()
 
     # -- at the end: what went wrong, of this start and of those before it ---------------------------
-    dist.barrier()
-    wrong = {pair: problem for pair, problem in from_first_rank(store.finished).items() if problem}
+    of_ranks: list[dict[Pair, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, names)
+    names = {pair: text for each in of_ranks for pair, text in each.items()}
+    wrong = dict(problems_of(from_first_rank(store.status), index, names))
     from_first_rank(store.write_netcdf)
     if rank == 0:
         report(wrong, index, len(pairs))
@@ -262,8 +267,8 @@ def forecast_batch(
     times: Tensor,
     writer: ForecastWriter | None,
     bar: tqdm,
-) -> dict[Pair, str]:
-    """Writes all leads from the windows `start` (B, h V, H, W) at `times` (B,); what is wrong with which.
+) -> tuple[np.ndarray, list[str]]:
+    """Write all leads from the windows `start` (B, h V, H, W) at `times` (B,); return `status_of` them.
 
     Nothing waits for the device before the last lead, except the writer when it falls behind.
     """
@@ -287,22 +292,34 @@ def forecast_batch(
             fields = normalizer.denormalize(state[rows])
             writer.write(pairs, lead - 1, fields[:, normalizer.predicted])
         bar.update()
-    names = np.array(normalizer.channels.window)
-    tables = empty.numpy(), torch.stack(broken).cpu().numpy()  # waits for the device
-    return dict(problems_of(batch, *tables, names, config.data.step_hours))
+    tables = empty.numpy(), torch.stack(broken, dim=1).cpu().numpy()  # (B, L, V), waits for the device
+    return status_of(*tables, np.array(normalizer.channels.window))
 
 
-def problems_of(
-    batch: Sequence[Pair], empty: np.ndarray, broken: np.ndarray, names: np.ndarray, step_hours: int
-) -> Iterator[tuple[Pair, str]]:
-    """For each forecast that went wrong, how. empty (B, h V), broken (L, B, V) bool, names (h V,)."""
-    for row, pair in enumerate(batch):
-        leads = np.flatnonzero(broken[:, row].any(-1))
-        if empty[row].any():
-            yield pair, f"the analysis has no value of {', '.join(names[empty[row]])}"
-        elif len(leads):
-            lead = (int(leads[0]) + 1) * step_hours
-            yield pair, f"blew up at {lead} h: {', '.join(names[np.flatnonzero(broken[leads[0], row])])}"
+def status_of(empty: np.ndarray, broken: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Return the status (B, L), and of each forecast the variables with which it went wrong, "" for none.
+
+    empty (B, h V) and broken (B, L, V) bool; names (h V,): of variables in a window.
+    """
+    status = np.where(np.logical_or.accumulate(broken.any(-1), axis=1), DIVERGED, COMPUTED).astype(np.int8)
+    status[empty.any(1)] = NO_ANALYSIS
+    texts = []
+    for lacks, by_lead in zip(empty, broken, strict=True):
+        first = by_lead[by_lead.any(-1).argmax()]  # (V,), at the first bad lead
+        texts.append(", ".join(names[np.flatnonzero(lacks if lacks.any() else first)]))
+    return status, texts
+
+
+def problems_of(status: np.ndarray, index: StoreIndex, names: dict[Pair, str]) -> Iterator[tuple[Pair, str]]:
+    """Yield each forecast (date, member) that went wrong, and how. status (n, L, M); names: the variables of
+    those that this start has made.
+    """
+    for pair in np.ndindex(status.shape[0], status.shape[2]):
+        own, of = status[pair[0], :, pair[1]].tolist(), names.get(pair, "")
+        if NO_ANALYSIS in own:
+            yield pair, f"the analysis has no value of {of or 'a variable'}"
+        elif DIVERGED in own:
+            yield pair, f"blew up at {index.leads[own.index(DIVERGED)]} h{': ' * bool(of)}{of}"
 
 
 def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:

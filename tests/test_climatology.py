@@ -137,13 +137,25 @@ def test_an_hour_of_few_days_has_no_annual_cycle() -> None:
     assert not covers_a_year(np.append(noons, noons[:30] + np.timedelta64(6, "h")))
 
 
-def test_hours_that_it_has_not_are_named_and_nan(path: Path) -> None:
-    opened, hour = open_climatology(str(path)), np.timedelta64(3600, "s")
-    times = np.array(["2021-02-28T00"], "datetime64[s]")
-    leads = hour * np.array([6, 12])
-    assert opened.missing_hours(times + leads) == [6]
-    block = ClimatologyForecast(opened, times, leads).read_block(slice(0, 1), slice(0, 2), NAMES)
-    assert np.isnan(block[0, 0]).all() and np.isfinite(block[0, 1]).all()
+def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
+    """One of the summer alone answered 1 February with a day of June, and July with an IndexError."""
+    opened = open_climatology(str(path))
+    assert not opened.has(np.datetime64("2021-02-28T06")) and opened.has(np.datetime64("2021-02-28T12"))
+    with pytest.raises(DataError, match="the hours 0, 12 and 366 days of the year: no climatology of"):
+        opened.field(np.datetime64("2021-02-28T06"), NAMES)
+    stored = xr.open_zarr(path).load().drop_encoding()
+    some = {"summer": np.arange(152, 244), "365": np.arange(1, 366), "turned": np.arange(366, 0, -1)}
+    for name, days in some.items():
+        part = open_climatology(write(stored.sel(dayofyear=days), tmp_path / f"{name}.zarr"))
+        for date in ("2021-02-01T12", "2021-07-15T00", "2020-12-31T12", "2021-12-31T00"):
+            time = np.datetime64(date, "s")
+            day = (time.astype("M8[D]") - time.astype("M8[Y]").astype("M8[D]")).astype(int) + 1
+            assert part.has(time) == (day in days)
+            if day in days:
+                np.testing.assert_array_equal(part.field(time, NAMES), opened.field(time, NAMES))
+            else:
+                with pytest.raises(DataError, match=f"{len(days)} days of the year"):
+                    part.field(time, NAMES)
 
 
 def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:

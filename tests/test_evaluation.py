@@ -17,7 +17,7 @@ from tests.started_jobs import ROOT
 from verification import matching
 from verification.baselines import AnalysesForecast, damped_persistence, persistence
 from verification.climatology import open_climatology
-from verification.evaluation import Evaluation, evaluate
+from verification.evaluation import Evaluation, evaluate, evaluate_together
 from verification.forecast_layouts import open_forecast
 
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
@@ -144,7 +144,7 @@ def test_only_what_is_asked_for(folder: Path) -> None:
     found = evaluate(forecast, truth, progress=seen.append, **options)
     assert sum(seen) == 3 and list(found.scores.data_vars) == ["2m_temperature"]
     assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
-    metrics = ["num_dates", "mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
+    metrics = ["num_dates", "common_area", "mse", "rmse", "rmse_sqrt_before_time_avg", "mae", "bias"]
     assert found.scores.metric.values.tolist() == metrics
     assert found.bias is None and found.spectra is None
 
@@ -194,6 +194,36 @@ def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
         open_forecast(str(folder / "forecast.zarr")), open_archive(write(fine_truth, folder / "f.zarr"))
     )
     assert np.isfinite(back.scores.geopotential.sel(metric="rmse")).all()
+
+
+def test_forecasts_are_compared_on_one_grid(folder: Path, tmp_path: Path) -> None:
+    """The same forecast on half the cells had an error of its own grid: significantly better by half."""
+    forecast, _, means = opened(folder)
+    fine_truth = analyses(grid(12, 16, poles=False), 20, seed=3)
+    stored = forecasts(fine_truth, 7, LEADS)
+    fine = open_forecast(write(stored, tmp_path / "fine.zarr"))
+    truth = write(fine_truth, tmp_path / "truth.zarr")
+    regridder = Regridder(fine.grid, forecast.grid)
+    halved = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    for name, array in halved.items():
+        dims = [*array.dims[:-2], "latitude", "longitude"]
+        values = stored[name].transpose(*dims).sel(latitude=slice(None, None, -1)).values
+        halved[name] = dims, regridder(torch.from_numpy(values.copy())).numpy()[..., ::-1, :].copy()
+    coarse = open_forecast(write(halved, tmp_path / "coarse.zarr"))
+    found = evaluate_together({"fine": fine, "coarse": coarse}, open_archive(truth))
+    xr.testing.assert_allclose(found["fine"].scores, found["coarse"].scores, rtol=1e-4)
+
+
+def test_forecasts_are_compared_on_the_cells_that_all_have(folder: Path, tmp_path: Path) -> None:
+    """A forecast without its tropics was better than itself, significantly."""
+    forecast, truth, means = opened(folder)
+    stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    tropics = abs(stored.latitude) < 20
+    path = write(stored.where(~tropics), tmp_path / "outside.zarr")
+    found = evaluate_together({"whole": forecast, "outside": open_forecast(path)}, truth, means)
+    xr.testing.assert_identical(found["whole"].scores, found["outside"].scores)
+    area = found["whole"].scores["geopotential"].sel(metric="common_area", region="global")
+    np.testing.assert_allclose(area, 1 - np.sin(np.deg2rad(30)), rtol=1e-12)
 
 
 def evaluate_on_ranks(folder: Path) -> Evaluation:

@@ -100,7 +100,8 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
     command = f"import xarray; print(xarray.open_zarr({str(path)!r}))"  # -W error: as it is, without options
     subprocess.run([sys.executable, "-W", "error", "-c", command], check=True, capture_output=True)
     ds = xr.open_zarr(path)
-    assert set(ds.data_vars) == {"geopotential", "temperature", "2m_temperature"}
+    assert set(ds.data_vars) == {"geopotential", "temperature", "2m_temperature", "forecast_status"}
+    assert ds["forecast_status"].dims == ds["geopotential"].dims[:2] and (ds["forecast_status"] == 1).all()
     assert ds["geopotential"].dims == ("time", "prediction_timedelta", "level", "latitude", "longitude")
     assert ds["2m_temperature"].dims == ("time", "prediction_timedelta", "latitude", "longitude")
     assert ds["geopotential"].encoding["chunks"] == (1, 1, 2, 6, 8)
@@ -185,11 +186,11 @@ def test_killed_and_started_again_it_completes_what_is_missing(start_job, run, t
     store(run, tmp_path / "whole.zarr", *options)
     path = tmp_path / "killed.zarr"
     job = start(start_job, run, path, *options)
-    while not list(path.glob(".finished/*-000")):
+    while not list(path.glob("forecast_status/c/*/0")):
         assert job.process.poll() is None, job.output
         time.sleep(0.002)
     job.kill_all()
-    done = [p.name for p in path.glob(".finished/*-000")]
+    done = [p for p in path.glob("forecast_status/c/*/0")]
     assert 1 <= len(done) < 6
     assert 0 < int(xr.open_zarr(path)["2m_temperature"].isnull().sum()) < 6 * 60 * 48  # opens as it is
     written = (path / "geopotential/c/0/0/0/0/0").stat().st_mtime_ns
@@ -340,7 +341,7 @@ def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, mo
         ended = run_main(forecast.main, *arguments(run, "--forecast.path", str(path)))
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "rossby: [Errno 28] No space left on device; start it again" in ended.stderr
-    assert len(list(path.glob(".finished/*"))) == 4
+    assert len(list(path.glob("forecast_status/c/*/0"))) == 4
     xr.testing.assert_equal(store(run, path), whole)
 
 

@@ -22,9 +22,9 @@ from verification.climatology import compute_climatology, describe_shortage, ope
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.forecast_writer import FINISHED
 from verification.report import table
 from verification.scorecard import build_scorecard
+from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
 
 LEADS = [6, 24]
 STEP = np.timedelta64(6, "h")
@@ -150,34 +150,37 @@ def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, trut
 # -- forecasts that are not there ----------------------------------------------------------------------
 
 
-def finish(path: Path, stored: xr.Dataset, problems: dict[int, str]) -> None:
-    """Write the marks of finished forecasts, as forecast.py does; problems: by number of the date."""
-    (path / FINISHED).mkdir()
-    for number, problem in problems.items():
-        stamp = str(stored.time.values[number].astype("M8[s]")).replace("-", "").replace(":", "")
-        (path / FINISHED / f"{stamp}-000").write_text(problem)
+def with_status(stored: xr.Dataset, *of_dates: int) -> xr.Dataset:
+    """Return forecasts of which these dates have a status, as forecast.py writes it, and all others none."""
+    status = np.zeros((stored.sizes["time"], len(LEADS)), "i1")
+    status[: len(of_dates)] = np.array(of_dates)[:, None]
+    return stored.assign(forecast_status=(("time", "prediction_timedelta"), status))
 
 
-def test_an_unfinished_store_is_reported_in_one_line(
+def test_forecasts_that_are_not_finished_are_not_scored(
     tmp_path: Path, truth: xr.Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, stored = tmp_path / "forecast.zarr", forecasts(truth, 4, LEADS)
-    write(stored, path)
-    finish(path, stored, {0: "", 1: ""})
+    stored = with_status(forecasts(truth, 4, LEADS), COMPUTED, COMPUTED)
+    path = write(stored, tmp_path / "forecast.zarr")
     with caplog.at_level(logging.WARNING):
-        open_forecasts([str(path)], tmp_path, {}, NO_OPTIONS)
+        opened = open_forecasts([path], tmp_path, {}, NO_OPTIONS)["forecast"]
     assert len(caplog.messages) == 1
-    assert "2 of its 4 forecasts are not finished" in caplog.text
-
-
-def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Dataset) -> None:
+    assert "from 2 of its 4 initial dates are not finished" in caplog.text
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    for name, problem in (("missing", "the analysis has no value"), ("diverged", "blew up at 24 h")):
-        stored = forecasts(truth, 4, LEADS)
+    assert evaluate(opened, archive).scores.num_dates.values.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Dataset, suffix: str) -> None:
+    """The status is part of the store: as NetCDF the diverged date dropped out of its scores."""
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    for name, status in (("missing", NO_ANALYSIS), ("diverged", DIVERGED)):
+        stored = with_status(forecasts(truth, 4, LEADS), COMPUTED, status, COMPUTED, COMPUTED)
+        stored["forecast_status"][1, 0] = COMPUTED
         stored["2m_temperature"][1, 1] = np.nan
-        write(stored, tmp_path / f"{name}.zarr")
-        finish(tmp_path / f"{name}.zarr", stored, {0: "", 1: problem, 2: "", 3: ""})
-        found = evaluate(open_forecast(str(tmp_path / f"{name}.zarr")), archive).scores
+        path = tmp_path / f"{name}.{suffix}"
+        write(stored, path) if suffix == "zarr" else stored.to_netcdf(path, engine="h5netcdf")
+        found = evaluate(open_forecast(str(path)), archive).scores
         assert np.isfinite(rmse(found, "2m_temperature")).tolist() == [True, name == "missing"]
 
 

@@ -116,9 +116,7 @@ def history(
     except (OSError, ValueError, KeyError, TypeError):
         value, step, is_same = math.inf, -1, not best_file.exists()
     if not is_same:
-        logger.warning(
-            "%s: is damaged, or of another score, loss, period or lead; starting again", best_file
-        )
+        logger.warning("%s: is damaged, or of another score, loss, period or lead; starting again", best_file)
         return math.inf, -1, set()
     records = {r["step"] for r in read_records(metrics_file) if name in r and r["step"] <= last}
     return value, step, {each for each in records if each > step >= 0}

@@ -4,6 +4,7 @@ Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from verification.rollout import Forecast
 
 # A climatology without annual and daily cycle: not the one that evaluate.py computes.
 TRAINING_MEAN = "training mean"
+MOST_STATES = 16  # analyses kept for further leads: those of the dates that are scored together
 MIN_FIT_SAMPLES = 30  # fewer give factors of chance
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
@@ -95,7 +97,7 @@ class AnalysesForecast:
     """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
 
     from_analyses = False  # it has no value where they have none
-    num_members, block, blown_up = 0, (1, 2**20), ()  # all leads of a date come from one analysis
+    num_members, block, status = 0, (1, 2**20), None  # all leads of a date come from one analysis
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class AnalysesForecast:
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units
         self.caveat = caveat
+        self._state = lru_cache(MOST_STATES)(self._read_state)
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W) float32; NaN for dates without an analysis."""
@@ -120,7 +123,9 @@ class AnalysesForecast:
         out = np.full((dates.stop - dates.start, len(steps), len(rows), *self.grid.shape), np.nan, np.float32)
         for row, time in enumerate(self.times[dates]):
             if time in self.archive.times:
-                state = torch.from_numpy(self.archive.read(self.archive.index(time), self.variables))
                 seconds = torch.tensor([int(time.astype("datetime64[s]").astype(int))])
-                out[row] = self.forecast(state[None], seconds, steps)[0, :, rows].numpy()
+                out[row] = self.forecast(self._state(time)[None], seconds, steps)[0, :, rows].numpy()
         return out
+
+    def _read_state(self, time: np.datetime64) -> Tensor:
+        return torch.from_numpy(self.archive.read(self.archive.index(time), self.variables))

@@ -8,7 +8,7 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -153,24 +153,39 @@ def describe_shortage(period: str, by_day: bool) -> str:
 class Climatology(FieldsByName):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(self, path: str, fields: Sequence[Field], hours: np.ndarray, period: str) -> None:
+    def __init__(
+        self, path: str, fields: Sequence[Field], labels: Mapping[str, Sequence[int]], period: str
+    ) -> None:
+        """labels: of the axes that it has, "hour" and "dayofyear"."""
         super().__init__(path, fields)
-        self.hours = hours
-        self.caveat = describe_shortage(period, any("dayofyear" in field.roles for field in fields))
+        self.rows = {axis: {label: i for i, label in enumerate(own)} for axis, own in labels.items()}
+        self.caveat = describe_shortage(period, "dayofyear" in labels)
 
-    def missing_hours(self, times: np.ndarray) -> list[int]:
-        """Return the hours of the day of these dates that it lacks."""
-        return [hour for hour in hours_of(times) if hour not in self.hours]
+    def _find(self, time: np.datetime64) -> dict[str, int | None]:
+        """Return the positions of a date's hour and day of year on the axes, None where one lacks it."""
+        stamp = pd.Timestamp(time)
+        labels = {"hour": stamp.hour, "dayofyear": int(stamp.day_of_year)}
+        return {axis: rows.get(labels[axis]) for axis, rows in self.rows.items()}
+
+    def has(self, time: np.datetime64) -> bool:
+        """Return True if it has the hour and the day of year of a date."""
+        return None not in self._find(time).values()
+
+    def describe(self) -> str:
+        """Return its hours and how many days of the year it has."""
+        hours, days = (list(self.rows.get(axis, ())) for axis in ("hour", "dayofyear"))
+        parts = [f"the hours {', '.join(map(str, hours))}"] * bool(hours)
+        return " and ".join(parts + [f"{len(days)} days of the year"] * bool(days))
 
     def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray:
-        """Return the mean (V, H, W) float32 for the hour and day of year of a date. Raises DataError for an
-        hour or a variable that it lacks.
+        """Return the mean (V, H, W) float32 for the hour and day of year of a date. Raises DataError for a
+        date or a variable that it lacks.
         """
-        stamp = pd.Timestamp(time)
-        if stamp.hour not in self.hours:
-            raise DataError(f"{self.path!r} has the hours {self.hours.tolist()}: no climatology of {time}")
-        row = int(np.flatnonzero(self.hours == stamp.hour)[0])
-        slices = {"hour": slice(row, row + 1), "dayofyear": slice(stamp.day_of_year - 1, stamp.day_of_year)}
+        slices = {}
+        for axis, row in self._find(time).items():
+            if row is None:
+                raise DataError(f"{self.path!r} has {self.describe()}: no climatology of {time}")
+            slices[axis] = slice(row, row + 1)
         return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
 
 
@@ -182,18 +197,36 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
     file = OpenFile.open(file_path, access)[0]
-    names = [name for name in file.arrays if file.role(name, CLIMATOLOGY_ROLES) == "hour"]
+    labels = {axis: axis_labels(file, path, axis, fields) for axis in ("hour", "dayofyear")}
+    known = {axis: own for axis, own in labels.items() if own}
+    return Climatology(path, fields, known, str(file.attrs.get("period", "dates not named")))
+
+
+def axis_labels(file: OpenFile, path: str, axis: str, fields: Sequence[Field]) -> list[int]:
+    """Return the labels of an axis, [] if no field has it; without a coordinate hours from 0, days from 1.
+
+    Raises DataError if they cannot be read, or fields have axes of different lengths.
+    """
+    sizes = {field.size(axis) for field in fields if axis in field.roles}
+    if not sizes:
+        return []
+    names = [name for name in file.arrays if file.role(name, CLIMATOLOGY_ROLES) == axis]
     try:
-        hours = np.asarray(file.fetch(names[0]), int) if names else np.arange(24)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise DataError(f"{path!r}: its hours cannot be read ({error}); remove it") from None
-    return Climatology(path, fields, hours, str(file.attrs.get("period", "dates not named")))
+        labels = np.atleast_1d(file.fetch(names[0])) if names else np.arange(max(sizes)) + (axis != "hour")
+        found = [int(label) for label in labels]
+    except (RuntimeError, ValueError, TypeError, OSError) as error:
+        raise DataError(f"{path!r}: its coordinate {axis} cannot be read ({error}); mend it") from None
+    if sizes != {len(found)} or len({*found}) < len(found):
+        raise DataError(
+            f"{path!r}: its coordinate {axis} does not label each of its {max(sizes)} fields once"
+        )
+    return found
 
 
 class ClimatologyForecast:
     """The climatology of the valid time as a forecast, from any initial date."""
 
-    num_members, block, blown_up, from_analyses = 0, (1, 1), (), False
+    num_members, block, status, from_analyses = 0, (1, 1), None, False
 
     def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
         """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
@@ -201,11 +234,7 @@ class ClimatologyForecast:
         self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, k, V, H, W) float32; NaN at hours of the day that the climatology lacks."""
+        """Return (n, k, V, H, W) float32. Raises DataError for a valid time that the climatology lacks."""
         valid_times = self.times[dates, None] + self.leads[leads]  # (n, k)
-        shape = (*valid_times.shape, len(variables), *self.grid.shape)
-        fields = np.full((valid_times.size, *shape[2:]), np.nan, np.float32)
-        for row, time in enumerate(valid_times.ravel()):
-            if not self.climatology.missing_hours(time):
-                fields[row] = self.climatology.field(time, variables)
-        return fields.reshape(shape)
+        fields = np.stack([self.climatology.field(time, variables) for time in valid_times.ravel()])
+        return fields.reshape(*valid_times.shape, *fields.shape[1:])

@@ -49,15 +49,13 @@ class Details:
         shapes |= dict.fromkeys(("error", "valid"), (1, len(variables), *grid.shape))
         self.sums = {name: torch.zeros(s, dtype=torch.float64, device=device) for name, s in shapes.items()}
 
-    def add(self, pairs: Sequence[Pair]) -> None:
-        for pair in pairs:
-            if pair.truth is not None and pair.lead in self.row:
-                self._add(pair, pair.truth)
-
-    def _add(self, pair: Pair, truths: Tensor) -> None:
+    def add(self, pair: Pair) -> None:
+        if pair.lead not in self.row:
+            return
         row, sums = self.row[pair.lead], self.sums
-        for v, truth in enumerate(truths.double()):  # one at a time: members and waves are large
-            members = pair.forecast[..., v, :, :].double().reshape(-1, *truth.shape)
+        for i, v in enumerate(pair.rows):  # one at a time: members and waves are large
+            truth = pair.truth[i].double()
+            members = pair.forecast[..., i, :, :].double().reshape(-1, *truth.shape)
             valid = torch.isfinite(truth)
             if not valid.any():
                 continue
@@ -78,6 +76,11 @@ class Details:
         """Add the sums of all ranks, on all ranks; equal to one rank's to rounding."""
         for total in self.sums.values():
             dist.all_reduce(total)
+
+    def results(self, leads: np.ndarray) -> tuple[xr.Dataset | None, ...]:
+        """Return bias, energy and rank histogram; leads: all of them."""
+        own = leads[list(self.row)]
+        return self.bias(own), self.energy(own), self.rank_histogram(own)
 
     def bias(self, leads: np.ndarray) -> xr.Dataset:
         """Return dims (lead_time[, level], latitude, longitude): forecast - truth at the last lead, mean over

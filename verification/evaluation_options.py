@@ -13,6 +13,7 @@ from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
 from verification.report import Gate
 from verification.scores import REGIONS, regions_on
+from verification.stores import NOT_COMPUTED
 
 logger = logging.getLogger("rossby")
 BASELINES = ("persistence", "damped_persistence", "climatology")
@@ -46,10 +47,9 @@ def open_forecasts(
         if name in found:
             raise ConfigError(f"--forecast {name!r}: named twice; give one of them another name, NAME=PATH")
         stored = found[name] = open_forecast(path, picks, access)
-        if stored.num_unfinished:
-            total = len(stored.times) * max(1, stored.num_members)
-            reason = f"{stored.num_unfinished} of its {total} forecasts are not finished and not scored"
-            logger.warning("--forecast %r: %s; start forecast.py again to complete them", path, reason)
+        if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):
+            reason = f"the forecasts from {left} of its {len(stored.times)} initial dates are not finished"
+            logger.warning("--forecast %r: %s, not scored; start forecast.py again", path, reason)
     return found
 
 

@@ -5,7 +5,6 @@ content, by the code that reads analyses (datasets/fields.py).
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,8 +15,7 @@ from datasets.layouts import open_fields
 from datasets.plausibility import refuse_fills
 from datasets.remote import NO_OPTIONS, Access
 from errors import DataError
-from verification.forecast_writer import BLOWN_UP, finished_marks
-from verification.stores import FieldsByName
+from verification.stores import NOT_COMPUTED, STATUS, FieldsByName
 
 FORECAST_ROLES = {
     "prediction_timedelta": "lead",
@@ -37,8 +35,8 @@ FORECAST_ROLES = {
 class StoredForecast(FieldsByName):
     """Forecasts of one store: initial dates `times` (n,), `leads` (L,), and a grid, north to south.
 
-    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together. Of a
-    store that forecast.py writes: `num_unfinished` forecasts, and the initial dates `blown_up`.
+    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together; `status`
+    is the worst of the members' in a store that forecast.py writes.
     """
 
     caveat = ""
@@ -50,6 +48,7 @@ class StoredForecast(FieldsByName):
         leads: np.ndarray,
         fields: Sequence[Field],
         unreadable: dict[str, str],
+        status: np.ndarray | None = None,
     ) -> None:
         super().__init__(path, fields, unreadable)
         self.times, self.leads = times, leads
@@ -60,13 +59,8 @@ class StoredForecast(FieldsByName):
         self.num_members = members if members > 1 else 0
         dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
         self.block = dates, lead_times
-        marks = finished_marks(Path(path))
-        self.from_analyses = marks is not None  # it fills what they lack, and is not scored there
-        self.num_unfinished = 0 if marks is None else len(times) * max(1, members) - len(marks)
-        stamps = [
-            mark.rpartition("-")[0] for mark, text in (marks or {}).items() if text.startswith(BLOWN_UP)
-        ]
-        self.blown_up = set(pd.to_datetime(stamps).values.astype("datetime64[s]"))
+        self.from_analyses = status is not None  # it fills what they lack, and is not scored there
+        self.status = status
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
@@ -103,7 +97,16 @@ def open_forecast(
     for name, axis in (("time", times), ("lead time", leads)):
         if len(axis) > 1 and not (np.diff(axis) > np.timedelta64(0, "s")).all():
             raise DataError(f"cannot read {path!r} as forecasts: its {name} does not ascend without repeats")
-    return StoredForecast(path, times, leads, fields, unreadable)
+    return StoredForecast(path, times, leads, fields, unreadable, stored_status(file))
+
+
+def stored_status(file: OpenFile) -> np.ndarray | None:
+    """Return the status (n, L) of each date and lead, of an ensemble that of its worst member."""
+    if STATUS not in file.arrays:
+        return None
+    status = np.asarray(file.fetch(STATUS), int)  # (n, L[, M])
+    members = status.reshape(*status.shape[:2], -1)
+    return np.where((members == NOT_COMPUTED).any(-1), NOT_COMPUTED, members.max(-1))
 
 
 def initial_times(file: OpenFile, field: Field) -> np.ndarray:

@@ -2,10 +2,11 @@
 
     forecast.zarr/                   (time, prediction_timedelta[, number][, level], latitude, longitude)
         geopotential/c/0/3/0/0/0     a chunk: one variable of one date (and member) at one lead, all levels
-        .finished/20200201T060000-000     a date and member with all leads written; in it what is wrong
+        forecast_status/c/0/0     of a date (and member) that has all its leads, what became of each of them
 
 A chunk gets its name when it is whole, so that xarray can open the store at any time: what is not written yet
-is NaN. Metadata are consolidated. Shapes: B states, V variables, H latitudes, W longitudes.
+is NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states, V variables, H latitudes,
+W longitudes.
 """
 
 import json
@@ -26,12 +27,17 @@ from torch import Tensor
 from datasets.grid import Grid
 from datasets.variables import group_levels
 from errors import ConfigError, DataError
-from verification.stores import all_levels, attributes_of, consolidate, create_store
+from verification.stores import (
+    NOT_COMPUTED,
+    STATUS,
+    STATUS_FLAGS,
+    all_levels,
+    attributes_of,
+    consolidate,
+    create_store,
+)
 
-FINISHED = ".finished"
-BLOWN_UP = "blew up"  # how the problem of a forecast that diverged begins
 ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
-MARKS = "rossby_finished"  # attribute of a NetCDF file: the content of FINISHED
 NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
 LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
 
@@ -48,14 +54,6 @@ class StoreIndex:
     units: Mapping[str, str] = field(default_factory=dict)  # of each variable
 
 
-def finished_marks(path: Path) -> dict[str, str] | None:
-    """Return the problem ("": none) by mark of the finished forecasts, None for a store without marks."""
-    folder = path / FINISHED
-    if not folder.is_dir():
-        return None
-    return {mark.name: mark.read_text() for mark in folder.iterdir() if mark.suffix != ".partial"}
-
-
 class ForecastStore:
     """A store on disk that rank 0 creates; then every rank writes chunks of its own.
 
@@ -65,7 +63,6 @@ class ForecastStore:
     def __init__(self, target: Path, index: StoreIndex) -> None:
         self.target, self.index, self.is_netcdf = target, index, target.suffix == ".nc"
         self.path = Path(f"{target}.zarr") if self.is_netcdf else target
-        self.finished_folder = self.path / FINISHED
         self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
         self.opened: dict[str, zarr.Array] = {}
 
@@ -80,7 +77,6 @@ class ForecastStore:
                 consolidate(self.path)  # it may be damaged
             except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
                 raise self._error("metadata of an array is damaged") from None
-            self.finished_folder.mkdir(exist_ok=True)
             for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
                 leftover.unlink()
         else:
@@ -96,7 +92,18 @@ class ForecastStore:
         axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
         create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
-        (unfinished / FINISHED).mkdir()
+        zarr.create_array(
+            str(unfinished),
+            name=STATUS,
+            shape=tuple(map(len, axes.values())),
+            chunks=(1, len(leads), *[1] * (len(axes) - 2)),
+            dtype="int8",
+            fill_value=NOT_COMPUTED,
+            zarr_format=3,
+            dimension_names=list(axes),
+            attributes=STATUS_FLAGS,
+        )
+        consolidate(unfinished)
         os.replace(unfinished, self.path)
 
     @property
@@ -130,26 +137,29 @@ class ForecastStore:
         fix = "remove it, or name another forecast.path"
         return ConfigError(f"forecast.path = '{self.target}': {reason}; {fix}")
 
-    # -- what is finished ----------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------
 
-    def _mark(self, date: int, member: int) -> Path:
-        stamp = str(self.index.dates[date].astype("datetime64[s]")).replace("-", "").replace(":", "")
-        return self.finished_folder / f"{stamp}-{member:03d}"
+    def status(self) -> np.ndarray:
+        """Return the status (n, L, M) of each date, lead and member. Raises ConfigError if there is none."""
+        try:
+            if self.is_written:
+                with xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False) as forecasts:
+                    found = forecasts[STATUS].values
+            else:
+                found = np.asarray(self._array(STATUS)[...])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise self._error(f"its {STATUS} cannot be read") from None
+        return found.reshape(len(self.index.dates), len(self.index.leads), self.index.num_members)
 
-    def finished(self) -> dict[tuple[int, int], str]:
-        """Return the problem ("": none) of each (date, member) with all its leads written."""
-        pairs = [(date, m) for date in range(len(self.index.dates)) for m in range(self.index.num_members)]
-        written = self.is_written
-        marks = json.loads(self._attributes()[MARKS]) if written else finished_marks(self.path) or {}
-        found = {pair: marks.get(self._mark(*pair).name) for pair in pairs}
-        return {pair: problem for pair, problem in found.items() if problem is not None}
+    def finish(self, date: int, member: int, status: np.ndarray) -> None:
+        """Write the status (L,) of a date and member that has all its leads."""
+        at = (date, slice(None), member) if self.index.num_members > 1 else (date, slice(None))
+        self._array(STATUS)[at] = status
 
-    def finish(self, date: int, member: int, problem: str = "") -> None:
-        """Mark that all leads of this date and member are written."""
-        mark = self._mark(date, member)
-        unfinished = mark.with_name(mark.name + ".partial")
-        unfinished.write_text(problem)
-        os.replace(unfinished, mark)
+    def _array(self, name: str) -> zarr.Array:
+        if name not in self.opened:
+            self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
+        return self.opened[name]
 
     def write_netcdf(self) -> None:
         """Write a NetCDF-4 target, a chunk at a time, and remove the store. Other targets stay stores.
@@ -161,7 +171,6 @@ class ForecastStore:
         unfinished = self.target.with_name(self.target.name + ".incomplete")
         try:
             with xr.open_zarr(self.path, chunks={}, decode_timedelta=True) as forecasts:
-                forecasts.attrs[MARKS] = json.dumps(finished_marks(self.path))
                 encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
                 forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
             os.replace(unfinished, self.target)
@@ -183,12 +192,9 @@ class ForecastStore:
             own, shape = values, (len(values), len(self.levels), *values.shape[2:])
             values = np.full(shape, np.nan, np.float32)
             values[:, [self.levels.index(cast(int, level)) for level in channel_of]] = own
-        if name not in self.opened:
-            opened = zarr.open_array(str(self.path), path=name, mode="r+")
-            self.opened[name] = cast(zarr.Array, opened)
         for (date, member), value in zip(pairs, values, strict=True):
             at = (date, lead, member) if self.index.num_members > 1 else (date, lead)
-            self.opened[name][at] = value
+            self._array(name)[at] = value
 
 
 class ForecastWriter:

@@ -1,15 +1,16 @@
-"""Pairs of forecast and truth of the same variables, valid time, units, grid and device.
+"""Pairs of forecast and truth of the same variables, valid time, units, grid, cells and device.
 
-A forecast is read by blocks of dates and leads; truth and climatology are kept for later initial dates. One
+All forecasts of a comparison are read together, by blocks of dates and leads: truth and climatology are read
+and regridded once for all of them, and a cell counts where the truth and every forecast have a value. One
 thread reads, a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby, product
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +21,17 @@ from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
-from datasets.variables import CONVERSIONS, UnitConversion, plain_units
+from datasets.variables import CONVERSIONS, UnitConversion, plain_units, split_name
 from errors import DataError
 from verification.climatology import Climatology
+from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
 
-BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more only if a single field is larger
+BLOCK_BYTES = (
+    2**27
+)  # of a forecast, or of the truth, read at once; more only if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth and of climatology kept for later dates
 MOST_DATES = 16  # read at once
+Regrid = Callable[[np.ndarray, Sequence[str]], Tensor]
 
 
 class ForecastFields(Protocol):
@@ -40,15 +45,15 @@ class ForecastFields(Protocol):
     from_analyses: bool  # cells that the analysis of the initial date lacks are not scored, as in train.py
 
     @property
+    def status(self) -> np.ndarray | None:
+        """Return the status (n, L) of verification.stores of each date and lead; None: all are computed."""
+        ...
+
+    @property
     def grid(self) -> Grid: ...
 
     @property
     def variables(self) -> Sequence[str]: ...
-
-    @property
-    def blown_up(self) -> Collection[np.datetime64]:
-        """Return initial dates from which the model diverged."""
-        ...
 
     def units(self, name: str) -> str: ...
 
@@ -59,157 +64,269 @@ class ForecastFields(Protocol):
 
 @dataclass(frozen=True)
 class Pair:
-    """An initial date and a lead by their positions, and their fields (V, H, W) on the device."""
+    """Fields (V, H, W) on the device of a forecast and of its truth, at one date and lead."""
 
-    date: int
-    lead: int
+    name: str  # of the forecast
+    date: int  # position among the dates that are compared
+    lead: int  # position among the leads that are compared
+    rows: list[int]  # positions of these V among the forecast's variables
     forecast: Tensor  # or (M, V, H, W)
-    truth: Tensor | None  # without it there is no score
-    climatology: Tensor | None
+    truth: Tensor  # NaN in cells that are not scored, which are those that a forecast lacks, too
+    whole: Tensor  # the truth before
+    climatology: Tensor | None  # NaN where there is none
+
+
+class Part(NamedTuple):
+    """The variables of a group, which are read together, that a forecast has."""
+
+    names: list[str]
+    group_rows: list[int]  # their positions in the group
+    rows: list[int]  # their positions among the forecast's variables
+
+
+class Source:
+    """A forecast of a comparison, with the positions of the compared dates and leads on its own axes."""
+
+    def __init__(
+        self, fields: ForecastFields, dates: np.ndarray, leads: np.ndarray, groups: list[list[str]]
+    ) -> None:
+        self.fields = fields
+        self.dates = np.searchsorted(fields.times, dates)  # (n,)
+        there = np.isin(leads, fields.leads)
+        self.leads = np.where(there, np.searchsorted(fields.leads, leads), -1)  # (L,), -1: not there
+        self.variables = [name for group in groups for name in group if name in fields.variables]
+        self.parts = [self._part(group) for group in groups]
+
+    def _part(self, group: list[str]) -> Part:
+        names = [name for name in group if name in self.variables]
+        return Part(names, [group.index(n) for n in names], [self.variables.index(n) for n in names])
+
+    def status(self, date: int, lead: int) -> int:
+        """Return the status at a date and lead, whose positions are those of the comparison."""
+        status = self.fields.status
+        return COMPUTED if status is None else int(status[self.dates[date], self.leads[lead]])
+
+    def read(self, dates: list[int], leads: list[int], part: Part) -> np.ndarray | None:
+        """Return the block (n, k[, M], V, H, W), any values at leads that are not there; None if none is."""
+        rows, columns = self.dates[dates], self.leads[leads]
+        if not part.names or columns.max() < 0:
+            return None
+        first, begin = int(rows[0]), int(columns[columns >= 0].min())
+        spans = slice(first, int(rows[-1]) + 1), slice(begin, int(columns.max()) + 1)
+        block = self.fields.read_block(*spans, part.names)
+        return block[rows - first][:, np.maximum(columns - begin, 0)]
 
 
 class Matcher:
-    """Reader of pairs of forecast and truth, on one grid; `leads` are positions of those that count."""
+    """Reader of the pairs of several forecasts, on one grid."""
 
     def __init__(
         self,
-        forecast: ForecastFields,
+        forecasts: Mapping[str, ForecastFields],
         truth: Archive,
         climatology: Climatology | None,
         variables: Sequence[str],
-        leads: Sequence[int],
+        dates: np.ndarray,
+        leads: np.ndarray,
         grid: Grid,
         device: torch.device | str,
         boundary_width: int = 0,
     ) -> None:
-        """boundary_width: cells from each side of the grid that are not scored."""
+        """dates (n,): initial dates that all forecasts have; leads (L,): those to score; boundary_width:
+        cells from each side of the grid that are not scored.
+        """
         boundary = boundary_cells(grid.shape, boundary_width).to(device)
         self.boundary = boundary if boundary_width else None
-        self.forecast, self.leads, self.grid = forecast, list(leads), grid
-        self.device, self.variables = torch.device(device), (names := list(variables))
+        self.grid, self.device, self.dates, self.leads = grid, torch.device(device), dates, leads
+        # How many dates and leads of every forecast are little enough to be read together.
+        sizes = [max(1, f.num_members) * field_bytes(f.grid, len(variables)) for f in forecasts.values()]
+        self.limit = BLOCK_BYTES // max(sizes)
+        self.groups = [list(variables)] if self.limit else list(group_by_name(variables))
+        self.sources = {name: Source(f, dates, leads, self.groups) for name, f in forecasts.items()}
         # All fields are compared in the units of the truth.
-        self.units = {name: truth.units(name) for name in names}
-        self.regrid_forecast = self._regridding(forecast)
-        max_fields = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // _field_bytes(grid, names)))
-        self.times, limit = truth.times, BLOCK_BYTES // _field_bytes(truth.grid, names)
-        self.in_chunk = max(1, min(truth.time_chunk(names), limit))
-        read = partial(read_chunk, truth, names, self.in_chunk, self._regridding(truth))
-        self.read_truths = lru_cache(max(1, max_fields // self.in_chunk))(read)
-        self.climatology = None
-        if climatology is not None:
-            regrid = self._regridding(climatology)
-            self.climatology = lru_cache(max_fields)(lambda time: regrid(climatology.field(time, names)))
+        self.units = {name: truth.units(name) for name in variables}
+        self.regrid = {name: self._regridder(s.fields, s.variables) for name, s in self.sources.items()}
+        most = max(map(len, self.groups))
+        kept = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // field_bytes(grid, most)))
+        self.find_truth = self._truth_finder(truth, kept)
+        self.find_climatology = climatology and self._climatology_finder(climatology, kept)
 
-    def _regridding(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
-        """Return the function from fields (..., V, H, W) of a source to those in the evaluation's units,
-        grid and device. Raises DataError for units that cannot be converted.
+    def _truth_finder(self, truth: Archive, kept: int) -> Callable[[np.datetime64, int], Tensor | None]:
+        """Return the function from a date and the number of a group to the analysis (V, H, W), None without
+        one. kept: how many are kept for later dates.
         """
-        convert, device = unit_converter(self.variables, source.units, self.units), self.device
+        names = [name for group in self.groups for name in group]
+        limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
+        size, times = max(1, min(truth.time_chunk(names), limit)), truth.times
+        regrid = self._regridder(truth, names)
+
+        @lru_cache(len(self.groups) * max(1, kept // size))
+        def read(chunk: int, group: int) -> Tensor:
+            start, stop, names = chunk * size, min((chunk + 1) * size, len(times)), self.groups[group]
+            fields = truth.read_block(start, stop, names)
+            for field, time in zip(fields, times[start:stop], strict=True):
+                refuse_fills(field, names, time)
+            return regrid(fields, names)
+
+        def find(time: np.datetime64, group: int) -> Tensor | None:
+            i = int(np.searchsorted(times, time))
+            is_there = i < len(times) and times[i] == time
+            return read(i // size, group)[i % size] if is_there else None
+
+        return find
+
+    def _climatology_finder(
+        self, climatology: Climatology, kept: int
+    ) -> Callable[[np.datetime64, int], Tensor]:
+        """Return the function from a date and the number of a group to the climatology (V, H, W), NaN for
+        what it lacks.
+        """
+        known = [name for group in self.groups for name in group if name in climatology.variables]
+        regrid = self._regridder(climatology, known)
+
+        @lru_cache(len(self.groups) * kept)
+        def find(time: np.datetime64, group: int) -> Tensor:
+            names = self.groups[group]
+            found = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)
+            own = [name for name in names if name in known]
+            if own and climatology.has(time):
+                found[[names.index(name) for name in own]] = regrid(climatology.field(time, own), own)
+            return found
+
+        return find
+
+    def _regridder(self, source: ForecastFields | Archive | Climatology, names: Sequence[str]) -> Regrid:
+        """Return the function from fields (..., V, H, W) of a source, and which of these names they are, to
+        fields in the evaluation's units, grid and device. Raises DataError for units without a conversion.
+        """
+        convert, device = unit_converter(names, source.units, self.units), self.device
         if source.grid.same_as(self.grid):
-            return lambda fields: torch.from_numpy(convert(fields)).to(device)
+            return lambda fields, some: torch.from_numpy(convert(fields, some)).to(device)
         regridder = Regridder(source.grid, self.grid, device)
         outside = ~regridder.covered  # the mean of a part of a cell is not that of the cell
 
-        def regrid(fields: np.ndarray) -> Tensor:
-            return regridder(torch.from_numpy(convert(fields)).to(device)).masked_fill(outside, torch.nan)
+        def regrid(fields: np.ndarray, some: Sequence[str]) -> Tensor:
+            on_device = torch.from_numpy(convert(fields, some)).to(device)
+            return regridder(on_device).masked_fill(outside, torch.nan)
 
         return regrid
 
-    def blocks(self, dates: Sequence[int]) -> list[list[int]]:
-        """Return the dates in groups that are stored together and not too large to be read at once."""
-        return _together(dates, min(self.forecast.block[0], self._limit(), MOST_DATES))
-
     def _valid_dates(self, times: np.ndarray) -> int:
         """Return how many of these dates the initial dates that are read together have as valid times."""
-        starts, longest = self.forecast.times, self.forecast.leads[self.leads].max()
-        together = min(self.forecast.block[0], MOST_DATES, len(starts)) - 1
-        first, last = starts[: len(starts) - together], starts[together:] + longest
+        starts, together = self.dates, min(max(map(len, self.blocks())), len(self.dates)) - 1
+        first, last = starts[: len(starts) - together], starts[together:] + self.leads.max()
         return int((np.searchsorted(times, last, "right") - np.searchsorted(times, first)).max()) or 1
 
-    def _limit(self) -> int:
-        num_bytes = _field_bytes(self.forecast.grid, self.variables) * max(1, self.forecast.num_members)
-        return max(1, BLOCK_BYTES // num_bytes)
+    def blocks(self) -> list[list[int]]:
+        """Return positions of the dates in groups that are stored together and little enough to be read at
+        once: as the forecast with the largest chunks has them.
+        """
+        widest = max(self.sources.values(), key=lambda source: source.fields.block[0])
+        return _together(widest.dates, min(widest.fields.block[0], self.limit, MOST_DATES))
 
-    def pairs(self, blocks: Sequence[Sequence[int]]) -> Iterator[Pair]:
-        """Yield all pairs of blocks of dates, read one step ahead."""
-        steps = []
+    def pairs(self, blocks: Sequence[list[int]]) -> Iterator[tuple[list[Pair], list[int]]]:
+        """Yield the pairs of blocks of dates, those that are read together and one step ahead, and the dates
+        that are complete with them.
+        """
+        widest = max(self.sources.values(), key=lambda source: source.fields.block[1])
+        steps, ends = [], {}
         for block in blocks:
-            size = max(1, min(self.forecast.block[1], self._limit() // len(block)))
-            steps += [(block, leads) for leads in _together(self.leads, size)]
+            size = min(widest.fields.block[1], self.limit // len(block))
+            steps += product([block], _together(widest.leads, size), range(len(self.groups)))
+            ends[len(steps) - 1] = block
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
             ahead = reader.submit(self._load, *steps[0]) if steps else None
-            for following in [*steps[1:], None]:
+            for number in range(len(steps)):
                 loaded = ahead.result() if ahead else []
-                ahead = reader.submit(self._load, *following) if following else None
-                yield from loaded
+                ahead = reader.submit(self._load, *steps[number + 1]) if number + 1 < len(steps) else None
+                yield loaded, ends.get(number, [])
 
-    def _load(self, dates: Sequence[int], leads: Sequence[int]) -> list[Pair]:
-        times, source, pairs = self.forecast.times, self.forecast, []
-        block, some = (slice(positions[0], positions[-1] + 1) for positions in (dates, leads))
-        fields = source.read_block(block, some, self.variables)
-        for date, lead in product(dates, leads):
-            valid_time = times[date] + source.leads[lead]
-            truth = self._find_truth(valid_time)
-            clim = self.climatology(valid_time) if self.climatology and truth is not None else None
-            forecast = self.regrid_forecast(fields[date - dates[0], lead - leads[0]])
-            if truth is not None and self.boundary is not None:
-                truth = truth.masked_fill(self.boundary, torch.nan)
-            start = self._find_truth(times[date]) if source.from_analyses else None
-            if truth is not None and start is not None:  # persistence has no value there either
-                truth = mask_missing(truth, start)
-            if truth is not None and times[date] not in source.blown_up:
-                truth = mask_missing(truth, forecast)
-            pairs.append(Pair(date, lead, forecast, truth, clim))
+    def _load(self, dates: list[int], leads: list[int], group: int) -> list[Pair]:
+        read = {name: s.read(dates, leads, s.parts[group]) for name, s in self.sources.items()}
+        pairs = []
+        for (i, date), (k, lead) in product(enumerate(dates), enumerate(leads)):
+            there = {
+                n: block
+                for n, block in read.items()
+                if block is not None and self.sources[n].leads[lead] >= 0
+            }
+            pairs += self._match(date, lead, group, {name: block[i, k] for name, block in there.items()})
         return pairs
 
-    def _find_truth(self, time: np.datetime64) -> Tensor | None:
-        """Return the analysis (V, H, W) of a date, None if there is none."""
-        i = int(np.searchsorted(self.times, time))
-        if i == len(self.times) or self.times[i] != time:
-            return None
-        return self.read_truths(i // self.in_chunk)[i % self.in_chunk]
+    def _match(self, date: int, lead: int, group: int, fields: dict[str, np.ndarray]) -> list[Pair]:
+        """Return the pairs of all forecasts at a date and lead; none without a truth, or where a forecast is
+        not computed yet.
+        """
+        start, valid_time = self.dates[date], self.dates[date] + self.leads[lead]
+        truth = self.find_truth(valid_time, group)
+        status = {name: self.sources[name].status(date, lead) for name in fields}
+        if truth is None or NOT_COMPUTED in status.values():
+            return []
+        whole = truth = truth if self.boundary is None else truth.masked_fill(self.boundary, torch.nan)
+        if any(self.sources[name].fields.from_analyses for name in fields):
+            analysis = self.find_truth(start, group)
+            truth = truth if analysis is None else mask_missing(truth, analysis, range(len(truth)))
+        parts = {name: self.sources[name].parts[group] for name in fields}
+        found = {name: self.regrid[name](each, parts[name].names) for name, each in fields.items()}
+        for name, forecast in found.items():
+            if status[name] != DIVERGED:  # what has diverged is wrong there, and not missing
+                truth = mask_missing(truth, forecast, parts[name].group_rows)
+        clim = self.find_climatology(valid_time, group) if self.find_climatology else None
+        pairs = []
+        for name, forecast in found.items():
+            rows = parts[name].group_rows
+            own, everywhere, means = truth, whole, clim
+            if len(rows) < len(truth):
+                own, means = truth[rows], None if clim is None else clim[rows]
+                everywhere = own if truth is whole else whole[rows]
+            pairs.append(Pair(name, date, lead, parts[name].rows, forecast, own, everywhere, means))
+        return pairs
 
 
-def read_chunk(
-    truth: Archive, variables: list[str], size: int, regrid: Callable[[np.ndarray], Tensor], chunk: int
-) -> Tensor:
-    """Return the analyses (n, V, H, W) of `size` dates that are stored together."""
-    start, stop = chunk * size, min((chunk + 1) * size, len(truth.times))
-    fields = truth.read_block(start, stop, variables)
-    for field, time in zip(fields, truth.times[start:stop], strict=True):
-        refuse_fills(field, variables, time)
-    return regrid(fields)
+def field_bytes(grid: Grid, variables: int) -> int:
+    """Return the bytes of a field of so many variables in float32."""
+    return 4 * variables * grid.shape[0] * grid.shape[1]
 
 
-def _field_bytes(grid: Grid, variables: Sequence[str]) -> int:
-    return 4 * len(variables) * grid.shape[0] * grid.shape[1]
+def group_by_name(variables: Sequence[str]) -> Iterator[list[str]]:
+    """Yield variables in groups that differ in their level alone: one array has them."""
+    names = {name: split_name(name)[0] for name in variables}
+    for _, group in groupby(sorted(variables, key=names.__getitem__), key=names.__getitem__):
+        yield list(group)
 
 
-def mask_missing(truth: Tensor, forecast: Tensor) -> Tensor:
-    """Return the truth (V, H, W), NaN where the forecast, or a member of it, has no value (NaN).
+def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the truth (V, H, W), NaN where fields ([M,] v, H, W) of some of its variables have no value.
 
-    A date or cell that a forecast lacks is left out of its scores. An infinite value is not missing.
+    An infinite value is not missing; of an ensemble one member without a value is enough.
     """
-    missing = torch.isnan(forecast)
+    missing = torch.isnan(fields)
     if not missing.any():
         return truth
-    missing = missing.any(dim=0) if forecast.ndim > truth.ndim else missing
-    return torch.where(missing, torch.nan, truth)
+    missing, masked = (missing.any(dim=0) if fields.ndim > truth.ndim else missing), truth.clone()
+    masked[list(rows)] = masked[list(rows)].masked_fill(missing, torch.nan)
+    return masked
 
 
 def unit_converter(
     variables: Sequence[str], theirs: Callable[[str], str], ours: Mapping[str, str]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function that converts fields (..., V, H, W) from one source's units to the truth's.
+) -> Callable[[np.ndarray, Sequence[str]], np.ndarray]:
+    """Return the function that converts fields (..., V, H, W) of some of the variables from one source's
+    units to the truth's.
 
     Units that a source does not name are taken for the truth's. Raises DataError for a pair of units that
     datasets.variables cannot convert.
     """
-    pairs = [conversion_between(name, theirs(name), ours[name]) for name in variables]
-    if all(pair == UnitConversion() for pair in pairs):
-        return lambda fields: fields
-    factor, offset = (np.array(column, np.float32)[:, None, None] for column in zip(*pairs, strict=True))
-    return lambda fields: fields * factor + offset
+    pairs = {name: conversion_between(name, theirs(name), ours[name]) for name in variables}
+
+    def convert(fields: np.ndarray, some: Sequence[str]) -> np.ndarray:
+        if all(pairs[name] == UnitConversion() for name in some):
+            return fields
+        columns = zip(*(pairs[name] for name in some), strict=True)
+        factor, offset = (np.array(column, np.float32)[:, None, None] for column in columns)
+        return fields * factor + offset
+
+    return convert
 
 
 def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
@@ -226,6 +343,7 @@ def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
     raise DataError(f"{name}: its units are {reason}, and there is no conversion; correct the attribute")
 
 
-def _together(positions: Sequence[int], size: int) -> list[list[int]]:
-    """Return ascending positions in groups of those with the same quotient by `size`."""
-    return [list(group) for _, group in groupby(positions, key=lambda position: position // size)]
+def _together(positions: np.ndarray, size: int) -> list[list[int]]:
+    """Return 0, 1, ... in groups whose ascending positions have the same quotient by `size`."""
+    numbers = groupby(range(len(positions)), key=lambda number: int(positions[number]) // max(1, size))
+    return [list(group) for _, group in numbers]

@@ -177,7 +177,7 @@ def spectra_of_example(
     """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
     truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
     details = Details([0], list(fields), grid, 0, "cpu", scores.units)
-    details.add([Pair(0, 0, forecast, truth, None)])
+    details.add(Pair("", 0, 0, list(range(len(truth))), forecast, truth, truth, None))
     spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
     assert spectra is not None, "the grid does not go round the globe"
     return spectra

@@ -17,6 +17,7 @@ PURE = (
     "spread_skill_ratio",
     "unbiased_spread_skill_ratio",
     "num_dates",
+    "common_area",
 )
 SQUARES = ("mse", "variance", "anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
 

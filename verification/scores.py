@@ -187,7 +187,7 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
 
 
 def complete(values: Tensor, names: Sequence[str]) -> Tensor:
-    """Append the root of the mean squared error and the ACC of the date to statistics (S, V, R)."""
+    """Append the root of the mean squared error and the ACC of the date to statistics (S, ...)."""
     of = dict(zip(names, values, strict=False))  # names go on with what is appended here
     more = [of["mse"].sqrt()]
     if "anomaly_covariance" in of:
@@ -210,13 +210,16 @@ def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
 def append_wind(
     values: Tensor, present: Tensor, pairs: Mapping[str, tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Append wind vectors to (S, V, R) and (V, R): only their squared error is defined, the sum of both."""
+    """Append wind vectors to (S, ..., V, R) and (..., V, R): only their squared error, the first of the
+    statistics, is defined, the sum of both.
+    """
     if not pairs:
         return values, present
     u, v = (torch.tensor(rows, device=values.device) for rows in zip(*pairs.values(), strict=True))
-    vectors = torch.full_like(values[:, u], torch.nan)
-    vectors[0] = values[0, u] + values[0, v]
-    return torch.cat([values, vectors], dim=1), torch.cat([present, present[u] & present[v]])
+    vectors = torch.full_like(values[..., u, :], torch.nan)
+    vectors[0] = values[0][..., u, :] + values[0][..., v, :]
+    both = present[..., u, :] & present[..., v, :]
+    return torch.cat([values, vectors], dim=-2), torch.cat([present, both], dim=-2)
 
 
 def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:

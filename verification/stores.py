@@ -25,6 +25,14 @@ COORDINATES = {
     "latitude": {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"},
     "longitude": {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
 }
+# Variable of a forecast's store, (time, prediction_timedelta[, number]): what became of each forecast.
+STATUS = "forecast_status"
+NOT_COMPUTED, COMPUTED, DIVERGED, NO_ANALYSIS = range(4)
+STATUS_FLAGS = {
+    "long_name": "status of the forecast",
+    "flag_values": [NOT_COMPUTED, COMPUTED, DIVERGED, NO_ANALYSIS],
+    "flag_meanings": "not_computed computed diverged no_initial_analysis",
+}
 COMPRESSOR = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4)  # WeatherBench2's
 
 
