@@ -175,7 +175,7 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
     own = folder / OWN_FOLDER / "statistics.npz"  # the run's are only read
     statistics = stored_statistics(folder / "statistics.npz", source) or load_or_count(own, source)
-    samples = selection.samples_by_lead("train", steps, statistics.empty_in(archive.times), FIT_SAMPLES)
+    samples = selection.samples_by_lead("train", steps, FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
     fitted = fit_baselines(dataset, mean_field, torch.tensor(area, dtype=torch.float32), steps, batch_size=1)
@@ -237,9 +237,7 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
                 where = f"{variable} at {int(lead / np.timedelta64(1, 'h'))} h"
     if lowest > ALL_CELLS:
         return "cells: all that have a truth"
-    return (
-        f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
-    )
+    return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
 
 
 def _counts(leads: np.ndarray, counts: np.ndarray) -> str:

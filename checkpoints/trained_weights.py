@@ -58,7 +58,7 @@ def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
         nothing = np.zeros(0, "datetime64[s]")
         mean_field = np.broadcast_to(moments["mean"][:, None, None], (len(moments["mean"]), *shape))
         mean, std, change = (moments[name] for name in ("mean", "std", "change_std"))
-        return Statistics(mean, std, change, mean_field, empty_dates=nothing, dates=nothing, fingerprint="")
+        return Statistics(mean, std, change, mean_field, dates=nothing, fingerprint="")
     path = identity.folder.parent.parent / "statistics.npz"
     if statistics := read_statistics(path):
         return statistics

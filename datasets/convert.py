@@ -46,7 +46,8 @@ from datasets.variables import expand_levels, named_by, split_name, units
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 from jobs.durable_files import write_durably
 
-DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
+DONE = "conversion"  # folder in a store that is not complete: its dates, a file for each part that is written
+DATES = "dates.json"  # in it: seconds since 1970, fixed when the first part is begun
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
@@ -243,7 +244,12 @@ class Conversion:
             refuse("TARGET", str(self.target), "it is of an earlier version; convert to another folder")
         self.check_options(group, complete)
         before = group["time"][: group.attrs["complete_dates"]].astype("datetime64[s]")
-        new = self.times[~np.isin(self.times, before)]
+        new = self.begun_dates()
+        if new is None:
+            new = self.times[~np.isin(self.times, before)]
+        elif len(lost := new[~np.isin(new, self.times)]):
+            reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
+            refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
         if len(before) and len(new) and new[0] < before[-1]:
             reason = f"{str(self.target)!r} lacks its date {new[0]} and has {before[-1]}"
             refuse("SOURCE", self.options.source, f"{reason}: only later dates are appended; use --period")
@@ -253,7 +259,14 @@ class Conversion:
             (self.target / DONE).mkdir(exist_ok=True)
             group.update_attributes({"complete": False, "options": self.fixed_options()})
             self.write(np.concatenate([before, new]), len(before))
+        if not np.isin(self.times, np.concatenate([before, new])).all():  # dates since it was begun
+            return self.run()
         print(f"{self.target}: complete, {len(before) + len(new)} dates of {len(self.names)} variables")
+
+    def begun_dates(self) -> np.ndarray | None:
+        """Return the dates that a killed attempt was writing, None if there was none."""
+        path = self.target / DONE / DATES
+        return np.array(json.loads(path.read_text()), "datetime64[s]") if path.exists() else None
 
     def fixed_options(self) -> dict[str, Any]:
         """Return the options that may not differ when a conversion is continued."""
@@ -332,20 +345,21 @@ class Conversion:
     def write(self, times: np.ndarray, start: int) -> None:
         """Write times[start:] and the parts of these dates that are not written."""
         group = self.group
+        write_durably(self.target / DONE / DATES, json.dumps(times[start:].astype(int).tolist()))
         for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
             leftover.unlink()
         for name in ("time", *map(array_name, self.names)):
             group[name].resize((len(times), *group[name].shape[1:]))
         group["time"][start:] = times[start:].astype(np.int64)
         parts = self.plan_parts(times, start)
-        pending = [delayed(self.write_part)(part) for part in parts if not self.mark_of(times, part).exists()]
+        pending = [delayed(self.write_part)(part) for part in parts if not self.mark_of(part).exists()]
         run_parts(pending, self.options)
         self.finish()
 
-    def mark_of(self, times: np.ndarray, part: Part) -> Path:
-        """Return the file that exists when a part of times is on the disk."""
+    def mark_of(self, part: Part) -> Path:
+        """Return the file that exists when a part is on the disk."""
         start, stop, names = part
-        key = f"{times[start]} {times[stop - 1]} {' '.join(names)}"
+        key = f"{start} {stop} {' '.join(names)}"
         return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
     def plan_parts(self, times: np.ndarray, start: int) -> list[Part]:
@@ -361,8 +375,7 @@ class Conversion:
         """Read, check and write a part. Raises DataError."""
         start, stop, names = part
         group, dataset = self.group, xr.Dataset()
-        every = group["time"][:].astype("datetime64[s]")
-        times = every[start:stop]
+        times = group["time"][start:stop].astype("datetime64[s]")
         runs = consecutive(np.searchsorted(self.archive.times, times))
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
@@ -374,7 +387,7 @@ class Conversion:
                     check_packing(field, packing, f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
-        write_durably(self.mark_of(every, part), "")
+        write_durably(self.mark_of(part), "")
 
     def finish(self) -> None:
         """Write that the store is complete."""

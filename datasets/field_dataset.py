@@ -92,14 +92,20 @@ def cache_if_small(
 class FieldDataset(Dataset):
     """Samples of K dates each, read as whole batches. Indices may be negative; a date of -1 is missing.
 
+    A sample whose window lacks a variable counts in no loss and no score: what follows is missing (NaN).
     Where threads read them, fields have the stored type: `unpack` makes physical values of them, on any
     device.
     """
 
     def __init__(
-        self, archive: Archive | MemoryArchive, variables: Sequence[str], samples: np.ndarray
+        self,
+        archive: Archive | MemoryArchive,
+        variables: Sequence[str],
+        samples: np.ndarray,
+        history: int = 1,
     ) -> None:
-        self.archive, self.variables, self.samples = archive, list(variables), samples  # (n, K) indices
+        """samples (n, K): indices of dates, the first `history` of which are the window."""
+        self.archive, self.variables, self.samples, self.history = archive, list(variables), samples, history
         self.field_shape = (len(self.variables), *archive.grid.shape)
         self.by_threads = archive.reads_by_threads(self.variables)
         packing = archive.float16_packing(self.variables) if self.by_threads else None
@@ -117,7 +123,16 @@ class FieldDataset(Dataset):
         for place in np.ndindex(dates.shape):
             if dates[place] >= 0:
                 batch[place] = self.archive.read(int(dates[place]), self.variables)
+        self.drop_incomplete(batch)
         return torch.from_numpy(batch), self.seconds(dates)
+
+    def drop_incomplete(self, batch: np.ndarray) -> None:
+        """Make missing what follows a window that has no value of a variable; fields (B, K, V, H, W)."""
+        for sample in batch:
+            window = sample[: self.history]
+            some = np.argwhere(np.isnan(window[..., 0, 0]))  # of most fields the first cell has a value
+            if any(np.isnan(window[state, variable]).all() for state, variable in some):
+                sample[self.history :] = np.nan
 
     def with_dates(self, samples: np.ndarray) -> Self:
         """Return a dataset of other samples (n, K) of the same archive."""

@@ -157,6 +157,7 @@ class ThreadedLoader:
             future.result()
         for source, target in batch.copies:
             target[...] = source
+        self.dataset.drop_incomplete(batch.fields.numpy())
         return batch.fields, batch.times
 
 

@@ -45,21 +45,21 @@ class Selection:
     validation: np.ndarray
     history: int = 1  # states of a window
 
-    def samples(self, period: str, later: Sequence[int], empty: np.ndarray) -> np.ndarray:
+    def samples(self, period: str, later: Sequence[int]) -> np.ndarray:
         """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them.
 
-        All dates of a sample are in the period, so that none reaches into another; gaps and `empty` dates
-        (without any value of a variable) make no samples. Raises ConfigError if there are none at all.
+        All dates of a sample are in the period, so that none reaches into another, and have all variables.
+        Raises ConfigError if there are none at all.
         """
         dates = self._dates(period)
-        rows = self.around(dates, [*window_steps(self.history), *later], np.setdiff1d(dates, empty))
+        rows = self.around(dates, [*window_steps(self.history), *later], self.available(dates))
         whole = (rows >= 0).all(axis=1)
         if not whole.any():
             self._refuse(period, later[-1], self.history, "data.step_hours or training.rollout_steps")
         return rows[whole]
 
     def samples_by_lead(
-        self, period: str, leads: Sequence[int], empty: np.ndarray, limit: int = 0, history: int = 1
+        self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
     ) -> np.ndarray:
         """Return (n, h + L) indices of a window of `history` states and of t + lead x step, -1 if missing.
 
@@ -67,13 +67,17 @@ class Selection:
         of a lead do not depend on the other leads. Raises ConfigError for a lead that no date has.
         """
         dates = self._dates(period)
-        rows = self.around(dates, [*window_steps(history), *leads], np.setdiff1d(dates, empty))
+        rows = self.around(dates, [*window_steps(history), *leads], self.available(dates))
         rows = rows[(rows[:, :history] >= 0).all(axis=1)]
         for lead, later in zip(leads, rows[:, history:].T, strict=True):
             if not (later >= 0).any():
                 self._refuse(period, lead, history, "validation.lead_hours")
         rows = evenly_spaced(rows, limit)
         return rows[(rows[:, history:] >= 0).any(axis=1)]
+
+    def available(self, dates: np.ndarray) -> np.ndarray:
+        """Return those of the dates (indices) on which the archive has all variables."""
+        return dates[self.archive.has(self.variables)[dates]]
 
     def around(self, dates: np.ndarray, offsets: Sequence[int], available: np.ndarray) -> np.ndarray:
         """Return (n, len(offsets)) indices of t + offset x step for dates t, -1 if not `available`."""
@@ -90,14 +94,14 @@ class Selection:
             reason += f", and the {history - 1} before it that data.history = {history} needs"
         raise ConfigError(f"{reason}: make the period longer, or lower {key}")
 
-    def describe(self, period: str, samples: np.ndarray, empty: np.ndarray) -> str:
+    def describe(self, period: str, samples: np.ndarray) -> str:
         """Return one line: how many samples a period has, and which dates are left out of it."""
         dates = self._dates(period)
-        times, left_out = self.archive.times[dates], int(np.isin(dates, empty).sum())
+        times, left_out = self.archive.times[dates], len(dates) - len(self.available(dates))
         return (
             f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
-            f"{len(find_gaps(times))} dates missing in between, {left_out} left out for fields without a "
-            f"value, {len(dates) - left_out - len(samples)} without the other dates of a sample"
+            f"{len(find_gaps(times))} dates missing in between, {left_out} without all variables, "
+            f"{len(dates) - left_out - len(samples)} without the other dates of a sample"
         )
 
     def land(self) -> np.ndarray | None:
@@ -126,11 +130,10 @@ def open_selection(
     opened = open_without_periods(data, patch_size, elsewhere)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
-    nothing = np.zeros(0, int)
-    selection.samples("train", range(1, 1 + rollout_steps), nothing)
+    selection.samples("train", range(1, 1 + rollout_steps))
     if len(selection.validation) and lead_hours:
         leads = [hours // data.step_hours for hours in lead_hours]
-        selection.samples_by_lead("validation", leads, nothing, history=data.history)
+        selection.samples_by_lead("validation", leads, history=data.history)
     return selection
 
 

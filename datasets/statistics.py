@@ -161,7 +161,6 @@ class Statistics:
     std: np.ndarray  # (V,)
     change_std: np.ndarray  # (V,) standard deviation of the change over one model step
     mean_field: np.ndarray  # (V, H, W) float32: the climatology of the training period
-    empty_dates: np.ndarray  # datetime64[s], those on which a variable has no value at all
     dates: np.ndarray  # (n,) datetime64[s], all that were read
     fingerprint: str  # of the data, dates and variables
     missing: np.ndarray | None = None  # (n, V) cells without a value; None: of a checkpoint, not known
@@ -184,17 +183,16 @@ class Statistics:
         constant = second / weight - (first / weight) ** 2 <= (ROUNDING * sums.shift) ** 2
         for v in np.flatnonzero(constant):
             logger.warning(f"data.path: {names[v]} is {mean[v]:g} in all cells on all dates")
-        empty = dates[(missing == sums.total[0].size).any(axis=1)]
-        return cls(mean, std, change_std, sums.mean_field(), empty, dates, fingerprint, missing)
+        empty = (missing == sums.total[0].size).any(axis=1)
+        if empty.any():
+            first = f"{dates[empty][0]}; no sample starts from them"
+            logger.warning(f"{empty.sum()} dates have no value of a variable, the first {first}")
+        return cls(mean, std, change_std, sums.mean_field(), dates, fingerprint, missing)
 
     @property
     def numbers(self) -> Numbers:
         """The moments that a model's weights were trained with, to the last digit."""
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
-
-    def empty_in(self, times: np.ndarray) -> np.ndarray:
-        """Return the indices of the dates `times` (T,) that have no value of some variable."""
-        return np.flatnonzero(np.isin(times, self.empty_dates))
 
     def write(self, path: Path) -> None:
         """Write the statistics atomically, with a checksum. Raises OSError."""
@@ -370,7 +368,7 @@ class Counting:
             has_values = self.sums.add(now, field, before, self.source.weights)
             self.left, self.num_counted = self.left - 1, self.num_counted + 1
         else:
-            has_values = _has_values(field)
+            has_values = bool(np.isfinite(field).any(axis=(1, 2)).all())  # of every variable
         if has_values:
             self.recent[now] = field
         return not counts
@@ -390,18 +388,3 @@ def compute(source: Source) -> Statistics:
     counting = Counting(source, source.dates, first_shift(source))
     counting.go_on()
     return Statistics.from_sums(counting.sums, source.fingerprint)
-
-
-def known_empty_dates(archive: Fields, variables: Sequence[str], dates: np.ndarray) -> np.ndarray:
-    """Return the dates (indices) on which a variable has no value, if the fields are in memory.
-
-    From files it would be expensive; masks exclude such a date from the scores.
-    """
-    if not isinstance(archive, MemoryArchive) or not len(dates):
-        return np.zeros(0, int)
-    return np.array([i for i, field in stream(archive, variables, dates) if not _has_values(field)], int)
-
-
-def _has_values(field: np.ndarray) -> bool:
-    """Return True if all variables of a field (V, H, W) have some value."""
-    return bool(np.isfinite(field).any(axis=(1, 2)).all())

@@ -185,7 +185,7 @@ def fields_of(grid: tuple[int, int], variables: tuple[str, ...] = VARIABLES) -> 
     num = len(variables)
     moments = (np.zeros(num), np.ones(num), np.ones(num), np.zeros((num, *grid), np.float32))
     nothing = np.zeros(0, "datetime64[s]")
-    statistics = Statistics(*moments, empty_dates=nothing, dates=nothing, fingerprint="")
+    statistics = Statistics(*moments, dates=nothing, fingerprint="")
     return Fields(variables, global_grid(grid), list(static), statistics)
 
 

@@ -31,7 +31,7 @@ CHANNELS = Channels(tuple(NAMES))
 def statistics(shape: tuple[int, int]) -> Statistics:
     """About those of ERA5, for 6 h."""
     nothing, field = np.zeros(0, "datetime64[s]"), np.zeros((3, *shape), np.float32)
-    return Statistics(MEAN, STD, CHANGE, field, empty_dates=nothing, dates=nothing, fingerprint="")
+    return Statistics(MEAN, STD, CHANGE, field, dates=nothing, fingerprint="")
 
 
 def normalizer_of(grid: Grid, *quantities: str) -> Normalizer:
@@ -80,9 +80,7 @@ def test_total_water_of_a_column_with_a_known_integral():
     humidity = (a * pressure + b)[:, None, None] * sine**2 + 1e-4 * sine
     fields = np.concatenate([sine[None], humidity])
     nothing, zero = np.zeros(0, "datetime64[s]"), np.zeros((4, *grid.shape), np.float32)
-    known = Statistics(
-        0 * changes, changes, changes, zero, empty_dates=nothing, dates=nothing, fingerprint=""
-    )
+    known = Statistics(0 * changes, changes, changes, zero, dates=nothing, fingerprint="")
     conservation = build_conservation(["total_water"], names, known, area_weights(grid.latitude))
     assert conservation is not None
     output = torch.from_numpy(fields / changes[:, None, None])

@@ -289,23 +289,52 @@ def test_an_append_that_failed_continues(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("a", "b"):
         convert(before, tmp_path / name)
     convert(after, tmp_path / "a")
-    write_part, count = conversion.Conversion.write_part, [0]
-
-    def fail_late(self, part):
-        count[0] += 1
-        if count[0] > 2:
-            raise DataError("the source is gone")
-        return write_part(self, part)
-
-    with monkeypatch.context() as patch, pytest.raises(DataError):
-        patch.setattr(conversion.Conversion, "write_part", fail_late)
-        main([after, str(tmp_path / "b")])
+    fail_after(2, monkeypatch, [after, str(tmp_path / "b")])
     with pytest.raises(DataError, match="its conversion has not ended"):
         open_archive(str(tmp_path / "b"))
     with pytest.raises(ConfigError, match="SOURCE"):
         main([before, str(tmp_path / "b")])
     convert(after, tmp_path / "b")
     assert_equal_stores(tmp_path / "b", tmp_path / "a")
+
+
+def fail_after(number: int, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    """Convert, with an error after so many parts."""
+    write_part, count = conversion.Conversion.write_part, [0]
+
+    def fail_late(self, part):
+        count[0] += 1
+        if count[0] > number:
+            raise DataError("the source is gone")
+        return write_part(self, part)
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="the source is gone"):
+        patch.setattr(conversion.Conversion, "write_part", fail_late)
+        main(argv)
+
+
+@pytest.mark.parametrize("row", [2, 9, None])
+def test_dates_that_appear_while_a_conversion_is_killed(tmp_path, monkeypatch, row: int | None) -> None:
+    """One inside a finished part left "complete" with values under other dates; later ones are appended."""
+    whole, source, target = long_source(tmp_path), tmp_path / "source.nc", tmp_path / "target"
+    with xr.open_dataset(whole) as ds:
+        ds = ds.load()
+    there = ds.isel(time=slice(12)) if row is None else ds.drop_isel(time=row)
+    there.to_netcdf(source, engine="h5netcdf")
+    fail_after(5, monkeypatch, [str(source), str(target), "--dtype", "float32"])
+    source.unlink()
+    shutil.copy(whole, source)
+    argv = [str(source), str(target), "--dtype", "float32"]
+    if row is None:
+        assert main(argv) == 0
+    else:
+        with pytest.raises(ConfigError, match="only later dates are appended"):
+            main(argv)
+    found, exact = open_archive(str(target)), open_archive(whole)
+    assert len(found.times) == (14 if row is None else 13)
+    for i, time in enumerate(found.times):
+        names = found.variables
+        np.testing.assert_array_equal(found.read(i, names), exact.read(exact.index(time), names))
 
 
 # -- what is refused

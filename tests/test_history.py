@@ -85,7 +85,7 @@ def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 def standard(num: int, change: float = 1.0) -> Statistics:
     ones, nothing = np.ones(num), np.zeros(0, "datetime64[s]")
-    return Statistics(0 * ones, ones, change * ones, np.zeros((num, 4, 8), np.float32), nothing, nothing, "")
+    return Statistics(0 * ones, ones, change * ones, np.zeros((num, 4, 8), np.float32), nothing, "")
 
 
 @pytest.mark.parametrize("predict", ["state", "change"])
@@ -187,24 +187,24 @@ def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> N
     data: Data = load_checked(run_options(config_file, Path("unused"))).data
     for history in (1, 2, 3):
         selection = open_selection(replace(data, history=history), (1, 1), ())
-        times, empty = selection.archive.times, selection.archive.index(EMPTY)
-        period = set(times[selection.validation]) - {times[empty]}
+        times = selection.archive.times
+        period = set(times[selection.validation])
         window = [-number * STEP for number in range(history)]
         expected = [
             [t + each for each in [*window, STEP, 2 * STEP]]
             for t in sorted(period)
             if {t + each for each in [*window, STEP, 2 * STEP]} <= period
         ]
-        rows = selection.samples("validation", [1, 2], np.array([empty]))
+        rows = selection.samples("validation", [1, 2])
         assert rows.shape[1] == history + 2  # with a history of 1 what there was before, and no date more
         np.testing.assert_array_equal(times[rows], np.array(expected))
-        a_lead = selection.samples_by_lead("validation", [1, 4], np.array([empty]), history=history)
+        a_lead = selection.samples_by_lead("validation", [1, 4], history=history)
         starts = [t for t in sorted(period) if {t + each for each in window} <= period]
         some = [t for t in starts if {t + STEP, t + 4 * STEP} & period]
         np.testing.assert_array_equal(times[a_lead[:, 0]], some)
         lacking = [[t + lead * STEP not in period for lead in (1, 4)] for t in some]
         np.testing.assert_array_equal(a_lead[:, history:] < 0, lacking)
-        assert selection.samples_by_lead("train", [1], np.zeros(0, int)).shape[1] == 2
+        assert selection.samples_by_lead("train", [1]).shape[1] == 2
 
 
 def test_channels_have_names() -> None:

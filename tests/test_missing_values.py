@@ -197,7 +197,7 @@ def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path
         selection = Selection(archive, archive.variables, {}, STEP, everything, everything, history)
         text = program.scored_dates(scores, selection)
         assert text.endswith(f"data.validation_period: {counts}")
-        samples = selection.samples_by_lead("validation", [1, 4], np.zeros(0, int), history=history)
+        samples = selection.samples_by_lead("validation", [1, 4], history=history)
         assert f"6 h {(samples[:, history] >= 0).sum()}" in text
 
 

@@ -16,7 +16,6 @@ import zarr
 
 from datasets.archive import open_archive
 from datasets.channels import Channels
-from datasets.field_dataset import MemoryArchive
 from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import (
@@ -25,7 +24,6 @@ from datasets.statistics import (
     Statistics,
     compute,
     first_shift,
-    known_empty_dates,
     sampled_pairs,
 )
 from errors import DataError
@@ -63,10 +61,6 @@ def test_dates_without_any_value_are_left_out(tmp_path):
     ds["2m_temperature"][3] = np.nan
     archive = open_archive(weatherbench(tmp_path, ds))
     statistics = compute(source_of(archive.path))
-    assert statistics.empty_in(archive.times).tolist() == [3]
-    assert known_empty_dates(
-        MemoryArchive(archive, NAMES, np.arange(5)), NAMES, np.arange(1, 5)
-    ).tolist() == [3]
     assert np.isfinite(statistics.mean_field).all()
 
 
@@ -215,7 +209,6 @@ def equal_to_rounding(one: Statistics, other: Statistics) -> None:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     np.testing.assert_allclose(one.mean_field, other.mean_field, rtol=2e-7, atol=1e-7)
     np.testing.assert_array_equal(one.dates, other.dates)
-    np.testing.assert_array_equal(one.empty_dates, other.empty_dates)
 
 
 def test_four_ranks_count_what_one_counts(ranks, tmp_path):

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from datasets.archive import open_archive
-from datasets.field_dataset import FieldDataset
+from datasets.convert import main
+from datasets.field_dataset import FieldDataset, cache_if_small
 from datasets.grid import area_weights
+from datasets.loader import build_loader
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
@@ -94,7 +96,7 @@ def test_a_long_lead_takes_no_dates_from_short_ones(one_rank, tmp_path, area):
     selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
     scores = {}
     for leads in ([1], [1, 3]):
-        samples = selection.samples_by_lead("validation", leads, np.zeros(0, int))
+        samples = selection.samples_by_lead("validation", leads)
         validation = Validation(FieldDataset(archive, NAMES, samples), leads, 6, area.device, batch_size=2)
         scores[len(leads)] = validation.run(
             persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean()
@@ -117,6 +119,30 @@ def test_a_long_lead_takes_no_dates_from_short_ones(one_rank, tmp_path, area):
     ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_samples_do_not_depend_on_how_they_are_read(one_rank, tmp_path, area, dtype):
+    """Dates that lack a variable made samples from files, and none from memory."""
+    ds = analyses()
+    ds["2m_temperature"][1] = np.nan
+    (tmp_path / "all").mkdir()
+    source, step = weatherbench(tmp_path / "all", ds), np.timedelta64(6 * 3600, "s")
+    assert main([source, str(tmp_path / "store"), "--dtype", dtype]) == 0
+    found = []
+    ways = ((source, 0, 0), (source, 1, 0), (tmp_path / "store", 0, 2), (tmp_path / "store", 1, 2))
+    for path, limit, workers in ways:
+        archive, dates = open_archive(str(path)), np.arange(5)
+        selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
+        read = cache_if_small(archive, NAMES, dates, limit)
+        dataset = FieldDataset(read, NAMES, selection.samples_by_lead("validation", [1]))
+        validation = Validation(dataset, [1], 6, area.device, 2, workers)
+        scores = validation.run(persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean())
+        batches = [dataset.unpack(fields) for fields, _ in build_loader(dataset, validation.sampler)]
+        later = torch.cat(batches)[:, 1]
+        assert later.isfinite().flatten(1).any(1).tolist() == [True, False, True, True]
+        found.append((scores.num_dates, scores.loss, scores.rmse["model"].tolist()))
+    assert found[0] == found[1] and found[2] == found[3] and found[0][0] == found[2][0] == [3]
+
+
 def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
     """train.py and evaluate.py ask for different leads, and must draw the same damped persistence."""
     archive = open_archive(weatherbench(tmp_path / "all", analyses()))
@@ -125,12 +151,12 @@ def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
     selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
     factors = []
     for leads in ([1], [1, 2, 4]):
-        samples = selection.samples_by_lead("train", leads, np.zeros(0, int), limit=4)
+        samples = selection.samples_by_lead("train", leads, limit=4)
         fitted = fit_baselines(FieldDataset(archive, NAMES, samples), mean, area, leads, batch_size=2)
         factors.append(fitted["damped persistence"](mean[None] + 1, torch.zeros(1), [1])[0, 0])
     assert torch.equal(*factors) and factors[0].abs().max() > 0
     with pytest.raises(ConfigError, match="data.train_period: none of its 5 dates has another 30 hours"):
-        selection.samples_by_lead("train", [1, 5], np.zeros(0, int))
+        selection.samples_by_lead("train", [1, 5])
 
 
 def test_table_and_record(one_rank, dataset, area):

@@ -46,7 +46,7 @@ class Fields:
         mean_field = np.zeros((num_variables, *grid.shape), np.float32)
         static = [np.zeros(grid.shape) for _ in config.data.static_variables]
         names = [f"variable {number}" for number in range(num_variables)]
-        return cls(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, nothing, ""))
+        return cls(names, grid, static, Statistics(0 * ones, ones, ones, mean_field, nothing, ""))
 
 
 @dataclass

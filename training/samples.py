@@ -12,8 +12,7 @@ from datasets.channels import Channels
 from datasets.field_dataset import FieldDataset, cache_if_small
 from datasets.grid import area_weights
 from datasets.selection import Selection
-from datasets.statistics import Numbers, Source, known_empty_dates, sampled_pairs
-from parallelisms.mesh import from_first_rank
+from datasets.statistics import Numbers, Source, sampled_pairs
 from training.shared_statistics import load_or_count
 
 logger = logging.getLogger("rossby")
@@ -41,18 +40,12 @@ class Samples:
         source = Source(self.archive, variables, selection.train, selection.step, self.area, scales)
         source = replace(source, dates=sampled_pairs(source, data.statistics_dates))
         self.statistics = load_or_count(folder / "statistics.npz", source, trained)
-        self.empty = {
-            "train": self.statistics.empty_in(self.archive.times),
-            "validation": from_first_rank(
-                lambda: known_empty_dates(self.archive, variables, selection.validation)
-            ),
-        }
 
     def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
         """Samples of a window and the dates t + later x step in a period."""
-        chosen = self.selection.samples(period, later, self.empty[period])
-        logger.info(self.selection.describe(period, chosen, self.empty[period]))
-        return FieldDataset(self.archive, self.selection.variables, chosen)
+        chosen = self.selection.samples(period, later)
+        logger.info(self.selection.describe(period, chosen))
+        return FieldDataset(self.archive, self.selection.variables, chosen, self.selection.history)
 
     def dataset_by_lead(
         self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
@@ -60,7 +53,7 @@ class Samples:
         """Samples of a window of `history` states and what follows after each lead, NaN where that is not
         there. With a limit every rank may read other ones.
         """
-        chosen = self.selection.samples_by_lead(period, leads, self.empty[period], limit, history)
+        chosen = self.selection.samples_by_lead(period, leads, limit, history)
         if not limit:
-            logger.info(self.selection.describe(period, chosen, self.empty[period]))
-        return FieldDataset(self.archive, self.selection.variables, chosen)
+            logger.info(self.selection.describe(period, chosen))
+        return FieldDataset(self.archive, self.selection.variables, chosen, history)
