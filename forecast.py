@@ -243,7 +243,7 @@ class InitialStates:
         rows = self.chosen[[date for date, _ in batch]]  # (B, h)
         analyses = {index: self.archive.read(index, self.variables) for index in np.unique(rows).tolist()}
         for index, fields in analyses.items():
-            refuse_fills(fields, self.variables, self.archive.times[index])
+            refuse_fills(fields, self.variables, self.archive.times[index], self.archive.path)
         windows = []
         for (date, member), (now, *before) in zip(batch, rows.tolist(), strict=True):
             newest = analyses[now] + self._perturbation(date, member)

@@ -77,7 +77,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
     load_or_start(checkpointer, state, config, selection.archive.grid)
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
-    run = Run.of(config, assembly, state, samples.area, global_batch, checkpointer)
+    run = Run(config, assembly, state, samples.area, global_batch, checkpointer)
     batches = Batches(train_set, config, state, model, global_batch)
 
     # -- reporting; all errors of input have been raised before

@@ -48,7 +48,7 @@ class RandomRun:
         batch = Batch(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))
         self.batches = [batch] * accumulation
         self.global_batch = accumulation * shape[0] * mesh.degrees.dp
-        self.run = Run.of(config, self.assembly, self.state, area, self.global_batch)
+        self.run = Run(config, self.assembly, self.state, area, self.global_batch)
         self.objective = self.run.objective
         self.model.train()
 

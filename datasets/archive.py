@@ -44,7 +44,7 @@ class Archive:
         self.grid = _common_grid(path, fields, self.unreadable)
         self._axes: list[np.ndarray] = []
         self._locations: dict[str, list[Location]] = {}
-        self._static: dict[str, tuple[Field, int]] = {}
+        self._static: dict[str, list[tuple[Field, int]]] = {}
         numbers: dict[int, int] = {}  # id of a time coordinate -> its number in _axes
         for field in fields:
             self._add(field, numbers)
@@ -61,7 +61,7 @@ class Archive:
     def _add(self, field: Field, numbers: dict[int, int]) -> None:
         if field.times is None:
             for position, name in enumerate(field.names):
-                self._static.setdefault(name, (field, position))
+                self._static.setdefault(name, []).append((field, position))
             return
         axis = numbers.setdefault(id(field.times), len(self._axes))
         if axis == len(self._axes):
@@ -193,10 +193,18 @@ class Archive:
         return scales, offsets
 
     def read_static(self, name: str) -> np.ndarray:
-        """Return a field without time (H, W) float32; of a variable with time, the first date's."""
+        """Return a field without time (H, W) float32; of a variable with time, the first date's.
+
+        Raises DataError if files differ in it.
+        """
         if name in self._static:
-            field, position = self._static[name]
-            return field.read_one(position)
+            (first, position), *others = self._static[name]
+            values = first.read_one(position)
+            for field, position in others[:: max(1, len(others) // COMPARED_DATES)]:
+                if not np.array_equal(field.read_one(position), values, equal_nan=True):
+                    reason = f"{name} is another in {field.path} than in {first.path}"
+                    raise DataError(f"{self.path!r}: {reason}: remove one of them")
+            return values
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
     def _find(self, name: str) -> list[Location]:

@@ -41,7 +41,8 @@ class MemoryArchive:
     """Some dates of an archive, read once into memory, with the archive's indices."""
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        self.times, self.variables, self.grid = archive.times, list(variables), archive.grid
+        self.path, self.times, self.grid = archive.path, archive.times, archive.grid
+        self.variables = list(variables)
         self.files_state, self.units = archive.files_state, archive.units
         self.rows = np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))

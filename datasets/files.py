@@ -81,6 +81,9 @@ def find_engine(path: str) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
     engines = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy", b"GRIB": "cfgrib"}
+    if start[:4] == b"CDF\x05":
+        fix = "write it as NetCDF 4, as with `nccopy -k nc4 FILE NEW`"
+        raise DataError(f"cannot read {path!r}: it is NetCDF 3 in 64-bit data format (CDF-5); {fix}")
     if start[:4] not in engines:
         reason = (
             f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})"
@@ -227,6 +230,13 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     if not units:
         raise DataError('its time has no units; give it the attribute units, as "hours since 1900-01-01"')
     attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
+    stored = np.asarray(variable.values)
+    fills = [
+        np.ravel(variable.attrs[key]) for key in ("_FillValue", "missing_value") if key in variable.attrs
+    ]
+    is_missing = np.any(
+        [stored == fill for each in fills for fill in each if each.dtype.kind in "iuf"], axis=0
+    )
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     try:
         encoded = xr.Variable(variable.dims, unpacked(variable), attrs)
@@ -238,7 +248,8 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
         fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
         raise DataError(f"its time has {reason}; {fix}") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
-    return (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
+    times = (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
+    return np.where(is_missing, np.datetime64("NaT"), times)
 
 
 def coordinate_times(file: OpenFile, name: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -18,7 +18,14 @@ from datasets.files import (
     select_position,
 )
 from datasets.remote import NO_OPTIONS, Access, describe_error
-from datasets.variables import ON_LEVELS, SHORT_NAMES, full_name, join_name, unit_conversion
+from datasets.variables import (
+    ON_LEVELS,
+    SHORT_NAMES,
+    full_name,
+    join_name,
+    surface_or_level,
+    unit_conversion,
+)
 from errors import ConfigError, DataError
 
 HECTOPASCALS = {"pa": 0.01, "pascal": 0.01, "pascals": 0.01, "kpa": 10.0, "bar": 1000.0} | dict.fromkeys(
@@ -88,10 +95,11 @@ def _named_fields(
             i: select_position(file, variable, i, selection) for i, dim in enumerate(dims) if dim in selection
         }
         time_dim = dims[roles.index("time")] if "time" in roles else None
-        if time_dim and time_dim not in times:
-            times[time_dim] = coordinate_times(file, time_dim)
-        names = _find_names(file, name, dims[roles.index("level")] if "level" in roles else None, roles_of)
+        level_dim, names = dims[roles.index("level")] if "level" in roles else None, (full_name(name),)
         try:
+            if time_dim and time_dim not in times:
+                times[time_dim] = coordinate_times(file, time_dim)
+            names = _find_names(file, name, level_dim, roles_of)
             check_dims(file, variable, roles, selected)
             units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
             decoding = find_decoding(name, variable, conversion)
@@ -127,18 +135,22 @@ def _find_names(
         return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)
     if name == "LSMASK":
         return ("land_sea_mask",)
-    full = SHORT_NAMES.get(name, name) if level_dim else full_name(name)
+    full = SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name)) if level_dim else full_name(name)
     if level_dim or (scalars and full in ON_LEVELS):
         return tuple(join_name(full, level) for level in _read_levels(file, level_dim or scalars[0]))
-    return (surface_name(name),)
+    attrs = file.arrays[name].attrs
+    described = " ".join(
+        str(attrs.get(key, "")) for key in ("long_name", "standard_name", "GRIB_typeOfLevel")
+    )
+    return (surface_name(name, [*file.arrays], described),)
 
 
-def surface_name(text: str) -> str:
-    """Return the WeatherBench2 name of an array or channel without a level axis.
+def surface_name(text: str, others: Iterable[str], described: str = "") -> str:
+    """Return the WeatherBench2 name of an array or channel without a level axis: see `surface_or_level`.
 
     A bare z is the surface's: so in CDS single levels, and in most files of static fields.
     """
-    return "geopotential_at_surface" if text == "z" else full_name(text)
+    return "geopotential_at_surface" if text == "z" else surface_or_level(text, others, described)
 
 
 def _read_levels(file: OpenFile, name: str) -> list[int]:
@@ -176,7 +188,8 @@ def open_tutorial(file: OpenFile) -> list[Field]:
     labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
     latitude = 90 - np.arange(num_rows) * 180 / (num_rows - num_rows % 2)
     orientation = find_orientation(latitude, np.arange(num_columns) * 360 / num_columns)
-    names, roles = tuple(map(surface_name, labels)), ("time", "level", "latitude", "longitude")
+    names = tuple(surface_name(label, labels) for label in labels)
+    roles = ("time", "level", "latitude", "longitude")
     own = (orientation, Decoding(), "", roles, file.chunks("fields"))
     return [Field(file.path, "fields", file.raw["fields"], names, roles, times, *own)]
 
@@ -194,6 +207,7 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
     if max(np.ptp(latitude, axis=1).max(), np.abs(turned).max()) > 1e-3:
         raise DataError("its cells are no rows of one latitude and columns of one longitude: regrid them")
     orientation = find_orientation(latitude[:, 0], longitude[0])
-    names, times = tuple(map(surface_name, file.attrs["variables"])), decode_times(file.arrays["dates"])
+    labels, times = file.attrs["variables"], decode_times(file.arrays["dates"])
+    names = tuple(surface_name(label, labels) for label in labels)
     own = (orientation, Decoding(), "", tuple(map(str, data.dims)), file.chunks("data"), selected)
     return [Field(file.path, "data", file.raw["data"], names, roles, times, *own)]

@@ -34,29 +34,35 @@ RANGES = {
     "surface_pressure": (4e4, 1.15e5),
     "total_column_water_vapour": (-1, 150),
     "sea_surface_temperature": (260, 320),
+    "skin_temperature": (150, 360),
+    "total_column_water": (-1, 200),
     "total_cloud_cover": (-0.01, 1.01),
+    "sea_ice_cover": (-0.01, 1.01),
+    "land_sea_mask": (-0.01, 1.01),
 }
 NO_RANGE = (-np.inf, np.inf)
 
 
-def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any) -> None:
-    """Raise DataError naming variable, value and date if fields (V, H, W) have an undeclared fill value."""
+def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any, path: str) -> None:
+    """Raise DataError naming path, variable, value and date if fields (V, H, W) have an undeclared fill."""
     for values, name in zip(fields, variables, strict=True):
         fill = undeclared_fill(values[np.isfinite(values)], name)
         if fill is not None:
             count = np.count_nonzero(values == fill)
             found = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
-            raise DataError(f"data.path: {found}; give the variable the attribute _FillValue = {fill:g}")
+            raise DataError(f"{path!r}: {found}; give the variable the attribute _FillValue = {fill:g}")
 
 
 def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
-    """Return the one of a variable's finite values that can only mean a missing one, if there is one."""
+    """Return the one of a variable's finite values that can only mean a missing one, if there is one: what no
+    variable can be, or a customary fill outside the range of a known one.
+    """
     if not finite.size:
         return None
     low, high = finite.min(), finite.max()
     if max(abs(low), abs(high)) > LARGEST:
         return low if abs(low) > LARGEST else high
-    least, most = RANGES.get(split_name(name)[0], (np.inf, -np.inf))
+    least, most = RANGES.get(split_name(name)[0], NO_RANGE)
     known = [v for v in fills_of(name) if low <= v <= high and not least <= v <= most]
     return next((value for value in known if np.count_nonzero(finite == value) > 1), None)
 

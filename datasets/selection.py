@@ -162,26 +162,27 @@ def _open_without_periods(data: Data, patch_size: tuple[int, int], elsewhere: Co
     check_selection(here, archive.extra_dimensions, archive.path)
     archive.check(variables)
     # A missing variable or level is reported here.
-    refuse_fills(archive.read(0, variables), variables, archive.times[0])
+    refuse_fills(archive.read(0, variables), variables, archive.times[0], archive.path)
     _check_grid(archive.grid.shape, data.grid_shape, patch_size)
     if data.static_path:
         where = (archive.grid, selection, access)
         static = {name: read_static_field(data.static_path, name, *where) for name in data.static_variables}
     else:
         static = {name: archive.read_static(name) for name in data.static_variables}
-    check_static(static)
+    check_static(static, data.static_path or archive.path)
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, nothing, nothing, data.history)
 
 
-def check_static(static: dict[str, np.ndarray]) -> None:
+def check_static(static: dict[str, np.ndarray], path: str) -> None:
     """Log the share of missing cells of constant fields (H, W), which get the mean of the others. Raises
     DataError for infinite values and undeclared fill values.
     """
     for name, field in static.items():
-        refuse_fills(field[None], [name], "all dates")
+        refuse_fills(field[None], [name], "all dates", path)
         if np.isinf(field).any():
-            raise DataError(f"{name} is infinite in {np.isinf(field).sum()} cells; give them a value, or NaN")
+            number = np.isinf(field).sum()
+            raise DataError(f"{path!r}: {name} is infinite in {number} cells; give them a value, or NaN")
         if missing := np.isnan(field).mean():
             logger.warning("%s: %.1f %% of its cells are missing and get the mean", name, 100 * missing)
 

@@ -59,14 +59,17 @@ class Sums:
         total, count = np.zeros((len(names), *shape)), np.zeros((len(names), 1, 1), np.int64)
         return cls(names, shift, source.log_scales, total, count)
 
-    def add(self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray) -> bool:
+    def add(
+        self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray, path: str
+    ) -> bool:
         """Add fields (V, H, W) of a date; False if one of them is empty, so that nothing counts.
 
         before: the fields a model step earlier, None if they are not there or one is empty; area: weights of
-        rows (H,). Raises DataError for an undeclared fill value.
+        rows (H,); path: of the source. Raises DataError for an undeclared fill value.
         """
         columns, names = np.zeros((len(now), NUM_COLUMNS)), self.variables.tolist()
-        states = _pool().map(partial(state_columns, date, area=area), names, now, self.shift, self.log_scales)
+        columns_of = partial(state_columns, date, area=area, path=path)
+        states = _pool().map(columns_of, names, now, self.shift, self.log_scales)
         columns[:, : STATE.stop] = list(states)
         has_values = not (columns[:, MISSING] == now[0].size).any()
         if not has_values:
@@ -117,10 +120,16 @@ def from_logarithm(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def state_columns(
-    date: np.datetime64, name: str, values: np.ndarray, shift: float, log_scale: float, area: np.ndarray
+    date: np.datetime64,
+    name: str,
+    values: np.ndarray,
+    shift: float,
+    log_scale: float,
+    area: np.ndarray,
+    path: str,
 ) -> list[float]:
     """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
-    refuse_fills(values[None], [name], date)
+    refuse_fills(values[None], [name], date, path)
     finite = values[np.isfinite(values)]
     missing = values.size - finite.size
     moments = sum_moments(to_logarithm(values, log_scale), shift, area)
@@ -365,7 +374,7 @@ class Counting:
         self.recent = {date: earlier for date, earlier in self.recent.items() if date > now - step}
         counts = bool(np.isin(i, self.own))
         if counts:
-            has_values = self.sums.add(now, field, before, self.source.weights)
+            has_values = self.sums.add(now, field, before, self.source.weights, self.source.fields.path)
             self.left, self.num_counted = self.left - 1, self.num_counted + 1
         else:
             has_values = bool(np.isfinite(field).any(axis=(1, 2)).all())  # of every variable

@@ -13,13 +13,13 @@ from errors import ConfigError, DataError
 
 # WeatherBench2 name -> units, short names (the first is the label), CF's standard name (table 92).
 ON_LEVELS = {  # in WeatherBench2 and the CDS
-    "geopotential": ("m2 s-2", "z", "geopotential"),
-    "temperature": ("K", "t air", "air_temperature"),
-    "u_component_of_wind": ("m s-1", "u uwnd", "eastward_wind"),
-    "v_component_of_wind": ("m s-1", "v vwnd", "northward_wind"),
-    "specific_humidity": ("kg kg-1", "q shum", "specific_humidity"),
-    "vertical_velocity": ("Pa s-1", "w omega", "lagrangian_tendency_of_air_pressure"),
-    "relative_humidity": ("%", "r rhum", "relative_humidity"),
+    "geopotential": ("m2 s-2", "z zg", "geopotential"),
+    "temperature": ("K", "t air ta", "air_temperature"),
+    "u_component_of_wind": ("m s-1", "u uwnd ua", "eastward_wind"),
+    "v_component_of_wind": ("m s-1", "v vwnd va", "northward_wind"),
+    "specific_humidity": ("kg kg-1", "q shum hus", "specific_humidity"),
+    "vertical_velocity": ("Pa s-1", "w omega wap", "lagrangian_tendency_of_air_pressure"),
+    "relative_humidity": ("%", "r rhum hur", "relative_humidity"),
     "vorticity": ("s-1", "vo", "atmosphere_relative_vorticity"),
     "divergence": ("s-1", "d", "divergence_of_wind"),
     "potential_vorticity": ("K m2 kg-1 s-1", "pv", "ertel_potential_vorticity"),
@@ -30,23 +30,24 @@ ON_LEVELS = {  # in WeatherBench2 and the CDS
     "wind_speed": ("m s-1", "ws", "wind_speed"),
 }
 ON_ONE_SURFACE = {
-    "2m_temperature": ("K", "t2m 2t", "air_temperature"),
+    "2m_temperature": ("K", "t2m 2t tas", "air_temperature"),
     "2m_dewpoint_temperature": ("K", "d2m 2d", "dew_point_temperature"),
-    "10m_u_component_of_wind": ("m s-1", "u10 10u", "eastward_wind"),
-    "10m_v_component_of_wind": ("m s-1", "v10 10v", "northward_wind"),
-    "10m_wind_speed": ("m s-1", "ws10", ""),
+    "10m_u_component_of_wind": ("m s-1", "u10 10u uas", "eastward_wind"),
+    "10m_v_component_of_wind": ("m s-1", "v10 10v vas", "northward_wind"),
+    "10m_wind_speed": ("m s-1", "ws10 sfcwind", ""),
     "100m_u_component_of_wind": ("m s-1", "u100 100u", "eastward_wind"),
     "100m_v_component_of_wind": ("m s-1", "v100 100v", "northward_wind"),
-    "mean_sea_level_pressure": ("Pa", "msl", "air_pressure_at_mean_sea_level"),
-    "surface_pressure": ("Pa", "sp", "surface_air_pressure"),
-    "total_column_water_vapour": ("kg m-2", "tcwv", "atmosphere_mass_content_of_water_vapor"),
+    "mean_sea_level_pressure": ("Pa", "msl psl", "air_pressure_at_mean_sea_level"),
+    "surface_pressure": ("Pa", "sp ps", "surface_air_pressure"),
+    "total_column_water_vapour": ("kg m-2", "tcwv prw", "atmosphere_mass_content_of_water_vapor"),
     "total_column_water": ("kg m-2", "tcw", ""),
     "total_cloud_cover": ("1", "tcc", "cloud_area_fraction"),
     "total_precipitation": ("m", "tp", "lwe_thickness_of_precipitation_amount"),
+    "precipitation_flux": ("kg m-2 s-1", "pr", "precipitation_flux"),
     "total_precipitation_6hr": ("m", "tp6", "lwe_thickness_of_precipitation_amount"),
     "total_precipitation_24hr": ("m", "tp24", "lwe_thickness_of_precipitation_amount"),
-    "sea_surface_temperature": ("K", "sst", "sea_surface_temperature"),
-    "skin_temperature": ("K", "skt", "surface_temperature"),
+    "sea_surface_temperature": ("K", "sst tos", "sea_surface_temperature"),
+    "skin_temperature": ("K", "skt ts", "surface_temperature"),
     "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction"),
     "snow_depth": ("m", "sd", ""),
     "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1", ""),
@@ -76,6 +77,10 @@ OFTEN_ZERO = set(
     """.split()
 )
 LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
+CUSTOMARY_HEIGHT = 10  # m: in many archives winds are at this height next to winds on levels from 50 hPa
+# Of what attributes say: names, standard names, GRIB's kinds of levels.
+HEIGHT_WORDS = re.compile(r"met(?:er|re)s?\b|heightaboveground|\d ?m\b")
+LEVEL_WORDS = re.compile(r"hpa|isobaric|pressure|mbar|millibar|\bmb\b")
 SHORT_NAMES = {short: name for name, (_, shorts, _) in VARIABLES.items() for short in shorts.split()}
 
 
@@ -92,6 +97,32 @@ def full_name(text: str) -> str:
     if match and base in ON_LEVELS and int(match[3]) >= (1 if match[2] or match[4] else LOWEST_BARE_LEVEL):
         return join_name(base, int(match[3]))
     return text
+
+
+def surface_or_level(text: str, others: Iterable[str], described: str) -> str:
+    """Return the name of an array or channel without a level axis, of which the short name may mean a height
+    above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if nothing decides.
+
+    others: names of all arrays or channels there; described: what attributes say of this one. They decide;
+    without them a level that other variables have is one, and so is a gap in a series of levels. At 10 the
+    height is customary.
+    """
+    name, match = full_name(text), re.fullmatch(r"([a-z]+)(\d+)", text.lower())
+    if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
+        return name
+    on_level, number = join_name(SHORT_NAMES[match[1]], int(match[2])), int(match[2])
+    says_level, says_height = LEVEL_WORDS.search(described.lower()), HEIGHT_WORDS.search(described.lower())
+    if says_level or says_height:
+        return name if says_height else on_level
+    named = [split_name(full_name(other)) for other in others if ":" in full_name(other)]
+    own = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
+    if any(level == number for _, level in named) or min(own, default=number) < number < max(own, default=0):
+        return on_level
+    if own and number != CUSTOMARY_HEIGHT:
+        raise DataError(
+            f"{text!r} may be {name} or {on_level}; give it the attribute long_name, with metre or hPa in it"
+        )
+    return name
 
 
 def split_name(text: str) -> tuple[str, int | None]:
@@ -130,9 +161,12 @@ SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
     **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
     **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin"), "K"),
     **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
+    **dict.fromkeys(("degf", "deg_f", "fahrenheit", "degrees_fahrenheit", "degree_fahrenheit", "°f"), "degF"),
     **dict.fromkeys(("pascal", "pascals"), "Pa"),
+    **dict.fromkeys(("kpa", "kilopascal", "kilopascals"), "kPa"),
     **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa"), "hPa"),
     **dict.fromkeys(("m/s", "m/sec", "meters/second", "metres/second"), "m s-1"),
+    **dict.fromkeys(("km/h", "kmh", "km/hr", "kph"), "km h-1"),
     **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
     **dict.fromkeys(("pa/s", "pascal/s", "pascals/s"), "Pa s-1"),
     **dict.fromkeys(("m2/s2", "m^2/s^2", "m^2 s^-2"), "m2 s-2"),
@@ -154,7 +188,9 @@ class UnitConversion(NamedTuple):
 
 CONVERSIONS = {  # (units of the data, ours)
     ("degC", "K"): UnitConversion(1.0, 273.15),
+    ("degF", "K"): UnitConversion(5 / 9, 459.67 * 5 / 9),
     ("hPa", "Pa"): UnitConversion(100.0),
+    ("kPa", "Pa"): UnitConversion(1000.0),
     ("hPa s-1", "Pa s-1"): UnitConversion(100.0),
     ("knot", "m s-1"): UnitConversion(1852 / 3600),
     ("km h-1", "m s-1"): UnitConversion(1 / 3.6),
@@ -166,6 +202,7 @@ CONVERSIONS = {  # (units of the data, ours)
     ("%", "1"): UnitConversion(0.01),
     ("1", "%"): UnitConversion(100.0),
     ("mm", "m"): UnitConversion(1e-3),
+    ("cm", "m"): UnitConversion(1e-2),
     ("kg m-2", "m"): UnitConversion(1e-3),  # of water
     ("mm", "kg m-2"): UnitConversion(),  # of water
 }

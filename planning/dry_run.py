@@ -126,7 +126,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
             tracker._track_module_params_and_buffers(part)
         batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
         smallest = config.training.local_batch_size * mesh.degrees.dp
-        run = Run.of(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
+        run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
         with batches.record:
             with tracking(tracker):
                 loss = accumulate_gradients(run, 1, batches)

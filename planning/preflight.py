@@ -110,7 +110,7 @@ def read_dates(selection: Selection, seed: int) -> tuple[float, int]:
     count, started = 0, time.perf_counter()
     while count < len(order) and time.perf_counter() - started < READ_SECONDS:
         date = order[count]
-        refuse_fills(archive.read(int(date), names), names, archive.times[date])
+        refuse_fills(archive.read(int(date), names), names, archive.times[date], archive.path)
         count += 1
     return count / (time.perf_counter() - started), len(names)
 

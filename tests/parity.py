@@ -204,7 +204,7 @@ class SmallRun:
         with patch("parallelisms.compile.BACKEND", layout.compile), patch(ADAPTER_STD, lambda *_: 0.1):
             assembly = assemble(config, fields, self.mesh, self.device)
             self.state = build_state(config, assembly)
-            self.run = Run.of(config, assembly, self.state, area, GLOBAL_BATCH)
+            self.run = Run(config, assembly, self.state, area, GLOBAL_BATCH)
         self.model, self.objective = assembly.model, self.run.objective
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
         self.data = samples(layout.grid, layout.rollout, layout.history)

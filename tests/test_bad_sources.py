@@ -81,6 +81,10 @@ def test_units_of_unknown_variables_may_not_differ(tmp_path, truth):
     [
         (T2M, "degC", 1.0, 273.15),
         (T2M, "celsius", 1.0, 273.15),
+        (T2M, "degF", 5 / 9, 459.67 * 5 / 9),
+        ("surface_pressure", "kPa", 1000.0, 0.0),
+        ("10m_u_component_of_wind", "km h-1", 1 / 3.6, 0.0),
+        ("total_precipitation", "cm", 0.01, 0.0),
         ("geopotential", "gpm", 9.80665, 0.0),
         ("10m_u_component_of_wind", "knots", 1852 / 3600, 0.0),
         ("mean_sea_level_pressure", "hPa", 100.0, 0.0),
@@ -150,7 +154,7 @@ def test_levels_of_other_pressures_are_converted(tmp_path, truth, levels, units)
 def test_levels_that_are_no_pressures_are_refused(tmp_path, truth, levels, units):
     ds = truth.assign_coords(level=("level", np.array(levels, "f8"), {"units": units}))
     ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    assert "level" in refusal(str(tmp_path / "a.nc"))
+    assert "'level'" in refusal(str(tmp_path / "a.nc"), Z500)
 
 
 def test_files_that_overlap_with_other_values_are_refused(tmp_path, truth):
@@ -182,6 +186,95 @@ def unreadable_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     analyses()[[T2M]].to_netcdf(path / "a.nc", engine="h5netcdf")
     monkeypatch.setattr("builtins.open", refuse)
     return str(path / "a.nc")
+
+
+def on_cells(name: str, **attrs: str) -> xr.DataArray:
+    """Return three dates of a variable on 3 x 4 cells."""
+    coords = {"time": np.datetime64("2020-01-01", "ns") + np.arange(3) * np.timedelta64(6, "h")}
+    coords |= {"latitude": np.array([60.0, 0, -60]), "longitude": np.arange(0, 360, 90.0)}
+    values = np.random.default_rng(len(name)).normal(8, 2, (3, 3, 4)).astype("f4")
+    return xr.DataArray(values, coords, [*coords], name=name, attrs=attrs)
+
+
+@pytest.mark.parametrize(
+    ("names", "about", "expected"),
+    [
+        (["u50", "u100", "u150"], {}, "u_component_of_wind:100"),
+        (["u100", "v100"], {}, "100m_u_component_of_wind"),
+        (["u100", "t100", "t850"], {}, "u_component_of_wind:100"),
+        (["u100", "u500"], {"long_name": "100 metre U wind component"}, "100m_u_component_of_wind"),
+        (["u50", "u100", "u150"], {"long_name": "wind at 100 m"}, "100m_u_component_of_wind"),
+        (["u100", "v100"], {"GRIB_typeOfLevel": "isobaricInhPa"}, "u_component_of_wind:100"),
+        (["u100", "u500"], {}, ""),
+        (["u10", "u500", "u850"], {}, "10m_u_component_of_wind"),
+        (["u10", "u5hpa", "u20", "u50"], {}, "u_component_of_wind:10"),
+    ],
+)
+def test_a_wind_at_100_is_in_metres_or_hectopascals(tmp_path, names, about, expected):
+    """u100 next to u50 and u150 became the wind 100 m above the ground."""
+    arrays = [on_cells(name, **(about if name == "u100" else {})) for name in names]
+    xr.merge(arrays).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "a.nc"))
+    meant = names[0] if names[0] != "u50" else "u100"
+    if not expected:
+        assert not [name for name in archive.variables if name.startswith("100m")]
+        line = refusal(str(tmp_path / "a.nc"), "100m_u_component_of_wind")
+        assert "100m_u_component_of_wind or u_component_of_wind:100" in line
+        return
+    index = archive.variables.index(expected)
+    field = next(array for array in arrays if array.name == meant)
+    np.testing.assert_array_equal(archive.read(1, [archive.variables[index]])[0], field.values[1])
+
+
+@pytest.mark.parametrize("attrs", [{"units": "hPa"}, {"units": "level", "long_name": "hybrid level"}])
+def test_a_level_axis_that_cannot_be_read_costs_the_variables_on_it(tmp_path, attrs):
+    """MERRA-2's 0.4 hPa and CAM's hybrid levels made the whole file unreadable."""
+    t2m, levels = on_cells("t2m"), xr.DataArray([0.4, 100.0], dims="lev", attrs=attrs)
+    upper = on_cells("T").expand_dims(lev=[0.4, 100.0], axis=1).assign_coords(lev=levels)
+    xr.merge([t2m, upper]).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "a.nc"))
+    np.testing.assert_array_equal(archive.read(1, [T2M])[0], t2m.values[1])
+    assert "'lev'" in refusal(str(tmp_path / "a.nc"), "temperature:100")
+
+
+def test_capitals_on_levels_are_names_too(tmp_path):
+    """T kept its capital and missed the conversion of its units, where T2M is renamed."""
+    upper = [on_cells(name, units=units) for name, units in (("T", "degC"), ("U", "knots"), ("Q", "g/kg"))]
+    ds = xr.merge([each.expand_dims(level=[500, 850], axis=1) for each in upper])
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "a.nc"))
+    wanted = ["temperature:850", "u_component_of_wind:500", "specific_humidity:500"]
+    found = archive.read(2, wanted)
+    expected = [ds["T"][2, 1] + 273.15, ds["U"][2, 0] * 1852 / 3600, ds["Q"][2, 0] / 1000]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_missing_time_is_no_date(tmp_path):
+    """The fill value -9999 became 10 November 1998."""
+    ds = on_cells("t2m").to_dataset().drop_vars("time")
+    time = xr.Variable("time", [0, -9999, 12], {"units": "hours since 2000-01-01", "_FillValue": -9999})
+    ds.assign_coords(time=time).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    expected = np.array(["2000-01-01T00", "2000-01-01T12"], "M8[s]")
+    np.testing.assert_array_equal(open_archive(str(tmp_path / "a.nc")).times, expected)
+
+
+def test_static_fields_that_differ_are_refused(tmp_path):
+    """The first file's was taken, without a word."""
+    for year, value in ((2000, 0.0), (2001, 0.0), (2002, 1.0)):
+        ds = on_cells("t2m").to_dataset()
+        ds = ds.assign_coords(time=ds.time + np.timedelta64(365 * (year - 2000), "D"))
+        ds["lsm"] = ds["t2m"][0].drop_vars("time") * 0 + value
+        ds.to_netcdf(tmp_path / f"{year}.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "200[01].nc"))
+    assert (archive.read_static("land_sea_mask") == 0).all()
+    with pytest.raises(DataError, match="land_sea_mask is another in .*2002.nc than in .*2000.nc"):
+        open_archive(str(tmp_path / "*.nc")).read_static("land_sea_mask")
+
+
+def test_netcdf_of_64_bit_data_is_called_by_its_name(tmp_path):
+    (tmp_path / "a.nc").write_bytes(b"CDF\x05" + bytes(60))
+    assert "CDF-5" in refusal(str(tmp_path / "a.nc")) and "nccopy" in refusal(str(tmp_path / "a.nc"))
 
 
 @pytest.mark.parametrize("make", [unreadable_folder, unreadable_file])

@@ -34,8 +34,12 @@ def test_a_fill_value_that_is_not_declared_is_refused(tmp_path, fill):
 def test_numbers_that_happen_to_look_like_one_stay():
     field = np.full((1, 4, 5), -9999.0)  # of a variable that nobody knows, everywhere: a value
     field[0, 0] = np.linspace(-2e4, 2e4, 5)
-    refuse_fills(np.where(np.arange(20).reshape(1, 4, 5) == 3, -9999.0, 280.0), ["tracer"], "2020-01-01")
-    refuse_fills(np.abs(field), ["geopotential:500"], "2020-01-01")  # 9999: within its range
+    refuse_fills(np.abs(field), ["geopotential:500"], "2020-01-01", "a.nc")  # 9999: within its range
+    field[0, 1, :2] = 9999.0, -999.0
+    refuse_fills(field, ["hgt:300"], "2020-01-01", "a.nc")  # whole metres of any height
+    for impossible in (1e20, -9.96921e36):
+        with pytest.raises(DataError, match="'a.nc': hgt:300 is"):
+            refuse_fills(np.full((1, 4, 5), impossible), ["hgt:300"], "2020-01-01", "a.nc")
 
 
 def test_infinities_and_other_units_are_counted_in_one_line(tmp_path, caplog):

@@ -126,7 +126,7 @@ def test_forecasts_and_their_scores(folder: Path, scores: dict[str, float]) -> N
         path = folder / f"{persist}.zarr"
         words = options(folder, "--forecast.period", '["2020-02-01", "2020-02-08"]')
         made = run_forecast(words, path, "--forecast.persist_forcings", persist)
-        assert set(made.data_vars) == {WIND, RAIN}
+        assert set(made.data_vars) == {WIND, RAIN, "forecast_status"}
         own = ["--forecast", f"model={path}", "--baselines", "persistence", "--output", str(folder / persist)]
         assert not run_main(evaluate, *options(folder), *own).returncode
         found = xr.open_dataset(folder / persist / "scores.nc").sel(forecast="model", metric="rmse")

@@ -63,7 +63,7 @@ def test_two_steps_at_reduced_size(one_rank, monkeypatch, path: Path) -> None:
     fields = Fields.standard(config, grid, num_variables)
     assembly = assemble(config, fields, mesh_of(config.parallelism, device), device)
     state = build_state(config, assembly)
-    run = Run.of(config, assembly, state, area_weights(grid.latitude), LOCAL_BATCH * ACCUMULATION)
+    run = Run(config, assembly, state, area_weights(grid.latitude), LOCAL_BATCH * ACCUMULATION)
     assembly.model.train()
     before = {name: p.detach().clone() for name, p in state.parameters.items() if p.requires_grad}
     for step in (1, 2):

@@ -150,6 +150,7 @@ class Simulated:
     times: np.ndarray
     grid: Grid
     values: np.ndarray  # (T, 1, H, W)
+    path: str = "simulated"
 
     def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
         return self.values[index]

@@ -119,13 +119,13 @@ def test_all_dates_that_files_have_in_common_can_be_compared(tmp_path, capsys):
 
 def test_static_fields_are_checked_like_others(caplog):
     mask = np.eye(4, 6, dtype="f4")
-    check_static({"land_sea_mask": mask})
+    check_static({"land_sea_mask": mask}, "a.nc")
     assert not caplog.messages
     with pytest.raises(DataError, match="land_sea_mask is infinite in 1 cells"):
-        check_static({"land_sea_mask": np.where(np.arange(24).reshape(4, 6) == 7, np.inf, mask)})
+        check_static({"land_sea_mask": np.where(np.arange(24).reshape(4, 6) == 7, np.inf, mask)}, "a.nc")
     with pytest.raises(DataError, match="land_sea_mask is -9999 in 4 cells"):
-        check_static({"land_sea_mask": np.where(mask > 0, -9999, 0)})
-    check_static({"land_sea_mask": np.where(mask > 0, np.nan, mask)})
+        check_static({"land_sea_mask": np.where(mask > 0, -9999, 0)}, "a.nc")
+    check_static({"land_sea_mask": np.where(mask > 0, np.nan, mask)}, "a.nc")
     assert "16.7 % of its cells are missing" in caplog.text
 
 
@@ -278,7 +278,7 @@ def test_cells_that_the_initial_analysis_lacks_are_scored_as_in_training(tmp_pat
 def refused(source: str | Path, match: str, *names: str) -> None:
     with pytest.raises(DataError, match=match):
         archive = open_archive(str(source))
-        refuse_fills(archive.read(2, names), names, archive.times[2])
+        refuse_fills(archive.read(2, names), names, archive.times[2], archive.path)
 
 
 @pytest.mark.parametrize("units", ["K", "degC"])

@@ -47,6 +47,13 @@ def test_full_names():
     assert [full_name(name) for name in kept] == kept
 
 
+def test_names_of_cmip():
+    names = "tas psl uas vas ta ua va hus zg pr".split()
+    upper = "temperature u_component_of_wind v_component_of_wind specific_humidity geopotential".split()
+    lower = "2m_temperature mean_sea_level_pressure 10m_u_component_of_wind 10m_v_component_of_wind".split()
+    assert [full_name(name) for name in names] == [*lower, *upper, "precipitation_flux"]
+
+
 def test_units():
     assert units("geopotential:500") == "m2 s-2" and units("2m_temperature") == "K" and units("snowman") == ""
 

@@ -3,8 +3,7 @@
 train.py, the dry run, the benchmarks and the tests call these functions.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,40 +33,25 @@ class MicroBatches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-@dataclass
 class Run:
     """Everything that a training step works on."""
 
-    assembly: Assembly
-    objective: Objective
-    state: TrainState
-    learning_rate: Callable[[int], float]  # of a step
-    max_norm: float  # gradients are clipped to it; 0: they are not clipped
-    fingerprints: Fingerprints
-    checkpointer: Checkpointer | None  # a save of which may still be copying the weights
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: Config,
         assembly: Assembly,
         state: TrainState,
         area: np.ndarray,
         global_batch: int,
-        checkpointer: Checkpointer | None = None,
-    ) -> "Run":
+        checkpointer: Checkpointer | None = None,  # a save of which may still be copying the weights
+    ) -> None:
         """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
-        training, model = config.training, assembly.model
-        schedule = (config.optimizer, config.lr_scheduler, training.steps, global_batch)
-        return cls(
-            assembly,
-            Objective(config, assembly, area),
-            state,
-            partial(learning_rate, *schedule),
-            training.max_norm,
-            Fingerprints(model),
-            checkpointer,
-        )
+        training, schedule = config.training, (config.optimizer, config.lr_scheduler)
+        self.assembly, self.state, self.checkpointer = assembly, state, checkpointer
+        self.objective = Objective(config, assembly, area)
+        self.learning_rate = partial(learning_rate, *schedule, training.steps, global_batch)  # of a step
+        self.max_norm = training.max_norm  # gradients are clipped to it; 0: they are not clipped
+        self.fingerprints = Fingerprints(assembly.model)
 
     def restart(self, step: int) -> None:
         """Forget what was measured in steps after `step`."""

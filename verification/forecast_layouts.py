@@ -67,7 +67,8 @@ class StoredForecast(FieldsByName):
         fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
         if not self.from_analyses:  # ours may blow up
             for time, of_date in zip(self.times[dates], fields, strict=True):
-                refuse_fills(of_date.reshape(-1, *of_date.shape[-3:]).swapaxes(0, 1), variables, time)
+                of_variables = of_date.reshape(-1, *of_date.shape[-3:]).swapaxes(0, 1)
+                refuse_fills(of_variables, variables, time, self.path)
         return fields if self.num_members else fields[:, :, 0]
 
 

@@ -165,7 +165,7 @@ class Matcher:
             start, stop, names = chunk * size, min((chunk + 1) * size, len(times)), self.groups[group]
             fields = truth.read_block(start, stop, names)
             for field, time in zip(fields, times[start:stop], strict=True):
-                refuse_fills(field, names, time)
+                refuse_fills(field, names, time, truth.path)
             return regrid(fields, names)
 
         def find(time: np.datetime64, group: int) -> Tensor | None:
