@@ -63,7 +63,7 @@ from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
-from parallelisms.mesh import from_first_rank, start_ranks
+from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
 from training.progress_bar import progress_bar
 from training.shared_statistics import load_or_count
@@ -88,7 +88,7 @@ from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
-from verification.score_tables import select, variable_names
+from verification.score_tables import lead_hours, select, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 from verification.scores import wind_pairs
 
@@ -111,20 +111,25 @@ def find_climatology(
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
         return None
-    path = options.climatology or from_first_rank(lambda: own_climatology(folder, selection))
+    path = options.climatology or own_climatology(folder, selection)
     return open_climatology(path, access)
 
 
 def own_climatology(folder: Path, selection: Selection) -> str:
-    """Return the path of the climatology of the training period, which is computed once."""
+    """Return the path of the climatology of the training period, which all ranks compute once."""
     archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
     fingerprint = fingerprint_of(archive, selection.variables, selection.train, selection.step)
-    if stored_fingerprint(target) != fingerprint:
-        logger.info("computing the climatology of the training period, once, into %s", target)
-        unfinished = target.with_suffix(".incomplete")
-        compute_climatology(archive, selection.variables, selection.train, str(unfinished), fingerprint)
+    if from_first_rank(lambda: stored_fingerprint(target)) == fingerprint:
+        return str(target)
+    logger.info("computing the climatology of the training period, once, into %s", target)
+    unfinished = target.with_suffix(".incomplete")
+    compute_climatology(archive, selection.variables, selection.train, str(unfinished), fingerprint)
+
+    def rename() -> None:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
+
+    from_first_rank(rename)
     return str(target)
 
 
@@ -233,8 +238,8 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
         for variable in variable_names(each):
             area = select(each, "common_area", variable)
             if area.notnull().any() and float(area.min()) < lowest:
-                lowest, lead = float(area.min()), area["lead_time"].values[int(area.argmin())]
-                where = f"{variable} at {int(lead / np.timedelta64(1, 'h'))} h"
+                lowest = float(area.min())
+                where = f"{variable} at {lead_hours(each)[int(area.argmin())]} h"
     if lowest > ALL_CELLS:
         return "cells: all that have a truth"
     return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
@@ -291,7 +296,7 @@ def run(config: Config, options: Namespace) -> int:
     if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
         refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
 
-    device = start_ranks(config.comm.timeout_seconds)
+    device = start_ranks(PATIENCE)
     climatology = find_climatology(options, folder, selection, access)
     baselines = build_baselines(options.baselines, times, leads, selection, climatology, config)
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}

@@ -45,7 +45,7 @@ from errors import ConfigError, DataError, end_process, one_line_errors, without
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
-from parallelisms.mesh import from_first_rank, mesh_of, on_all_ranks, start_ranks
+from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, on_all_ranks, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
@@ -155,7 +155,7 @@ def open_data(config: Config) -> Selection:
 
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
-    device = start_ranks(config.comm.timeout_seconds)
+    device = start_ranks(PATIENCE)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic)
     source = config.forecast.checkpoint

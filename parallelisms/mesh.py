@@ -23,6 +23,11 @@ from parallelisms.peer_messages import use_plain_messages
 T = TypeVar("T")
 
 
+# Seconds that ranks without a watchdog wait for another, which may write a file for hours. The end of a rank
+# breaks its connections.
+PATIENCE = 30 * 86_400.0
+
+
 def start_ranks(timeout_seconds: float, backend: str = "auto") -> torch.device:
     """Join the process group that the environment describes, and return the device of this rank.
 

@@ -130,6 +130,37 @@ def test_it_has_the_hours_that_the_analyses_have(
     np.testing.assert_allclose(stored["2m_temperature"].sel(hour=first), expected, rtol=1e-7)
 
 
+def compute_on_ranks(source: str, path: Path) -> None:
+    archive = open_archive(source)
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(path), "two years")
+
+
+def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp_path, monkeypatch) -> None:
+    """One rank computed it while the others waited, for 600 s at most, and began again after a kill."""
+    ranks(2).run(compute_on_ranks, years[1].path, tmp_path / "two.zarr")
+    monkeypatch.setattr(module, "SUMS_BYTES", 1)  # an hour of a variable after the other
+    whole, calls = module.day_sums, []
+
+    def count(*arguments):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(arguments[1:4:2])
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "day_sums", count)
+        compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "day_sums", lambda *each: calls.append(each[1:4:2]) or whole(*each))
+        compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
+    assert calls == [(["geopotential:500"], [0]), (["2m_temperature"], [0]), (["geopotential:500"], [12])] + [
+        (["2m_temperature"], [12])
+    ]
+    for name in ("two", "killed"):
+        xr.testing.assert_equal(xr.open_zarr(tmp_path / f"{name}.zarr"), xr.open_zarr(path))
+        assert not (tmp_path / f"{name}.zarr/done").exists()
+
+
 def test_an_hour_of_few_days_has_no_annual_cycle() -> None:
     """Its days without a date would be NaN."""
     noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[s]")

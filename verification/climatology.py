@@ -8,13 +8,15 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch.distributed as dist
 import zarr
 
 from datasets.archive import Archive
@@ -33,6 +35,7 @@ MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
 SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "computed_from"  # attribute of a store
+DONE = "done"  # folder in a store that is not complete, with a file for each hour of a variable
 CLIMATOLOGY_ROLES = {"hour": "hour", "dayofyear": "dayofyear"}
 
 
@@ -73,23 +76,26 @@ def compute_climatology(
 ) -> None:
     """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
-    `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from.
+    `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from;
+    with one, a store that was begun is completed. Called by all ranks together, which share the work.
     """
-    times, hours = archive.times[dates], hours_of(archive.times[dates])
-    by_day = covers_a_year(times)
+    hours, target = hours_of(archive.times[dates]), Path(path)
+    by_day = covers_a_year(archive.times[dates])
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank == 0 and not (fingerprint and stored_fingerprint(target) == fingerprint):
+        create_climatology(archive, variables, dates, path, fingerprint, by_day)
+    if ranks > 1:
+        dist.barrier()
+    done = {(hour, name) for hour in hours for name in variables if mark_of(target, hour, name).exists()}
     smooth = smoothing() if by_day else np.ones((1, DAYS))
-    axes = {"hour": np.asarray(hours), **({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})}
-    some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
-    chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
-    recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
-    period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-    attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-    own_units = {name: archive.units(name) for name in variables}
-    create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
-    for some_hours, some in groups(hours, variables, archive.grid):
+    for some_hours, some in groups(hours, variables, archive.grid, ranks)[rank::ranks]:
+        pairs = [(h, v) for h, v in product(some_hours, some) if (h, v) not in done]
+        if not pairs:
+            continue
         total, count = day_sums(archive, some, dates, some_hours, by_day)
-        for (h, hour), (v, variable) in product(enumerate(some_hours), enumerate(some)):
+        for hour, variable in pairs:
+            h, v = some_hours.index(hour), some.index(variable)
             sums, numbers = (each[h, v].reshape(DAYS, -1) for each in (total, count))
             with np.errstate(invalid="ignore"):
                 mean = (smooth @ sums) / (smooth @ numbers)
@@ -99,18 +105,45 @@ def compute_climatology(
             at: list[Any] = [hours.index(hour), *[slice(None)] * by_day]
             at += [] if level is None else [levels.index(level)]
             array[tuple(at)] = mean
+            mark_of(target, hour, variable).touch()
+    if ranks > 1:
+        dist.barrier()
+    if rank == 0:
+        shutil.rmtree(target / DONE)
+
+
+def create_climatology(
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str, by_day: bool
+) -> None:
+    """Create a store without values, and the folder of marks in it."""
+    times = archive.times[dates]
+    axes = {"hour": np.asarray(hours_of(times))} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
+    some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
+    chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
+    recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
+    period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
+    attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
+    own_units = {name: archive.units(name) for name in variables}
+    create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
+    (Path(path) / DONE).mkdir()
+
+
+def mark_of(path: Path, hour: int, variable: str) -> Path:
+    """Return the file that exists when an hour of a variable is written."""
+    return path / DONE / f"{hour}-{variable}"
 
 
 def groups(
-    hours: Sequence[int], variables: Sequence[str], grid: Grid
-) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield hours and variables to sum together: all hours of as many variables as fit, or one hour."""
+    hours: Sequence[int], variables: Sequence[str], grid: Grid, ranks: int
+) -> list[tuple[list[int], list[str]]]:
+    """Return hours and variables to sum together: all hours of as many variables as fit, or one hour; at
+    least as many groups as ranks, if there are as many variables.
+    """
     size = SUMS_BYTES // (12 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int32 a cell and day
     together = [list(hours)] if size >= len(hours) else [[hour] for hour in hours]
-    width = max(1, size // len(together[0]))
-    for some_hours in together:
-        for start in range(0, len(variables), width):
-            yield some_hours, list(variables[start : start + width])
+    width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
+    starts = range(0, len(variables), width)
+    return [(some, list(variables[start : start + width])) for some in together for start in starts]
 
 
 def day_sums(
