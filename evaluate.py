@@ -236,10 +236,9 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
     lowest, where = 1.0, ""
     for each in scores.values():
         for variable in variable_names(each):
-            area = select(each, "common_area", variable)
-            if area.notnull().any() and float(area.min()) < lowest:
-                lowest = float(area.min())
-                where = f"{variable} at {lead_hours(each)[int(area.argmin())]} h"
+            area = select(each, "common_area", variable).fillna(1.0).values  # of each lead
+            if area.min() < lowest:
+                lowest, where = area.min(), f"{variable} at {lead_hours(each)[area.argmin()]} h"
     if lowest > ALL_CELLS:
         return "cells: all that have a truth"
     return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"

@@ -356,11 +356,11 @@ class Life:
             files = [path.name for path in [*self.run.glob("*/*"), *self.run.iterdir()]]
             left = [name for name in files if name.endswith((INCOMPLETE, DELETING)) or ".new" in name]
             self.expect(not left, f"ends with {code} and leaves {left}")
-        self.expect(not self.processes(), "processes are left 4 s after the end")
+        self.expect(not self.processes(), "processes are left 10 s after the end")
 
     def processes(self) -> list[str]:
         """Return the processes of this life that are still there some seconds later."""
-        end, found = time.monotonic() + 4, ["none was looked for"]
+        end, found = time.monotonic() + 10, ["none was looked for"]
         while found and time.monotonic() < end:
             found = []
             for path in Path("/proc").glob("[0-9]*/environ"):
