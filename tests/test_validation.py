@@ -1,5 +1,7 @@
 """Scores and baselines against numpy in float64."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -166,3 +168,22 @@ def test_table_and_record(one_rank, dataset, area):
     assert record["val/rmse/geopotential:500"] == record["val/rmse_persistence/geopotential:500"]
     assert "val/rmse/2m_temperature@12h" in record
     assert "m2 s-2" in scores.table() and "12 h" in scores.table()
+
+
+def test_factors_are_kept_for_the_next_start(one_rank, tmp_path, area, monkeypatch):
+    """Each start read 400 dates and their truths again; other data, or another lead, are fitted."""
+    archive, mean = open_archive(weatherbench(tmp_path / "all", analyses())), torch.zeros(len(NAMES), 6, 8)
+    dataset = FieldDataset(archive, NAMES, np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4]]))
+    cache, read = tmp_path / "run/damping.json", Mock(side_effect=archive.read)
+
+    def fit(leads: list[int], fingerprint: str) -> torch.Tensor:
+        forecast = fit_baselines(dataset, mean, area, leads, 2, cache, fingerprint)["damped persistence"]
+        return forecast(mean[None] + 1, torch.zeros(1), leads)
+
+    first = fit([1, 2], "of these")
+    monkeypatch.setattr(archive, "read", read)
+    assert torch.equal(fit([1, 2], "of these"), first) and torch.equal(fit([2], "of these"), first[:, 1:])
+    assert not read.called
+    assert torch.equal(fit([1, 2], "of others"), first) and read.called
+    cache.write_text("{")
+    assert torch.equal(fit([1, 2], "of others"), first)

@@ -3,8 +3,11 @@
 Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor
 from datasets.archive import Archive
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, build_loader
+from jobs.durable_files import write_durably
+from parallelisms.mesh import from_first_rank
 from verification.rollout import Forecast
 
 # A climatology without annual and daily cycle: not the one that evaluate.py computes.
@@ -49,26 +54,49 @@ def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Foreca
 
 
 def fit_baselines(
-    training: FieldDataset, mean_field: Tensor, area: Tensor, leads: Sequence[int], batch_size: int
+    training: FieldDataset,
+    mean_field: Tensor,
+    area: Tensor,
+    leads: Sequence[int],
+    batch_size: int,
+    cache: Path | None = None,
+    fingerprint: str = "",
 ) -> dict[str, Forecast]:
     """Fit the baselines of a run on training samples of the state and its truth at each lead, NaN where there
     is none.
 
     The factor of damped persistence is the least-squares one, sum x y / sum x x of the anomalies now and
     later, summed over the dates of all ranks in float64. mean_field (V, H, W) and area (H,) on the device
-    that is to forecast.
+    that is to forecast. cache: a file with the factors of leads that were fitted before, for the same
+    `fingerprint` of the training data.
     """
-    sums = torch.zeros(2, len(leads), len(mean_field), dtype=torch.float64, device=mean_field.device)
-    for row in range(len(leads)):  # one by one: all 40 leads of a sample at 1024 x 2048 are 6 GB
-        part = FieldDataset(training.archive, training.variables, training.samples[:, [0, 1 + row]])
-        sums[:, row] = sum_products(part, mean_field, area, batch_size)
-    dist.all_reduce(sums)
-    factors = (sums[0] / sums[1].clamp_min(1e-300)).float()  # (L, V)
+    known: dict[int, list[float]] = from_first_rank(lambda: read_damping(cache, fingerprint)) if cache else {}
+    for row, lead in enumerate(leads):  # one by one: all 40 leads of a sample at 1024 x 2048 are 6 GB
+        if lead not in known:
+            part = FieldDataset(training.archive, training.variables, training.samples[:, [0, 1 + row]])
+            sums = sum_products(part, mean_field, area, batch_size)  # (2, V)
+            dist.all_reduce(sums)
+            known[lead] = (sums[0] / sums[1].clamp_min(1e-300)).float().tolist()
+    if cache and dist.get_rank() == 0:
+        content = {"fingerprint": fingerprint, "factors": known}
+        with suppress(OSError):  # a full disk costs another fit
+            write_durably(cache, json.dumps(content))
+    damping = {lead: mean_field.new_tensor(known[lead]) for lead in leads}
     return {
         "persistence": persistence,
-        "damped persistence": damped_persistence(mean_field, dict(zip(leads, factors, strict=True))),
+        "damped persistence": damped_persistence(mean_field, damping),
         TRAINING_MEAN: training_mean(mean_field),
     }
+
+
+def read_damping(cache: Path, fingerprint: str) -> dict[int, list[float]]:
+    """Return the factors (V,) of damped persistence by lead, {} without a file that is of these data."""
+    try:
+        content = json.loads(cache.read_text())
+        factors = content["factors"] if content["fingerprint"] == fingerprint else {}
+        return {int(lead): list(map(float, values)) for lead, values in factors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def sum_products(training: FieldDataset, mean_field: Tensor, area: Tensor, batch_size: int) -> Tensor:
