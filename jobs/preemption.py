@@ -53,7 +53,7 @@ class Agreement:
         """
         self.rank, self.is_single, self.group = dist.get_rank(), dist.get_world_size() == 1, group
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
-        self.run_started = time.monotonic() - max(time.time() - started_at(), 0.0)
+        self.deadline = started_at() + self.limit
         self.boundary, self.long_seconds = time.monotonic(), 0.0
         self.num_steps, self.recent = 0, deque[float](maxlen=RECENT_STEPS)  # seconds, without the first step
         self.request, self.stop = 0, ""  # this rank's reason to stop; all ranks' reason
@@ -64,7 +64,7 @@ class Agreement:
         self.watchdog: Any = None
 
     def listen(self, watchdog: Any) -> "Agreement":
-        """Handle signals from now on. Outside the loop they end the run through `watchdog.end_all`."""
+        """Handle signals from now on. Outside the loop they end the run through `watchdog.end`."""
         self.watchdog = watchdog
         handle_stop_signals(self._on_signal)
         return self
@@ -84,7 +84,7 @@ class Agreement:
 
     def _end(self) -> None:
         message, code = self.ending or signal_before_first_step(self.request // RANKS)
-        self.watchdog.end_all(f"{self._reason(self.request)}: {message}", code)
+        self.watchdog.end(f"{self._reason(self.request)}: {message}", code)
 
     def __enter__(self) -> "Agreement":
         self.is_waiting, self.boundary = True, time.monotonic()
@@ -122,27 +122,27 @@ class Agreement:
             self.recent.clear()  # the first step compiles
         self.recent.append(now - self.boundary - in_long_phases)
         self.boundary, self.long_seconds = now, activity.long_seconds
-        if self.is_single:
-            self.asked = self._requested(now, seconds)
         if self.exchange:
             self.exchange.wait()  # raises where another rank is gone
             self.exchange = None
-        asked = int(self.asked)
-        self.stop = self._reason(asked) if asked else ""
+        own = self._requested(seconds)
+        if self.is_single:
+            self.asked = own
+        self.stop = self._reason(int(self.asked))
         if not self.stop and not self.is_single:
-            self.asked = self._requested(now, seconds)
+            self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)
         return self.stop
 
-    def _requested(self, now: float, seconds: float) -> torch.Tensor:
+    def _requested(self, seconds: float) -> torch.Tensor:
         """Return this rank's request, 0 for none. The clock of rank 0 decides for all."""
         # Two steps: the present one, and the one after which the answer comes.
         needed = 2 * max(self.recent) + seconds + min(LARGEST_MARGIN_SECONDS, self.limit / 10)
-        is_late = self.rank == 0 and now + needed > self.run_started + self.limit
+        is_late = self.rank == 0 and time.time() + needed > self.deadline
         return torch.tensor(self.request or is_late * WALL_TIME * RANKS, dtype=torch.int64)
 
     def _reason(self, request: int) -> str:
         reason, rank = divmod(request, RANKS)
         if reason == WALL_TIME:
             return f"training.max_wall_time = {self.limit_text}"
-        return f"{signal.Signals(reason).name} on rank {rank}"
+        return f"{signal.Signals(reason).name} on rank {rank}" if reason else ""
