@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from config import Comm
 from errors import (
     BAD_INPUT,
+    EXIT_SAVED,
     FAILED,
     UserError,
     end_process,
@@ -227,9 +228,9 @@ class Watchdog:
                 print_message(f"{self.folder}: no stacks written: {error}")
         if self.world_size == 1 and is_main_thread:
             end_process(code)
-        if self.store is None:
+        if self.store is None and code == EXIT_SAVED:
             os._exit(code)  # not 0, which a launcher would take for the end of this rank alone
-        if is_first and not self.has_launcher:
+        if is_first and self.store and not self.has_launcher:
             time.sleep(2 * INTERVAL)  # the store may be this process: the others have to read it first
         end_rank(code)
 
@@ -244,7 +245,7 @@ class Watchdog:
             return self.store.compare_set("shutdown", NO_REASON, reason).decode() == reason
         except dist.DistError as error:
             print_message(f"the other hosts do not get the reason: {error}")
-            return True
+            return is_first_of_host
 
     def end_with(self, error: Exception) -> None:
         """End this rank with an exception of the main thread, and the others with it. Alone, it returns.
