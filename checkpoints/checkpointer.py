@@ -117,7 +117,7 @@ class Checkpointer:
             except (OSError, RuntimeError, CheckpointException) as error:
                 future.set_exception(error)
             return future
-        self._prepare([local(tensor) for tensor in tensors.values()])
+        self._prepare([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()])
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
         response = state_dict_saver.async_save(
             tensors, async_checkpointer_type=kind, async_stager=self.stager, **options
@@ -267,10 +267,6 @@ class Checkpointer:
         on_all_ranks(lambda: read_tensors(folder, tensors))
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Found(NamedTuple):
     """A checkpoint that is not damaged; until `lock` is closed no run removes it."""
 
@@ -279,7 +275,7 @@ class Found(NamedTuple):
 
 
 def find_undamaged(
-    candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
+    list_candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
 ) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
 
@@ -290,7 +286,7 @@ def find_undamaged(
     locks: list[AbstractContextManager] = [nullcontext()]
 
     def choose() -> Path | None:
-        for folder in candidates():
+        for folder in list_candidates():
             if folder not in tried:
                 tried.add(folder)
                 with suppress(Damaged):
@@ -317,8 +313,8 @@ def find_checkpoint(key: str, text: str) -> Found:
     path = on_all_ranks(lambda: local_path(key, text))
     if found := find_undamaged(lambda: candidates(path)):
         return found
-    reason = "no checkpoint there, or damaged ones only; name a run's folder, or a step-... in it"
-    refuse(key, text, f"{reason} (checkpoint.enable keeps them)")
+    reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
+    refuse(key, text, f"{reason}, or a step-... in it")
 
 
 def lack_of_shared_memory(size: int) -> str:

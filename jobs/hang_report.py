@@ -37,7 +37,7 @@ class Heartbeat:
 
     @property
     def note(self) -> str:
-        """What is known of a rank that does not work itself, for the table."""
+        """Remark on a rank that does not work itself, for the table."""
         if self.silent > NO_HEARTBEAT:
             return " (no heartbeat since)"
         return f" (waits for other ranks{self.call and f' in {self.call}'})" if self.waits else ""
