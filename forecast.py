@@ -34,7 +34,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.export import OneStep, check_target, export_model
-from checkpoints.files import local_path
 from checkpoints.trained_weights import Trained, find_trained, load_weights
 from config import Compile, Config, Float8
 from datasets.channels import Channels
@@ -45,7 +44,7 @@ from errors import ConfigError, DataError, end_process, one_line_errors, without
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
-from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, on_all_ranks, start_ranks
+from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
@@ -158,10 +157,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     device = start_ranks(PATIENCE)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic)
-    source = config.forecast.checkpoint
-    named_by = "forecast.checkpoint" if source else "job.dump_folder"
-    path = on_all_ranks(lambda: local_path(named_by, source or str(config.dump_folder)))
-    trained = find_trained(path, named_by, config, selection)
+    trained = find_trained(config, selection)
     fields = Fields.of(selection, trained.statistics)
     assembly = assemble(config, fields, mesh, device, for_training=False)
     load_weights(trained, assembly.model.parameters)

@@ -59,7 +59,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     device = start_ranks(watchdog.group_seconds)
     mesh = mesh_of(config.parallelism, device)
     layout = asdict(mesh.degrees)
-    agreement = Agreement(training.max_wall_time, cpu_group()).listen(watchdog)
+    agreement = Agreement(training.max_wall_time, cpu_group(), watchdog)
     set_determinism(training.deterministic)
     retain_memory(device)
     if mesh.degrees.world > 1:

@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor
 from checkpoints.files import (
     DAMAGED,
     INCOMPLETE,
-    MANIFEST,
     Damaged,
+    candidates,
     check_files,
     clear_leftovers,
     complete_steps,
+    is_checkpoint,
+    local_path,
     lock,
-    newest_name,
     prune,
     read_tensors,
     remove_after,
@@ -44,7 +45,7 @@ from checkpoints.files import (
 )
 from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
-from errors import DataError
+from errors import DataError, refuse
 from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,6 @@ class Checkpointer:
     thread; "async_with_pinned_mem" copies until `wait_for_staging` and writes in a process.
     about: entries of every manifest, among them what the weights mean (checkpoints/identity.py).
     """
-
-    saves = True
 
     def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, about: dict[str, Any]) -> None:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
@@ -118,7 +117,7 @@ class Checkpointer:
             except (OSError, RuntimeError, CheckpointException) as error:
                 future.set_exception(error)
             return future
-        self._prepare([local(tensor) for tensor in tensors.values()])
+        self._prepare([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()])
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
         response = state_dict_saver.async_save(
             tensors, async_checkpointer_type=kind, async_stager=self.stager, **options
@@ -131,13 +130,10 @@ class Checkpointer:
     def _prepare(self, tensors: list[Tensor]) -> None:
         """Make what keeps the copies, at the first save, and a new process where one was killed."""
         size = sum(tensor.nbytes for tensor in tensors)
-        if self.process and not self.stager:
-            try:
-                on_all_ranks(lambda: check_shared_memory(size))
-            except DataError as error:
-                if dist.get_rank() == 0:
-                    logger.warning(f"{error}; checkpoints are written in a thread, which slows training")
-                self.process = self.process.close()
+        if self.process and not self.stager and (problem := first_problem(lack_of_shared_memory(size))):
+            if dist.get_rank() == 0:
+                logger.warning(f"{problem}; checkpoints are written in a thread, which slows training")
+            self.process = self.process.close()
         if self.process and not all_agree(self.process.is_alive):
             self.process.close()
             self.process = CheckpointProcess()
@@ -176,10 +172,7 @@ class Checkpointer:
         elif dist.get_rank() == 0:
             unfinished = step_folder(self.folder, step)
             shutil.rmtree(unfinished.with_name(unfinished.name + INCOMPLETE), ignore_errors=True)
-            logger.warning(
-                f"the checkpoint of step {step} could not be written: {self.last_error} ({self._room()}); "
-                f"training goes on; the last complete one: {newest_name(self.folder)}"
-            )
+            logger.warning(f"the checkpoint of step {step} {self._failure()}; training goes on")
 
     def _prune(self) -> None:
         """Remove older checkpoints where the save could not; a failure is tried again after the next save."""
@@ -189,10 +182,14 @@ class Checkpointer:
         except OSError as error:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
-    def _room(self) -> str:
-        """Describe the space for a checkpoint, and its size."""
-        free = shutil.disk_usage(self.folder).free
-        return f"{free / 1e6:,.0f} MB free in {self.folder}, a checkpoint takes {self.size / 1e6:,.0f} MB"
+    def _failure(self) -> str:
+        """Describe why the last save failed, the space for it, and what is left."""
+        steps, free = complete_steps(self.folder), shutil.disk_usage(self.folder).free
+        newest = step_folder(self.folder, steps[-1]) if steps else "none"
+        return (
+            f"could not be written: {self.last_error} ({free / 1e6:,.0f} MB free in {self.folder}, a "
+            f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: {newest}"
+        )
 
     def _warn_if_slow(self, waited: float) -> None:
         """Log once that saves take longer than the steps between them."""
@@ -223,11 +220,8 @@ class Checkpointer:
         self.close()
         if self.failed_step != step:
             return ""
-        return (
-            f"{self.folder}: the last checkpoint, of step {step}, could not be written: {self.last_error} "
-            f"({self._room()}); the last complete one: {newest_name(self.folder)}; start again from there "
-            "once the cause is removed"
-        )
+        start_again = "start again from there once the cause is removed"
+        return f"{self.folder}: the last checkpoint, of step {step}, {self._failure()}; {start_again}"
 
     def close(self) -> None:
         """Wait for the last save, and free the process and the memory of the copies."""
@@ -273,10 +267,6 @@ class Checkpointer:
         on_all_ranks(lambda: read_tensors(folder, tensors))
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Found(NamedTuple):
     """A checkpoint that is not damaged; until `lock` is closed no run removes it."""
 
@@ -285,7 +275,7 @@ class Found(NamedTuple):
 
 
 def find_undamaged(
-    candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
+    list_candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
 ) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
 
@@ -296,18 +286,18 @@ def find_undamaged(
     locks: list[AbstractContextManager] = [nullcontext()]
 
     def choose() -> Path | None:
-        for folder in candidates():
+        for folder in list_candidates():
             if folder not in tried:
                 tried.add(folder)
-                with suppress(Damaged):  # it was removed meanwhile
+                with suppress(Damaged):
                     locks.append(lock(folder))
+                if is_checkpoint(folder):  # else it was removed meanwhile
                     return folder
         return None
 
     while folder := from_first_rank(choose):
         try:
-            if set_aside or from_first_rank((folder / MANIFEST).exists):  # else it is of another program
-                on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+            on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
             return Found(folder, locks[-1])
         except Damaged as error:
             aside = f"; set aside as {from_first_rank(partial(set_aside, folder))}" if set_aside else ""
@@ -315,15 +305,24 @@ def find_undamaged(
     return None
 
 
-def check_shared_memory(size: int) -> None:
-    """Raise DataError if the copies of this host's ranks, `size` bytes each, do not fit."""
+def find_checkpoint(key: str, text: str) -> Found:
+    """Return the checkpoint that a key of the configuration names, or the newest in a folder of them.
+
+    Called by all ranks together. Raises ConfigError.
+    """
+    path = on_all_ranks(lambda: local_path(key, text))
+    if found := find_undamaged(lambda: candidates(path)):
+        return found
+    reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
+    refuse(key, text, f"{reason}, or a step-... in it")
+
+
+def lack_of_shared_memory(size: int) -> str:
+    """Return what is missing for the copies of this host's ranks, `size` bytes each; "" if they fit."""
     needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        raise DataError(
-            f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs {needed / 1e6:,.0f} MB there "
-            "(docker run --shm-size)"
-        )
+    numbers = f"{free / 1e6:,.0f} MB free, a checkpoint needs {needed / 1e6:,.0f} MB there"
+    return f"{SHARED_MEMORY} has {numbers} (docker run --shm-size)" if needed > free else ""
 
 
 def all_agree(answer: bool) -> bool:

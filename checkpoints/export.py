@@ -23,8 +23,8 @@ from jinja2 import Template
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoints.files import WEIGHTS, crc32_of, write_manifest
-from checkpoints.identity import Identity, describe
+from checkpoints.files import WEIGHTS, crc32_of, step_folder, write_manifest
+from checkpoints.identity import Identity
 from checkpoints.trained_weights import Trained
 from command_line import to_toml
 from config import Config, Lora
@@ -95,7 +95,7 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
     plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
     (target / "config.toml").write_text(to_toml(plain))
     (target / "model.json").write_text(json.dumps(about, indent=1))
-    identity = Identity.of(trained.folder).more or describe(selection, trained.statistics)
+    identity = Identity.of(trained.folder).more
     card = {"name": target.name, "about": about, "config": config, "averaged": trained.averaged}
     card |= {"data": identity["data"], "scores": list(scores_of(trained))}
     card |= {"parameters": sum(tensor.numel() for tensor in weights.values())}
@@ -132,12 +132,10 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
 
 def scores_of(trained: Trained) -> Iterable[tuple[str, str, str]]:
     """Yield variable and lead, RMSE and that of persistence, as validated at the step of the weights."""
-    prefix, suffix = "val/rmse/", trained.folder.name.removeprefix("step-")
-    journal = trained.folder.parent.parent / "metrics.jsonl"
-    for record in read_records(journal) if journal.exists() and suffix.isdigit() else ():
-        if record.get("step") != int(suffix):
-            continue
-        for key in (key for key in record if key.startswith(prefix)):
+    prefix = "val/rmse/"
+    for record in read_records(trained.folder.parent.parent / "metrics.jsonl"):
+        is_of_step = trained.folder.name == step_folder(Path(), record["step"]).name
+        for key in [key for key in record if key.startswith(prefix) and is_of_step]:
             name = key.removeprefix(prefix)
             own, other = record[key], record.get(f"val/rmse_persistence/{name}")
             yield name, "" if own is None else f"{own:.4g}", "" if other is None else f"{other:.4g}"

@@ -21,9 +21,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -110,11 +110,6 @@ def is_own(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def newest_name(folder: Path) -> str:
-    steps = complete_steps(folder)
-    return str(step_folder(folder, steps[-1])) if steps else "none"
-
-
 def local_path(key: str, text: str) -> Path:
     """Return a path, of a model of the Hugging Face hub that of its copy: "hf://owner/name@revision".
 
@@ -181,8 +176,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises Damaged if it is not as it was written, DataError without permission.
     """
     path = folder / MANIFEST
-    if not path.exists():
-        raise Damaged(f"{path}: is missing")
     with read_errors(path):
         first, _, text = path.read_bytes().partition(b"\n")
     try:
@@ -292,14 +285,9 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         reader.read_data(planner.create_local_plan(), planner).wait()
 
 
-def lock(folder: Path) -> AbstractContextManager:
-    """Keep a checkpoint from being pruned until the result is closed. Raises Damaged if it is gone.
-
-    One of another program, without a manifest, is never pruned.
-    """
+def lock(folder: Path) -> BinaryIO:
+    """Keep a checkpoint from being pruned until the result is closed. Raises Damaged if it is gone."""
     path = folder / MANIFEST
-    if not path.exists() and is_checkpoint(folder):
-        return nullcontext()
     with read_errors(path):
         file = path.open("rb")
     with suppress(OSError):  # of a file system without locks
@@ -313,23 +301,22 @@ def lock(folder: Path) -> AbstractContextManager:
 def remove(folder: Path, even_if_read: bool = False) -> None:
     """Rename, then delete a checkpoint: whatever has the name of a complete one is whole. Raises OSError.
 
-    One that a process reads stays, unless `even_if_read`: then it is renamed, and deleted by the next start.
+    One that a process reads stays, unless `even_if_read`.
     """
     manifest = folder / MANIFEST
     if not manifest.exists():
-        return  # of another program, or damaged
+        return  # damaged
     doomed = folder.with_name(folder.name + DELETING)
     with manifest.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not even_if_read:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if even_if_read:
-                os.replace(folder, doomed)
             return
         except OSError as error:
             logger.warning("%s: cannot be locked (%s); removed all the same", folder, error)
         os.replace(folder, doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors=even_if_read)  # NFS keeps open files until the next start
 
 
 def remove_after(folder: Path, step: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tomli
 
-from checkpoints.files import MANIFEST, Damaged, complete_steps, read_errors, read_manifest, step_folder
+from checkpoints.files import Damaged, complete_steps, read_errors, read_manifest, step_folder
 from config import SECTIONS, Config
 from datasets.grid import Grid
 from datasets.selection import Selection
@@ -59,8 +59,8 @@ class Identity:
     """The identity of one checkpoint."""
 
     folder: Path
-    values: Values  # of its configuration; empty if there is none
-    more: dict[str, Any]  # entry "identity" of its manifest; empty in a checkpoint of another program
+    values: Values  # of its configuration
+    more: dict[str, Any]  # entry "identity" of its manifest; empty in one of an older version
     crc32: int  # of its manifest
 
     @classmethod
@@ -71,26 +71,30 @@ class Identity:
         path = folder / "config.toml"
         try:
             with read_errors(path):
-                stored: Values = tomli.loads(path.read_text()) if path.exists() else {}
+                values = with_defaults(tomli.loads(path.read_text()))
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path}: {error}") from None
-        manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
-        values = with_defaults(stored) if stored else {}
-        if values and (name := values["model"]["name"]) not in MODELS and ":" not in name:
+        if (name := values["model"]["name"]) not in MODELS and ":" not in name:
             raise ConfigError(
                 f"{folder}: its model.name = {name!r} is none of this version: {', '.join(MODELS)}"
             )
-        return cls(folder, values, manifest.get("identity", {}), manifest.get("crc32", 0))
+        manifest = read_manifest(folder)
+        return cls(folder, values, manifest.get("identity", {}), manifest["crc32"])
 
     @property
     def statistics(self) -> Numbers | None:
         """Mean, standard deviation and standard deviation of the change of each variable."""
         return self.more.get("statistics")
 
+    @property
+    def grid(self) -> Grid | None:
+        """Grid of the fields."""
+        return Grid(**self.more["grid"]) if "grid" in self.more else None
+
     def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""
         theirs, ours = meaning(self.values), meaning(plain(config))
-        for key in [*theirs, *(key for key in ours if key not in theirs)] if theirs else []:
+        for key in theirs | ours:
             if theirs.get(key) != ours.get(key):
                 self._refuse(key, ours.get(key), theirs.get(key), way_out)
         if selection and self.more:
@@ -98,21 +102,21 @@ class Identity:
 
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
-        if self.values and self.values["lora"]["enable"]:
+        if self.values["lora"]["enable"]:
             reason = "its weights work only with their adapters; take what forecast.py --export FOLDER makes"
             raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
         theirs, ours = meaning(self.values), meaning(plain(config))
-        for key in [key for key in theirs if key.startswith("model.")]:
+        free = ("model.noise_dim", "model.conserve")
+        for key in [key for key in theirs if key.startswith("model.") and key not in free]:
             deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            free = key in ("model.noise_dim", "model.conserve")
-            if theirs[key] != ours.get(key) and not deeper and not free:
+            if theirs[key] != ours.get(key) and not deeper:
                 self._refuse(key, ours.get(key), theirs[key], way_out)
 
     def _check_fields(self, selection: Selection, way_out: str) -> None:
         archive, way_out = selection.archive, f"read data with the same, or {way_out}"
-        grid = Grid(self.more["grid"]["latitude"], self.more["grid"]["longitude"])
-        if not grid.same_as(archive.grid):
-            self._refuse("the grid of data.path", format_grid(archive.grid), format_grid(grid), way_out)
+        if self.grid and not self.grid.same_as(archive.grid):
+            here, there = format_grid(archive.grid), format_grid(self.grid)
+            self._refuse("the grid of data.path", here, there, way_out)
         for name, unit in self.more["units"].items():
             if plain_units(archive.units(name)) != plain_units(unit):
                 self._refuse(f"the units of {name} in data.path", archive.units(name), unit, way_out)
@@ -155,8 +159,6 @@ def with_defaults(stored: Values) -> Values:
 
 def meaning(values: Values) -> dict[str, Any]:
     """Return all settings that weights depend on."""
-    if not values:
-        return {}
     model, data = values["model"], values["data"]
     found = {"model.name": model["name"]}
     found |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
@@ -176,23 +178,19 @@ def plain_units(text: str) -> str:
     return "1" if text in ("", "~", "(0 - 1)", "0-1", "dimensionless", "fraction") else text
 
 
-def newest_identity(folder: Path) -> Identity | None:
-    """Return that of the newest checkpoint in a run's folder. Damaged ones are left to `Checkpointer.newest`.
-
-    Raises DataError if a file may not be read.
-    """
-    for step in reversed(complete_steps(folder / "checkpoints")):
-        with suppress(Damaged):
-            return Identity.of(step_folder(folder / "checkpoints", step))
-    return None
-
-
 NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial_load_path for these weights"
 
 
 def check_resume(config: Config, selection: Selection) -> Identity | None:
-    """Return the identity of what a run resumes from. Raises ConfigError if it is another one."""
-    identity = newest_identity(config.dump_folder) if config.checkpoint.enable else None
-    if identity:
-        identity.check(config, NEW_RUN, selection)
-    return identity
+    """Return the identity of what a run resumes from, None of a new run. Damaged checkpoints are left to
+    `Checkpointer.newest`.
+
+    Raises ConfigError if it is another one, DataError if a file may not be read.
+    """
+    folder = config.dump_folder / "checkpoints"
+    for step in reversed(complete_steps(folder)) if config.checkpoint.enable else ():
+        with suppress(Damaged):
+            identity = Identity.of(step_folder(folder, step))
+            identity.check(config, NEW_RUN, selection)
+            return identity
+    return None

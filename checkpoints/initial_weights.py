@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from checkpoints.checkpointer import Found, find_undamaged
-from checkpoints.files import candidates, local_path, read_tensors, stored_tensors
+from checkpoints.checkpointer import find_checkpoint
+from checkpoints.files import read_tensors, stored_tensors
 from checkpoints.identity import Identity
 from config import Config, Data
 from datasets.channels import Channels
 from datasets.grid import Grid
-from errors import ConfigError, refuse
+from errors import refuse
 from models.embeddings import padded_shape
 from models.lora import ADAPTERS
 from parallelisms.float8 import plain_weight
@@ -37,6 +37,7 @@ CHANNELS = {
     "head.bias": (0, "outputs"),
 }
 POSITION = "position.embedding"
+KEY = "checkpoint.initial_load_path"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,47 +77,27 @@ def _weights(known: np.ndarray, wanted: np.ndarray, period: float | None = None)
     return torch.from_numpy(np.stack(points, axis=1)).float()
 
 
-def channels_of(identity: Identity) -> Channels:
-    """Return the channels of the model of a checkpoint. Raises ConfigError without a configuration."""
-    if not identity.values:
-        reason = "has no config.toml, which says what its weights mean"
-        raise ConfigError(f"checkpoint.initial_load_path: {identity.folder}: {reason}")
-    return Channels.of(Data(**identity.values["data"]), identity.values["model"]["noise_dim"])
-
-
-def find_checkpoint(text: str) -> Found:
-    """Return the checkpoint that `checkpoint.initial_load_path` names, or the newest in a folder of them.
-
-    Called by all ranks together. Raises ConfigError.
-    """
-    key = "checkpoint.initial_load_path"
-    path = on_all_ranks(lambda: local_path(key, text))
-    if found := find_undamaged(lambda: candidates(path)):
-        return found
-    refuse(key, text, "no checkpoint there, or damaged ones only; name a run's folder, or a step-... in it")
-
-
 def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
     """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit.
 
     grid: that of this run's data.
     """
-    found = find_checkpoint(config.checkpoint.initial_load_path)
-    way_out = "checkpoint.initial_load_path needs the [model] of that run"
+    found = find_checkpoint(KEY, config.checkpoint.initial_load_path)
     identity = Identity.of(found.folder)
-    identity.check_model(config, way_out)
-    tokens: tuple[TokenGrid, ...] | None = None
-    if POSITION in parameters and "grid" in identity.more:
-        there = Grid(*(np.array(identity.more["grid"][axis]) for axis in ("latitude", "longitude")))
-        if not there.same_as(grid):
-            tokens = tuple(TokenGrid.of(each, config.model.patch_size) for each in (there, grid))
+    identity.check_model(config, f"{KEY} needs the [model] of that run")
+    tokens, there = None, identity.grid
+    if POSITION in parameters and there and not there.same_as(grid):
+        tokens = TokenGrid.of(there, config.model.patch_size), TokenGrid.of(grid, config.model.patch_size)
     channels = Channels.of(config.data, config.model.noise_dim)
     with found.lock:
         load_initial_weights(found.folder, parameters, channels, tokens)
 
 
 def load_initial_weights(
-    folder: Path, parameters: Parameters, channels: Channels, tokens: tuple[TokenGrid, ...] | None = None
+    folder: Path,
+    parameters: Parameters,
+    channels: Channels,
+    tokens: tuple[TokenGrid, TokenGrid] | None = None,
 ) -> None:
     """Fill the parameters, which have their initial weights, from a checkpoint; log which keep those.
 
@@ -126,82 +107,79 @@ def load_initial_weights(
     stored = stored_tensors(folder)
     part = "ema" if any(name.startswith("ema.") for name in stored) else "model"
     shapes = {name: stored[f"{part}.{name}"].size for name in parameters if f"{part}.{name}" in stored}
-    old = channels_of(Identity.of(folder))
-    missing = parameters.keys() - shapes.keys()
-    by_place: set[str] = {POSITION} & shapes.keys() if tokens else set()
-    on_all_ranks(lambda: check_weights(folder, shapes, missing, parameters, old, channels, by_place))
-    by_channel = {name: torch.empty(shapes[name]) for name in shapes if name in CHANNELS}
-    positions = {name: torch.empty(shapes[name]) for name in by_place}
-    direct = shapes.keys() - by_channel.keys() - by_place
-    tensors = by_channel | positions
-    tensors |= {name: plain_weight(parameters[name].detach()) for name in direct}
+    theirs = Identity.of(folder).values
+    old = Channels.of(Data(**theirs["data"]), theirs["model"]["noise_dim"])
+    on_all_ranks(lambda: check_weights(folder, shapes, parameters, old, channels, tokens is not None))
+    changed = [name for name in shapes if name in CHANNELS or (tokens and name == POSITION)]
+    tensors = {name: plain_weight(parameters[name].detach()) for name in shapes}
+    tensors |= {name: torch.empty(shapes[name]) for name in changed}
     read_tensors(folder, {f"{part}.{name}": tensor for name, tensor in tensors.items()})
-    for name, tensor in by_channel.items():
-        _copy_channels(name, parameters[name], tensor, old, channels)
-    if tokens and POSITION in positions:
-        value = tokens[0].interpolate(positions[POSITION], tokens[1])
+    for name in changed:
+        value = tensors[name]
+        if name in CHANNELS:
+            value = with_channels(name, parameters[name].detach(), value, old, channels)
+        elif tokens:
+            value = tokens[0].interpolate(value, tokens[1])
+            logger.info(f"{POSITION}: interpolated from {len(tensors[name])} tokens to {len(value)}")
         with torch.no_grad():
-            copy_part(parameters[POSITION], value)
-        logger.info(f"{POSITION}: interpolated from {len(positions[POSITION])} tokens to {len(value)}")
-    _log(folder, part, {name for name in missing if not name.endswith(ADAPTERS)}, old, channels)
+            copy_part(parameters[name], value)
+    _log(folder, part, parameters.keys() - shapes.keys(), old, channels)
 
 
 def check_weights(
     folder: Path,
     shapes: dict[str, torch.Size],
-    missing: set[str],
     parameters: Parameters,
     old: Channels,
     new: Channels,
-    by_place: set[str],
+    interpolates: bool,
 ) -> None:
     """Raise ConfigError if weights have another shape, or frozen ones would keep their random values.
 
-    shapes: of the parameters that the checkpoint has, the others are `missing`; old, new: the channels of the
-    checkpoint and of this model; by_place: those that are interpolated.
+    shapes: of the parameters that the checkpoint has; old, new: the channels of the checkpoint and of this
+    model; interpolates: its positions are those of another grid.
     """
-    problem = "" if shapes else "has none of this model's weights; take the model of that run"
+    if not shapes:
+        refuse(KEY, str(folder), "has none of this model's weights; take the model of that run")
     for name, shape in shapes.items():
-        if name not in CHANNELS and name not in by_place and shape != parameters[name].shape:
-            there, here = list(shape), list(parameters[name].shape)
-            problem = f"{name} is {there} there and {here} in this model; take the model of that run"
-    for name in sorted(name for name in missing if not parameters[name].requires_grad):
-        problem = f"has no {name}, which would stay as it was drawn; take the [model] of that run"
-    for name in shapes.keys() & CHANNELS.keys():
-        fresh = [c for c in getattr(new, CHANNELS[name][1]) if c not in getattr(old, CHANNELS[name][1])]
-        if fresh and not parameters[name].requires_grad:
-            module = name.partition(".")[0]
-            problem = f'knows no {fresh[0]}, which {name} has to learn; add "{module}" to lora.also_train'
-    if problem:
-        raise ConfigError(f"checkpoint.initial_load_path: {folder}: {problem}")
+        here = list(parameters[name].shape)
+        if name in CHANNELS:
+            dim, which = CHANNELS[name]
+            known, wanted = getattr(old, which), getattr(new, which)
+            here[dim] = here[dim] // len(wanted) * len(known)
+            fresh = [channel for channel in wanted if channel not in known]
+            if fresh and not parameters[name].requires_grad:
+                reason = f"knows no {fresh[0]}, which {name} has to learn"
+                refuse(KEY, str(folder), f'{reason}; add "{name.partition(".")[0]}" to lora.also_train')
+        if list(shape) != here and not (interpolates and name == POSITION):
+            shapes_differ = f"{name} is {list(shape)} there and {here} in this model"
+            refuse(KEY, str(folder), f"{shapes_differ}; take the model of that run")
+    for name in sorted(parameters.keys() - shapes.keys()):
+        if not parameters[name].requires_grad:
+            reason = f"has no {name}, which would stay as it was drawn; take the [model] of that run"
+            refuse(KEY, str(folder), reason)
 
 
-def _copy_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> None:
-    """Copy the slice of every channel that both have into a parameter, in the parameter's order."""
+def with_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> Tensor:
+    """Return a full parameter, in which the slices of channels that the checkpoint has are those stored."""
     dim, which = CHANNELS[name]
     old_names, new_names = getattr(old, which), getattr(new, which)
-    value = parameter.detach()
-    whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+    whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu().clone()
     size = stored.shape[dim] // len(old_names)  # numbers a channel: those of a patch
-    fits = list(whole.shape)
-    fits[dim] = stored.shape[dim]
-    if fits != list(stored.shape) or whole.shape[dim] != size * len(new_names):
-        shapes = f"{list(stored.shape)} for {len(old_names)} channels there and {list(whole.shape)} for"
-        reason = f"{name} is {shapes} {len(new_names)} in this model; take the model of that run"
-        raise ConfigError(f"checkpoint.initial_load_path: {reason}")
     for index, channel in enumerate(new_names):
         if channel in old_names:
             part = stored.narrow(dim, old_names.index(channel) * size, size)
             whole.narrow(dim, index * size, size).copy_(part)
-    with torch.no_grad():
-        copy_part(parameter, whole)
+    return whole
 
 
 def _log(folder: Path, part: str, missing: set[str], old: Channels, new: Channels) -> None:
     logger.info("started from %s of %s", "averaged weights" if part == "ema" else "weights", folder)
-    if fresh := [name for name in new.inputs if name not in old.inputs]:
-        logger.info("new channels, initialised: %s", ", ".join(fresh))
-    if gone := [name for name in old.inputs if name not in new.inputs]:
-        logger.info("channels that are not used any more: %s", ", ".join(gone))
-    if missing:
-        logger.info("weights that are not there, initialised: %s", ", ".join(sorted(missing)))
+    lists = {
+        "new channels, initialised": [name for name in new.inputs if name not in old.inputs],
+        "channels that are not used any more": [name for name in old.inputs if name not in new.inputs],
+        "weights that are not there, initialised": sorted(n for n in missing if not n.endswith(ADAPTERS)),
+    }
+    for title, names in lists.items():
+        if names:
+            logger.info("%s: %s", title, ", ".join(names))

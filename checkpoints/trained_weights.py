@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from checkpoints.checkpointer import Found, find_undamaged
-from checkpoints.files import candidates, read_tensors, stored_tensors
+from checkpoints.checkpointer import Found, find_checkpoint
+from checkpoints.files import read_tensors, stored_tensors
 from checkpoints.identity import Identity
 from config import Config
 from datasets.selection import Selection
-from datasets.statistics import Statistics, read_statistics
+from datasets.statistics import Statistics
 from errors import DataError
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import on_all_ranks
@@ -32,42 +32,36 @@ class Trained:
     found: Found
 
 
-def find_trained(path: Path, named_by: str, config: Config, selection: Selection) -> Trained:
-    """Return the newest checkpoint at `path` that is not damaged. Called by all ranks together.
+def find_trained(config: Config, selection: Selection) -> Trained:
+    """Return the checkpoint to forecast from, of this run or `forecast.checkpoint`. Called by all ranks.
 
-    Raises DataError if there is none or the statistics of its run are missing, ConfigError if the
-    configuration or the data give its weights another meaning.
+    Raises ConfigError if there is none, or the configuration or the data give its weights another meaning,
+    DataError if the statistics of its run are missing.
     """
-    found = find_undamaged(lambda: candidates(path))
-    if found is None:
-        reason = "no checkpoint there, or damaged ones only"
-        raise DataError(f"{named_by} = '{path}': {reason}; train with checkpoint.enable, or name another")
+    source = config.forecast.checkpoint
+    named_by = "forecast.checkpoint" if source else "job.dump_folder"
+    found = find_checkpoint(named_by, source or str(config.dump_folder))
     folder = found.folder
     identity = Identity.of(folder)
     identity.check(config, "take the config.toml of that checkpoint", selection)
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
-    statistics = statistics_of(identity, selection.archive.grid.shape)
     name = {"checkpoint": folder.name, "averaged": averaged, "crc32": identity.crc32}
-    return Trained(folder, averaged, statistics, name, found)
+    return Trained(folder, averaged, statistics_of(identity), name, found)
 
 
-def statistics_of(identity: Identity, shape: tuple[int, int]) -> Statistics:
+def statistics_of(identity: Identity) -> Statistics:
     """Return the statistics that weights were trained with; their data need not be there any more."""
-    if numbers := identity.statistics:
-        moments = {name: np.asarray(values) for name, values in numbers.items()}
-        nothing = np.zeros(0, "datetime64[s]")
-        mean_field = np.broadcast_to(moments["mean"][:, None, None], (len(moments["mean"]), *shape))
-        mean, std, change = (moments[name] for name in ("mean", "std", "change_std"))
-        return Statistics(mean, std, change, mean_field, dates=nothing, fingerprint="")
-    path = identity.folder.parent.parent / "statistics.npz"
-    if statistics := read_statistics(path):
-        return statistics
-    raise DataError(f"{path}: is missing or damaged; copy it from the run that trained the weights")
+    if not identity.statistics or not identity.grid:
+        raise DataError(f"{identity.folder}: its manifest has no statistics; resume its run, which adds them")
+    mean, std, change = (np.asarray(identity.statistics[name]) for name in ("mean", "std", "change_std"))
+    nothing, shape = np.zeros(0, "datetime64[s]"), identity.grid.shape
+    mean_field = np.broadcast_to(mean[:, None, None], (len(mean), *shape))
+    return Statistics(mean, std, change, mean_field, dates=nothing, fingerprint="")
 
 
 def load_weights(trained: Trained, parameters: dict[str, nn.Parameter]) -> None:
     """Fill the parameters of this rank. Raises DataError if they are of another model."""
-    stored = stored_tensors(trained.folder) if trained.averaged else {}
+    stored = stored_tensors(trained.folder)
     tensors = {}
     for name, parameter in parameters.items():
         part = "ema" if f"ema.{name}" in stored else "model"  # frozen weights have no average

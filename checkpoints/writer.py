@@ -30,7 +30,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from checkpoints.files import INCOMPLETE, Files, prune, write_manifest
@@ -80,13 +79,6 @@ class ChecksumFiles(FileSystem):
         self.files[Path(path).name.removesuffix(".tmp")] = (Path(path).stat().st_size, file.crc32)
 
 
-@dataclass
-class WrittenFiles:
-    """Size and CRC-32 of the files of one rank, sent to rank 0 behind its WriteResults."""
-
-    files: Files
-
-
 class CheckpointWriter(FileSystemWriter):
     """DCP's writer of one checkpoint, which has its final name only when it is complete and on the disk."""
 
@@ -98,21 +90,21 @@ class CheckpointWriter(FileSystemWriter):
         self.target, self.about, self.config_toml, self.keep = target, about, config_toml, keep
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        """Return DCP's results, and behind them size and CRC-32 of the files of this rank."""
         results: list[Any] = super().write_data(plan, planner).value()
         written: Future[list[Any]] = Future()
-        written.set_result([*results, WrittenFiles(self.fs.files)])
+        written.set_result([*results, self.fs.files])
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint on rank 0. Raises OSError."""
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Complete the checkpoint on rank 0. results: those of `write_data` on each rank. Raises OSError."""
         folder = Path(self.path)
-        entries: list[Any] = [entry for of_rank in results for entry in of_rank]
-        super().finish(metadata, [[entry for entry in entries if isinstance(entry, WriteResult)]])
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
         write_durably(folder / "config.toml", self.config_toml)
         text = self.config_toml.encode()
         files = {"config.toml": (len(text), zlib.crc32(text)), **self.fs.files}
-        for entry in entries:
-            files |= entry.files if isinstance(entry, WrittenFiles) else {}
+        for of_rank in results:
+            files |= of_rank[-1]
         write_manifest(folder, self.about, files)
         sync_folder(folder)
         os.replace(folder, self.target)

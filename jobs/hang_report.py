@@ -3,6 +3,7 @@
 import faulthandler
 import importlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +34,13 @@ class Heartbeat:
     @property
     def name(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})" if self.pid else f"rank {self.rank}"
+
+    @property
+    def note(self) -> str:
+        """Remark on a rank that does not work itself, for the table."""
+        if self.silent > NO_HEARTBEAT:
+            return " (no heartbeat since)"
+        return f" (waits for other ranks{self.call and f' in {self.call}'})" if self.waits else ""
 
 
 def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
@@ -65,22 +73,15 @@ def format_report(stalled: Sequence[Heartbeat], reason: str) -> str:
 
 def format_table(ranks: Sequence[Heartbeat]) -> str:
     """Return a line for each group of ranks in the same place, those that are furthest behind first."""
-
-    def place(each: Heartbeat) -> tuple[int, str, str, bool, str, bool]:
-        return each.step, each.phase, each.where, each.waits, each.call, each.silent > NO_HEARTBEAT
-
-    lines = []
-    for (step, phase, where, waits, call, silent), group in groupby(sorted(ranks, key=place), place):
-        members = list(group)
-        seconds = max(each.silent if silent else each.seconds for each in members)
-        note = f" (waits for other ranks{call and f' in {call}'})" if waits else ""
-        note = " (no heartbeat since)" if silent else note
-        numbers = format_ranges([each.rank for each in members])
-        at = f" at {where}" if where else ""
+    groups, lines = defaultdict(list), []
+    for each in sorted(ranks, key=lambda each: (each.step, each.waits)):
+        groups[each.step, each.phase, each.where, each.note].append(each)
+    for (step, phase, where, note), members in groups.items():
+        seconds = max(each.seconds + each.silent for each in members)
+        numbers, at = format_ranges([each.rank for each in members]), f" at {where}" if where else ""
         lines.append(f"  rank {numbers}: step {step}, {phase} for {seconds:.0f} s{at}{note}")
-    if all(each.waits and each.call for each in ranks) and len({each.call for each in ranks}) > 1:
-        lines.append(f"  {MISMATCH}")
-    return "\n".join(lines)
+    calls = {each.waits and each.call for each in ranks}
+    return "\n".join([*lines, f"  {MISMATCH}"] if all(calls) and len(calls) > 1 else lines)
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
@@ -120,6 +121,6 @@ def last_collective() -> str:
     entry = entries[-1]
     name, axis = entry["profiling_name"].rpartition(":")[2], entry["process_group"][1].removeprefix("mesh_")
     group = "all ranks" if axis == "default_pg" else axis
-    inputs = list(zip(entry["input_dtypes"], entry["input_sizes"], strict=False))[:1]
+    inputs = zip(entry["input_dtypes"][:1], entry["input_sizes"], strict=False)
     call = " of ".join([name.strip("_"), *(f"{dtype} {size}" for dtype, size in inputs)])
     return f"call {entry['collective_seq_id']} of {group}, {call}"

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,23 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Written by one rank."""
+    """Written by one rank. A full disk does not end a run."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, []
 
     def write(self, record: dict[str, Any]) -> None:
         self.waiting.append(json.dumps(record) + "\n")
-        self._flush()
+        problem = self._flush()
+        if problem and len(self.waiting) == 1:
+            logger.warning("%s: %s; its lines are kept until they can be written", self.path, problem)
 
-    def _flush(self) -> None:
+    def _flush(self) -> OSError | None:
         try:
             append_whole(self.path, "".join(self.waiting))
-        except OSError as error:  # a full disk must not end a run
-            if len(self.waiting) == 1:
-                logger.warning("%s: %s; its lines are kept until they can be written", self.path, error)
-            return
-        self.waiting = []
+            self.waiting = []
+        except OSError as error:
+            return error
 
     def forget_after(self, step: int) -> int:
         """Drop the records of steps that are done again. Return the last step there was, 0: none."""
@@ -41,33 +42,27 @@ class Journal:
     def _keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> int:
         self.close()
         records = read_records(self.path)
-        if self.path.exists():
-            text = "".join(json.dumps(each) + "\n" for each in records if is_kept(each))
-            try:
+        text = "".join(json.dumps(each) + "\n" for each in records if is_kept(each))
+        try:
+            if records:
                 write_durably(self.path, text)
-            except OSError as error:  # a full disk must not end a run
-                logger.warning("%s: %s; records of steps that are done again stay in it", self.path, error)
+        except OSError as error:
+            logger.warning("%s: %s; records of steps that are done again stay in it", self.path, error)
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:
-        if self.waiting:
-            self._flush()
-        if self.waiting:
+        if self.waiting and self._flush():
             logger.warning("%s: its last %d lines could not be written", self.path, len(self.waiting))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All that can be read; lines that a kill or a full disk has torn are counted and left out."""
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    records = [record for line in lines if (record := _parsed(line))]
+    records, lines = [], path.read_text(errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     if torn := len(lines) - len(records):
         logger.warning("%s: %d torn lines are left out", path, torn)
     return records
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -11,19 +11,16 @@ from tqdm import tqdm
 from errors import without_secrets
 
 
-def hide_secrets(record: logging.LogRecord) -> bool:
-    """Replace credentials in URLs, in every log line."""
-    record.msg, record.args = without_secrets(record.getMessage()), ()
-    return True
-
-
 def print_without_secrets(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     text = "".join(traceback.format_exception(kind, error, trace))
     print(without_secrets(text), end="", file=sys.stderr)
 
 
-class AboveBars(logging.StreamHandler):
-    """Writes a line above the progress bars on the terminal."""
+class LogHandler(logging.StreamHandler):
+    """Writes lines without credentials, above the progress bars on the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):
@@ -32,9 +29,7 @@ class AboveBars(logging.StreamHandler):
 
 def start_logging(is_first: bool) -> None:
     """Log one line a message on rank 0; on other ranks warnings and errors only."""
-    logging.basicConfig(handlers=[AboveBars()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(hide_secrets)
+    logging.basicConfig(handlers=[LogHandler()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     sys.excepthook = print_without_secrets
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # huggingface_hub's, a line for each request

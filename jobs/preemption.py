@@ -44,30 +44,30 @@ def started_at() -> float:
     return float(text)
 
 
+def step_clock() -> float:
+    """Return seconds that do not count those of validations and saves."""
+    return time.monotonic() - activity.long_seconds
+
+
 class Agreement:
     """Context around the loop, which asks it at each step boundary, on all ranks together."""
 
-    def __init__(self, max_wall_time: str, group: dist.ProcessGroup) -> None:
-        """max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: of all ranks, its own: two
+    def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Any) -> None:
+        """Handle signals from now on. Outside the loop they end the run through `watchdog.end`.
+
+        max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: of all ranks, its own: two
         exchanges at a time in one group of gloo would be taken for each other.
         """
         self.rank, self.is_single, self.group = dist.get_rank(), dist.get_world_size() == 1, group
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
-        self.run_started = time.monotonic() - max(time.time() - started_at(), 0.0)
-        self.boundary, self.long_seconds = time.monotonic(), 0.0
+        self.deadline, self.watchdog = started_at() + self.limit, watchdog
         self.num_steps, self.recent = 0, deque[float](maxlen=RECENT_STEPS)  # seconds, without the first step
         self.request, self.stop = 0, ""  # this rank's reason to stop; all ranks' reason
         self.is_waiting = False  # a request waits for a step boundary or the last save; else it ends the run
         self.ending: tuple[str, int] | None = None  # last line and exit code after the last save
         self.asked = torch.zeros((), dtype=torch.int64)  # the largest request of any rank
         self.exchange: dist.Work | None = None
-        self.watchdog: Any = None
-
-    def listen(self, watchdog: Any) -> "Agreement":
-        """Handle signals from now on. Outside the loop they end the run through `watchdog.end_all`."""
-        self.watchdog = watchdog
         handle_stop_signals(self._on_signal)
-        return self
 
     def close(self) -> None:
         """Ignore further signals: the run has ended, and its exit code is known."""
@@ -84,11 +84,10 @@ class Agreement:
 
     def _end(self) -> None:
         message, code = self.ending or signal_before_first_step(self.request // RANKS)
-        self.watchdog.end_all(f"{self._reason(self.request)}: {message}", code)
+        self.watchdog.end(f"{self._reason(self.request)}: {message}", code)
 
     def __enter__(self) -> "Agreement":
-        self.is_waiting, self.boundary = True, time.monotonic()
-        self.long_seconds = activity.long_seconds
+        self.is_waiting, self.boundary = True, step_clock()
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
@@ -116,33 +115,32 @@ class Agreement:
 
         seconds: that saves and validations take until the step boundary after the next.
         """
-        now, in_long_phases = time.monotonic(), activity.long_seconds - self.long_seconds
+        started, self.boundary = self.boundary, step_clock()
         self.num_steps += 1
         if self.num_steps == 2:
             self.recent.clear()  # the first step compiles
-        self.recent.append(now - self.boundary - in_long_phases)
-        self.boundary, self.long_seconds = now, activity.long_seconds
-        if self.is_single:
-            self.asked = self._requested(now, seconds)
+        self.recent.append(self.boundary - started)
         if self.exchange:
             self.exchange.wait()  # raises where another rank is gone
             self.exchange = None
-        asked = int(self.asked)
-        self.stop = self._reason(asked) if asked else ""
+        own = self._requested(seconds)
+        if self.is_single:
+            self.asked = own
+        self.stop = self._reason(int(self.asked))
         if not self.stop and not self.is_single:
-            self.asked = self._requested(now, seconds)
+            self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)
         return self.stop
 
-    def _requested(self, now: float, seconds: float) -> torch.Tensor:
+    def _requested(self, seconds: float) -> torch.Tensor:
         """Return this rank's request, 0 for none. The clock of rank 0 decides for all."""
         # Two steps: the present one, and the one after which the answer comes.
         needed = 2 * max(self.recent) + seconds + min(LARGEST_MARGIN_SECONDS, self.limit / 10)
-        is_late = self.rank == 0 and now + needed > self.run_started + self.limit
+        is_late = self.rank == 0 and time.time() + needed > self.deadline
         return torch.tensor(self.request or is_late * WALL_TIME * RANKS, dtype=torch.int64)
 
     def _reason(self, request: int) -> str:
         reason, rank = divmod(request, RANKS)
         if reason == WALL_TIME:
             return f"training.max_wall_time = {self.limit_text}"
-        return f"{signal.Signals(reason).name} on rank {rank}"
+        return f"{signal.Signals(reason).name} on rank {rank}" if reason else ""

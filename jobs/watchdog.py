@@ -9,9 +9,9 @@ a little longer than the longest of these, so that it reports first: it knows wh
 import json
 import os
 import socket
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 from config import Comm
 from errors import (
     BAD_INPUT,
+    EXIT_SAVED,
     FAILED,
     UserError,
     end_process,
@@ -100,7 +101,7 @@ class Watchdog:
     def begin(self, step: int) -> None:
         """Start to write status.json: from now on the run's folder is this run's. step: the last one."""
         activity.step, self.owns_folder = step, True
-        if dist.get_rank() == 0:
+        if self.rank == 0:
             self.write_status(None)
 
     def write_status(self, exit_code: int | None, message: str = "") -> None:
@@ -108,8 +109,8 @@ class Watchdog:
         if not self.owns_folder:
             return
         status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}
-        status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "restart": int(self.attempt)}
-        status["ranks"] = self.world_size
+        status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        status |= {"restart": int(self.attempt), "ranks": self.world_size}
         try:
             write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:
@@ -124,10 +125,10 @@ class Watchdog:
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
         where, waits = activity.where()
+        waits, seconds = waits or self.lost, activity.seconds
         limit = activity.limit(self.short_limit if self.trained else self.long_limit, self.long_limit)
         if self.world_size == 1 and activity.phases == ("start",):
             limit = float("inf")  # no rank waits while the statistics of a large archive are computed
-        waits, seconds = waits or self.lost, activity.seconds
         call = last_collective() if waits and (self.lost or seconds > limit / 2) else ""
         own = (self.rank, socket.gethostname(), os.getpid(), activity.step, activity.describe_phase())
         return Heartbeat(*own, seconds, limit, where, waits, self.lost, call)
@@ -142,10 +143,13 @@ class Watchdog:
                 print_message(f"ROSSBY_HEARTBEAT: {error}")
             if self.has_launcher and os.getppid() != self.parent:
                 end_rank(FAILED)  # the launcher was killed: nothing else would end this rank
+            silent = time.monotonic() - self.contact
             if self.world_size == 1:
                 self._judge([self.heartbeat()])
-            elif time.monotonic() - self.contact > min(AFTER_LOSS_SECONDS, self.silence()):
-                self._without_store()
+            elif silent > self.silence(self.lost or self.store_closed):
+                where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                reason = f"no answer from {where} for {silent:.0f} s: link or host down, or it has ended"
+                self.end(format_report([self.heartbeat()], reason))
 
     def _sync(self) -> None:
         while not self.stopped.is_set():
@@ -169,8 +173,8 @@ class Watchdog:
         mine = self.heartbeat()
         self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
         if self.rank:
-            first = self._read_heartbeats([0])
-            if first[0].silent <= max(self.silence([mine, *first]), 3 * INTERVAL):
+            [first] = self._read_heartbeats([0])
+            if first.silent <= max(self.silence(mine.lost or first.lost), 3 * INTERVAL):
                 return
         self._judge(self._read_heartbeats(range(self.world_size)))
 
@@ -182,7 +186,7 @@ class Watchdog:
                 self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
         reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
         if reason.decode() != NO_REASON:
-            self._end("", int(reason.split()[0]))
+            self.end("", int(reason.split()[0]))
         found, now = [], time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
             if self.last.get(rank, (b"", 0.0))[0] != text:
@@ -190,66 +194,58 @@ class Watchdog:
             found.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
         return found
 
-    def silence(self, ranks: Sequence[Heartbeat] = ()) -> float:
-        """Return the seconds without a heartbeat after which a rank is taken for dead."""
+    def silence(self, is_lost: bool = False) -> float:
+        """Return the seconds without a heartbeat after which a rank is taken for dead.
+
+        is_lost: a connection has broken, so that one of the ranks probably is.
+        """
         limit = self.short_limit if self.trained else self.long_limit
         if self.is_asked_to_stop:  # perhaps by the launcher, because another rank is dead
             limit = min(limit, EXPLAIN_SECONDS)
-        return min(limit, AFTER_LOSS_SECONDS) if any(each.lost for each in ranks) else limit
+        return min(limit, AFTER_LOSS_SECONDS) if is_lost else limit
 
     def _judge(self, ranks: list[Heartbeat]) -> None:
-        if found := find_stalled_ranks(ranks, self.silence(ranks)):
+        if found := find_stalled_ranks(ranks, self.silence(any(each.lost for each in ranks))):
             lines = [f"{format_report(*found)}; all ranks end", format_table(ranks)]
-            self._end("\n".join([*lines, f"  stacks: {self.folder / 'hang'}"]))
-
-    def _without_store(self) -> None:
-        """End this rank where the store's host is out of reach for too long, or its launcher has ended."""
-        silent = time.monotonic() - self.contact
-        if silent > self.silence() or self.lost or self.store_closed:
-            where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            reason = f"no answer from {where} for {silent:.0f} s: link or host down, or it has ended"
-            self._end(format_report([self.heartbeat()], reason))
+            self.end("\n".join([*lines, f"  stacks: {self.folder / 'hang'}"]))
 
     # -- the end
 
-    def _end(self, message: str, code: int = FAILED, stacks: bool = True) -> NoReturn:
-        """End this process. Of the ranks that have a message the first one reports it."""
-        first = bool(message) and self._is_first(code)
-        if first:
-            is_reporting_rank()  # leaves a mark, after which the launcher adds details and no line of its own
+    def end(self, message: str, code: int = FAILED) -> NoReturn:
+        """End this rank, and the others with it. Of the ranks that have a message the first one reports it.
+
+        Where a thread of the watchdog calls it, the main thread may hang: its stack is written.
+        """
+        is_first = bool(message) and self._is_first(code)
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_first:
             print_message(message)
             self.write_status(code, message)
-        if code == FAILED and stacks:
+        if code == FAILED and not is_main_thread:
             try:
                 write_stacks(self.folder / "hang", self.rank)
             except OSError as error:
                 print_message(f"{self.folder}: no stacks written: {error}")
-        if first and not self.has_launcher:
+        if self.world_size == 1 and is_main_thread:
+            end_process(code)
+        if self.store is None and code == EXIT_SAVED:
+            os._exit(code)  # not 0, which a launcher would take for the end of this rank alone
+        if is_first and self.store and not self.has_launcher:
             time.sleep(2 * INTERVAL)  # the store may be this process: the others have to read it first
         end_rank(code)
 
     def _is_first(self, code: int) -> bool:
         """Return True where this rank sets the shutdown reason; without a store, on one rank of each host."""
+        # The call leaves a mark, after which the launcher adds details and no line of its own.
+        is_first_of_host, reason = is_reporting_rank(), f"{code} {self.rank}"
         # Without its host a store may never answer.
         if self.store is None or time.monotonic() - self.contact > STORE_SECONDS:
-            return is_reporting_rank()
-        reason = f"{code} {self.rank}"
+            return is_first_of_host
         try:
             return self.store.compare_set("shutdown", NO_REASON, reason).decode() == reason
         except dist.DistError as error:
             print_message(f"the other hosts do not get the reason: {error}")
-            return True
-
-    def end_all(self, message: str, code: int) -> NoReturn:
-        """End all ranks with this exit code, after one line. Alone, this process ends as Python ends."""
-        if self.world_size > 1 and self.store:
-            self._end(message, code, stacks=False)
-        if is_reporting_rank():
-            print_message(message)
-            self.write_status(code, message)
-        if self.world_size > 1:
-            os._exit(code)  # not 0, which a launcher would take for the end of this rank alone
-        end_process(code)
+            return is_first_of_host
 
     def end_with(self, error: Exception) -> None:
         """End this rank with an exception of the main thread, and the others with it. Alone, it returns.
@@ -261,14 +257,14 @@ class Watchdog:
         code = BAD_INPUT if isinstance(error, UserError) else FAILED
         if self.world_size == 1:
             self.write_status(code, message)
-        elif text and self.threads[0].is_alive():
-            self._end(text, code, stacks=False)
         elif not text:
             if is_lost_connection(error):
                 self.lost = True
                 time.sleep(EXPLAIN_SECONDS)  # a thread ends the process as soon as there is a reason
-            traceback.print_exception(error)
-            self._end(f"{format_report([self.heartbeat()], message)}; all ranks end", stacks=False)
+            sys.excepthook(type(error), error, error.__traceback__)  # which hides secrets
+            self.end(f"{format_report([self.heartbeat()], message)}; all ranks end")
+        elif not self.stopped.is_set():
+            self.end(text, code)
 
 
 def touch_heartbeat_file() -> None:

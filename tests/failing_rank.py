@@ -39,7 +39,7 @@ def fail(what: str) -> None:
 
 def run(watchdog: Watchdog, what: str) -> None:
     start_ranks(60, "gloo")
-    agreement = Agreement("", cpu_group()).listen(watchdog)
+    agreement = Agreement("", cpu_group(), watchdog)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with agreement:
         for step in range(1, STEPS + 1):

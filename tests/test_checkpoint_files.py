@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import pickle
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def lose_a_shard(folder: Path) -> str:
 
 def lose_the_manifest(folder: Path) -> str:
     (folder / "manifest.json").unlink()
-    return "manifest.json: is missing"
+    return "manifest.json: cannot be read: No such file"
 
 
 def flip_the_manifest(folder: Path) -> str:
@@ -238,8 +237,8 @@ def test_a_file_without_permission_is_one_line():
     assert one_line(OSError(28, "full")) is None
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[model", b""])
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[model"])
 def test_a_configuration_that_cannot_be_read_is_damage(tmp_path, content):
     (tmp_path / "config.toml").write_bytes(content)
-    with pytest.raises(Damaged) if content else nullcontext():
-        assert not Identity.of(tmp_path).values
+    with pytest.raises(Damaged):
+        Identity.of(tmp_path)

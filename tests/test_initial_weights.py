@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from scipy.interpolate import RegularGridInterpolator
 
-from checkpoints.checkpointer import Checkpointer
-from checkpoints.initial_weights import TokenGrid, find_checkpoint, load_initial_weights
+from checkpoints.checkpointer import Checkpointer, find_checkpoint
+from checkpoints.initial_weights import TokenGrid, load_initial_weights
 from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
 from datasets.channels import Channels
 from models.registry import build_model
@@ -26,6 +26,7 @@ from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
 
 GRID, LARGER = (8, 16), (13, 20)
+KEY = "checkpoint.initial_load_path"
 OLD = Channels(("temperature:850", "2m_temperature"), static=("land_sea_mask",))
 NEW = Channels(("2m_temperature", "total_precipitation", "temperature:850"), computed=("sin_local_time",))
 CONFIG = """
@@ -75,7 +76,7 @@ def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path,
     old = save(tmp_path, ema)
     fresh = {name: p.detach().clone() for name, p in build(NEW, 7).items()}
     parameters = build(NEW, 7)
-    load_initial_weights(find_checkpoint(str(tmp_path)).folder, parameters, NEW)
+    load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, parameters, NEW)
     embedding, head = parameters["patch_embedding.weight"], parameters["head.weight"]
     for weight, name, dim in ((embedding, "patch_embedding.weight", 1), (head, "head.weight", 0)):
         assert torch.equal(patches(weight, 0, dim), patches(old[name], 1, dim))  # 2m_temperature
@@ -92,28 +93,28 @@ def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path,
 def test_a_u_net_too(one_rank, tmp_path):
     old = save(tmp_path, name="unet")
     parameters = build(NEW, 7, name="unet")
-    load_initial_weights(find_checkpoint(str(tmp_path / "checkpoints")).folder, parameters, NEW)
+    load_initial_weights(find_checkpoint(KEY, str(tmp_path / "checkpoints")).folder, parameters, NEW)
     assert torch.equal(parameters["stem.weight"][:, 2], old["stem.weight"][:, 0])
     assert torch.equal(parameters["head.bias"][[0, 2]], old["head.bias"][[1, 0]])
 
 
 def load_on_shards(folder: Path) -> dict:
     parameters = build(NEW, 7, tensor_parallel_degree=2)
-    load_initial_weights(find_checkpoint(str(folder)).folder, parameters, NEW)
+    load_initial_weights(find_checkpoint(KEY, str(folder)).folder, parameters, NEW)
     return {name: full(parameter) for name, parameter in parameters.items()}
 
 
 def test_sharded_weights_are_those_of_one_process(ranks, one_rank, tmp_path):
     save(tmp_path)
     parameters = build(NEW, 7)
-    load_initial_weights(find_checkpoint(str(tmp_path)).folder, parameters, NEW)
+    load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, parameters, NEW)
     sharded = ranks(4).run(load_on_shards, tmp_path)[0]
     assert all((sharded[name] == full(parameter)).all() for name, parameter in parameters.items())
 
 
 def load_on_another_grid(folder: Path, tokens: tuple[TokenGrid, TokenGrid], **parallelism) -> dict:
     parameters = build(OLD, 7, grid=LARGER, **parallelism)
-    load_initial_weights(find_checkpoint(str(folder)).folder, parameters, OLD, tokens)
+    load_initial_weights(find_checkpoint(KEY, str(folder)).folder, parameters, OLD, tokens)
     return {name: full(parameter) for name, parameter in parameters.items()}
 
 
@@ -140,10 +141,10 @@ def test_positions_are_interpolated_to_another_grid(ranks, one_rank, tmp_path):
 
 def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):
     with pytest.raises(ValueError, match="initial_load_path = .*no checkpoint there"):
-        load_initial_weights(find_checkpoint(str(tmp_path)).folder, build(NEW, 7), NEW)
+        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7), NEW)
     save(tmp_path)
     with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this model; take the model"):
-        load_initial_weights(find_checkpoint(str(tmp_path)).folder, build(NEW, 7, dim=32), NEW)
+        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7, dim=32), NEW)
     next((tmp_path / "checkpoints").glob("step-*/*.distcp")).unlink()
     with pytest.raises(ValueError, match="damaged ones only"):
-        load_initial_weights(find_checkpoint(str(tmp_path)).folder, build(NEW, 7), NEW)
+        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7), NEW)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from checkpoints.writer import WrittenFiles
 from errors import DataError
+from jobs.hang_report import Heartbeat
 from parallelisms.peer_messages import use_plain_messages
 
 
@@ -46,7 +46,7 @@ def test_plain_data_are_read(one_rank, monkeypatch):
         if reduce.__module__.startswith("tblib"):  # of Dask, for all of a process that has imported it
             monkeypatch.delitem(copyreg.dispatch_table, kind)
     index = MetadataIndex("weight", torch.Size([2]))
-    values = [1, "a", {"b": (2.5, None)}, Path("c"), index, WrittenFiles({"f": (1, 2)}), torch.bfloat16]
+    values = [1, "a", {"b": (2.5, None)}, Path("c"), index, Heartbeat(3), torch.bfloat16]
     values.append(FileNotFoundError(2, "gone"))
     assert repr(received(values)) == repr(values)
     shape = torch.empty(2, 3, device="meta")  # of what a stage of a pipeline gives, on torch 2.11

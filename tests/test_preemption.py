@@ -37,7 +37,7 @@ def boundaries_with_a_signal() -> list[str]:
     """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
     import torch.distributed as dist
 
-    agreement, decided = Agreement("", cpu_group()).listen(SimpleNamespace()), []
+    agreement, decided = Agreement("", cpu_group(), SimpleNamespace()), []
     with agreement:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:
@@ -55,7 +55,7 @@ def test_all_ranks_stop_at_the_same_step(ranks):
 
 def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    agreement = Agreement("1:02:00", cpu_group())  # two minutes are left, of which one is the margin
+    agreement = Agreement("1:02:00", cpu_group(), None)  # two minutes are left, of which one is the margin
     with agreement:
         assert not agreement.decide(seconds=50.0)
         assert agreement.decide(seconds=70.0) == "training.max_wall_time = 1:02:00"
@@ -64,7 +64,7 @@ def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
 def test_a_long_validation_does_not_count_as_a_step(one_rank, monkeypatch):
     """It made every later step look as long, so that a job ended far before its time."""
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    agreement = Agreement("1:01:10", cpu_group())  # 70 s are left, of which 60 are the margin
+    agreement = Agreement("1:01:10", cpu_group(), None)  # 70 s are left, of which 60 are the margin
     with agreement:
         for step in range(4):
             activity.start_phase("train", step)
@@ -115,7 +115,7 @@ def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
 
 def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, capsys):
     config = load_checked([])
-    Agreement("", cpu_group()).listen(Watchdog(tmp_path, config.comm))
+    Agreement("", cpu_group(), Watchdog(tmp_path, config.comm))
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
