@@ -11,7 +11,9 @@ import evaluate
 from tests.forecasts import analyses, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
+from verification import matching, saved_tallies
 from verification.details import MIDLATITUDES, mean_over_latitudes
+from verification.saved_tallies import SavedTallies
 
 LEADS = [6, 12, 24]
 RMSE = "rmse/geopotential:500@24h"
@@ -143,6 +145,35 @@ def test_the_dates_are_counted_as_here_and_as_in_training(run, truth):
     assert code == 0, said
     assert "initial dates by lead, truth anywhere in the data: 6 h 10, 12 h 10, 24 h 10" in said
     assert "truth inside data.validation_period: 6 h 15, 12 h 14, 24 h 12" in said
+
+
+def test_a_killed_evaluation_continues(run, monkeypatch):
+    """Three times, after some dates each; the last attempt scores what is left."""
+    ours = f"--forecast=model={run.folder / 'ours.zarr'}"
+    run(ours, output="whole", run="killed")
+    monkeypatch.setattr(matching, "MOST_DATES", 1)
+    monkeypatch.setattr(saved_tallies, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(saved_tallies, "MOST_TIME", 1e9)
+    add, scored = SavedTallies.add, []
+
+    def killed(saved, dates, tallies):
+        add(saved, dates, tallies)
+        scored.extend(dates)
+        if len(scored) in (2, 4, 7):
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(SavedTallies, "add", killed)
+            run(ours, output="killed", run="killed")
+    monkeypatch.setattr(SavedTallies, "add", lambda saved, *rest: scored.extend(rest[0]) or add(saved, *rest))
+    code, said, out = run(ours, output="killed", run="killed")
+    assert code == 0 and sorted(scored) == list(range(10)), said
+    for name in ("scores.nc", "scores_by_date.nc"):
+        xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
+    for name in ("spectra_model.nc", "bias_persistence.nc"):
+        xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
+    assert not list((run.folder / "killed/evaluation/unfinished").glob("*"))
 
 
 @pytest.mark.slow
