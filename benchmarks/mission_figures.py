@@ -17,9 +17,10 @@ from command_line import text_table
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.clusters import load_cluster
+from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
 from planning.hardware import Link
-from planning.memory import FLOAT32, Memory, memory, scores_bytes
+from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import capacity, plan
 from planning.workload import Workload

@@ -27,7 +27,7 @@ DEVICE_KEYS = tuple(field.name for field in dataclasses.fields(Device) if field.
 KEYS: dict[str, type | tuple[str, ...]] = {
     "like": str,  # a machine that has the rest
     "known_as": list,  # torch's names of the device
-    **dict.fromkeys(("memory", "reserved", "bandwidth", "launch", "watts"), ()),
+    **dict.fromkeys(("memory", "reserved", "bandwidth", "watts"), ()),
     **dict.fromkeys(("peak", "matmul"), PRECISIONS),
     **dict.fromkeys(("attention_forward", "attention_backward"), HEAD_SIZES),
     **dict.fromkeys(("hopper_forward", "hopper_backward"), HEAD_SIZES),
@@ -39,7 +39,7 @@ KEYS: dict[str, type | tuple[str, ...]] = {
     "float32_attention": (),
 }
 OPTIONAL = ("like", "known_as", "shared", "cores", "float32_attention", "hopper_forward", "hopper_backward")
-MAY_BE_ZERO = ("reserved", "launch", "on_demand", "spot", "spot_interruptions", "failures")
+MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
 
 

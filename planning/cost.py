@@ -14,9 +14,9 @@ from typing import Any
 
 from command_line import text_table
 from config import Checkpoint, Config
+from planning.constants import FLOAT32
 from planning.error_bands import band_of
 from planning.hardware import Cluster
-from planning.memory import FLOAT32
 from planning.search import Plan
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload

@@ -18,8 +18,9 @@ from errors import RunFailed, UserError
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
+from planning.constants import GIB
 from planning.hardware import Cluster
-from planning.memory import GIB, Memory
+from planning.memory import Memory
 from planning.search import capacity, change_text, changes_that_fit, fits, plan
 from planning.this_machine import cluster_here, workload_here
 from training.process_settings import host_memory

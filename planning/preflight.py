@@ -48,7 +48,7 @@ from parallelisms.degrees import Degrees, num_ranks
 from parallelisms.mesh import start_ranks
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
-from planning.network import route_of, seconds
+from planning.network import route, seconds
 from planning.search import Plan, capacity, change_text, changes_that_fit, check_device, fits, plan
 from planning.start_checks import open_checked
 from planning.this_machine import available_memory, cluster_here, workload_here
@@ -163,7 +163,7 @@ def network_row(cluster: Cluster | None, device: torch.device) -> Row:
     if cluster is None or cluster.shared:  # links of a CPU are assumed in the file
         return Row("network", PASS, found)
     degrees = Degrees(dp_shard=num_ranks())
-    planned = seconds("all-reduce", REDUCED, route_of(cluster, degrees, "dp_shard"))
+    planned = seconds("all-reduce", REDUCED, route(cluster, degrees, "dp_shard"))
     result = PASS if planned > SLOW * fastest else WARN
     return Row("network", result, f"{found}, {1e3 * planned:.1f} planned", "nccl-tests: docs/launch.md")
 

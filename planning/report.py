@@ -6,12 +6,13 @@ from typing import Any
 from command_line import text_table
 from config import Config
 from planning.compute import hardware_flops
+from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
 from planning.error_bands import band_line, band_of, kind_of
 from planning.hardware import Cluster
-from planning.memory import FLOAT32, GIB, Memory
+from planning.memory import Memory
 from planning.search import Plan, capacity, fits
-from planning.step_time import StepTime
+from planning.step_time import Kind, StepTime
 from planning.workload import Workload, changed_settings
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
@@ -83,7 +84,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
     rows = [(f"  {name}", value, value / time.total) for name, value in classes]
     again = max(hardware_flops(work) / work.sample_flops - 1, 0.0)  # attention's own recomputation counts
-    ratio = time.communication / max(time.computation, 1e-12)
+    ratio = time.communication / max(time.of_kind(Kind.COMPUTES), 1e-12)
     peak = cluster.device.peak["bf16"]
     return "\n".join(
         [

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.mission_figures import main as mission_figures
 from benchmarks.planner_published import RUNS, published_model
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, vit_architecture
+from planning.architecture import vit_architecture
 from planning.clusters import load_cluster
 from planning.compute import block_seconds
 from planning.search import best_layouts
@@ -38,7 +38,7 @@ def wide(dim: int, heads: int, patch: tuple[int, int] = (16, 16)) -> Workload:
 
 
 def decisions() -> list[Decision]:
-    small, values = Architecture(1024, 512, 12, 8, 2048, 1280, 1280), 256 * 256 * 20
+    small, values = vit_architecture((256, 256), (8, 8), 20, 20, 512, 12, 8), 256 * 256 * 20
     ddp = Workload(small, Degrees(dp_shard=4), 16, 64, field_values=values, input_values=values)
     fine = wide(1536, 24, (4, 4)).replace(degrees=Degrees(dp_shard=16, cp=4), global_batch=16)
     return [
@@ -77,7 +77,7 @@ def test_the_layout_of_the_textbook_is_among_the_best():
 def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share():
     work, cluster = LLAMA, load_cluster("a100-8hdrx64")
     time = step_time(work, cluster)
-    waits = ("exposed", "bubble", "host", "stragglers")
+    waits = ("exposed", "bubble", "dispatch", "stragglers")
     busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
     assert time.classes["stragglers"] == pytest.approx((spread(64) - 1) * busy)
     assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication

@@ -9,8 +9,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from datasets.grid import global_grid
 from models.registry import build_model
 from parallelisms.degrees import Degrees
+from planning.architecture import architecture_of
 from planning.dry_run import DryRun, StepTracker, dry_run
-from planning.workload import Workload, architecture_of, workload_of
+from planning.workload import Workload, workload_of
 from tests.collective_formulas import step_collectives
 from tests.planned import run_plan
 from training.config_checks import load_checked

@@ -7,27 +7,27 @@ from functools import cache
 import pytest
 
 from benchmarks.planner_published import (
-    LanguageModel,
     band,
     bands,
     bands_toml,
     distance,
     is_useful,
     judged_runs,
+    language_model,
     peaks_table,
     summaries,
     table,
 )
 from parallelisms.degrees import Degrees
 from planning.anchor import KINDS
-from planning.architecture import Architecture
+from planning.architecture import vit_architecture
 from planning.clusters import load_cluster
 from planning.error_bands import ANCHORED, BANDS, CALIBRATED, band_line, band_of, error_bands, kind_of
 from planning.workload import Workload
 from tests.test_plan import plan
 
-VIT = Architecture(4096, 1536, 48, 24, 6144, 8704, 8704)
-WORDS = LanguageModel(4096, 1536, 48, 24, 6144, 0, 32_000, vocabulary=32_000)
+VIT = vit_architecture((1024, 2048), (16, 32), 17, 17, 1536, 48, 24)
+WORDS = language_model(4096, 1536, 48, 24, 6144, vocabulary=32_000)
 A100, H100 = load_cluster("a100x8"), load_cluster("h100x8")
 
 
