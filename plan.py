@@ -11,11 +11,13 @@
                       its measured steps; a configuration with --anchor_seconds S, on the cluster's devices
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
+--verbose             also moments of memory, rates of reading, costs by fleet
 --restart_minutes M   from a preemption to the next step (default 30)
 --slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
 --json                print one JSON object instead of tables
 
-Days and dollars are ranges: from the fastest to the slowest known run of the same kind, over its plan.
+--job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
+from the fastest to the slowest known run of the same kind, over its plan.
 Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
 """
 
@@ -33,6 +35,7 @@ OPTIONS = own_options(
     calibrate=False,
     dry_run=False,
     json=False,
+    verbose=False,
     world_size=1,
     restart_minutes=30.0,
     slowest=1.0,
@@ -50,14 +53,14 @@ from typing import TYPE_CHECKING
 from config import Config
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.anchor import Anchor, layout_kind, run_record
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import cost_range, rollout_stages
 from planning.hardware import Cluster
+from planning.known_runs import Anchor, layout_kind, run_record
 from planning.report import (
+    answer,
     as_json,
     data_lines,
-    describe,
     layout_options,
     layouts_table,
     memory_table,
@@ -65,20 +68,7 @@ from planning.report import (
     reason,
     time_table,
 )
-from planning.search import (
-    SIMPLICITY,
-    Plan,
-    best_layouts,
-    capacity,
-    change_text,
-    changes_that_fit,
-    check_device,
-    divisors,
-    fits,
-    fitting,
-    plan,
-    speedups,
-)
+from planning.search import Plan, best_layouts, check_device, divisors, fits, plan
 from planning.step_time import step_time
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.config_checks import check
@@ -97,7 +87,7 @@ def main() -> None:
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-        config = start(rest, __doc__, check if options.layout != "auto" else None)
+        config = start(of_run(rest), __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:
@@ -106,6 +96,17 @@ def main() -> None:
             raise ConfigError("plan.py: say where: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
+
+
+def of_run(words: list[str]) -> list[str]:
+    """Return the words of the command line, with a run's configuration where only its folder is named."""
+    names = [word.partition("=")[0] for word in words]
+    if "--job.dump_folder" not in names or "--job.config_file" in names:
+        return words
+    at = names.index("--job.dump_folder")
+    folder = words[at].partition("=")[2] or " ".join(words[at + 1 : at + 2])
+    file = Path(folder) / "config.toml"
+    return ["--job.config_file", str(file), *words] if file.is_file() else words
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -146,11 +147,14 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost, read_rate(*fastest)), indent=1))
         return 0 if fit else 1
-    feed = data_lines(*fastest, cluster)
-    print("\n\n".join([*tables(plans, made, cluster, original), feed, cost.table()]))
-    nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
-    last = next_to_try(made, cluster, original, bool(plans)) if fit else advice(made, cluster, original)
-    print(f"\n{nowhere}{last}")
+    first = answer(made, cluster, cost, original, bool(plans))
+    nowhere = ["no layout fits; as configured:"] if options.layout == "auto" and not plans else []
+    blocks = [*nowhere, first, *layout_blocks(plans, cluster, original)]
+    blocks += [memory_table(made.memory, options.verbose)]
+    blocks += [time_table(made.work, made.time, cluster, options.verbose)]
+    blocks += [cluster.anchor.line()] if cluster.anchor else []
+    blocks += [data_lines(*fastest, cluster, options.verbose)]
+    print("\n\n".join([*blocks, cost.table()] if options.verbose else blocks))
     return 0 if fit else 1
 
 
@@ -193,43 +197,13 @@ def num_variables(config: Config) -> int:
     return len(Channels.of(config.data).variables)
 
 
-def tables(plans: list[Plan], made: Plan, cluster: Cluster, config: Config) -> list[str]:
+def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[str]:
     """config: as the user has written it, which the options of a layout replace."""
-    found = [describe(made.work, cluster)]
-    if plans:
-        why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
-        command = f"to train so: {layout_options(made.work, config)}"
-        found.append("\n".join([layouts_table(plans, cluster), *why, command]))
-    found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
-    return [*found, cluster.anchor.line()] if cluster.anchor else found
-
-
-def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> str:
-    """What takes most of a step, and the setting that shortens it most. searched: --layout auto was."""
-    name, seconds = max(made.time.classes.items(), key=lambda item: item[1])
-    limit = f"it fits; most of a step, {seconds / made.time.total:.0%}, is {name}"
-    found = fitting(speedups(made.work, cluster))
-    change, best = min(found, key=lambda item: item[1].time.total, default=("", made))
-    gain = best.time.total / made.time.total - 1
-    if gain > -SIMPLICITY:
-        more = "more devices would" if searched else "try --layout auto, or more devices"
-        return f"{limit}; no single setting makes it {SIMPLICITY:.0%} faster; {more}"
-    peak = f"{best.memory.peak / 2**30:.2f} GiB"
-    text = change if searched else change_text(change, best.work, config)
-    return f"{limit}; next to try: {text}: {best.time.total:.3f} s a step ({gain:+.1%}), {peak}"
-
-
-def advice(made: Plan, cluster: Cluster, config: Config) -> str:
-    """Missing memory, and the three cheapest changes with which the job fits."""
-    missing = (made.memory.peak - capacity(cluster)) / 2**30
-    what = f"{missing:.2f} GiB a device are" if missing > 0 else "memory of the host is"
-    rows = [f"it does not fit: {what} missing; the cheapest changes with which it does:"]
-    for name, changed in changes_that_fit(made.work, cluster):
-        cost = changed.device_seconds / made.device_seconds - 1
-        peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
-        text = change_text(name, changed.work, config)
-        rows.append(f"  {text}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")
-    return "\n".join(rows if len(rows) > 1 else [*rows, "  none of one or two settings; try --layout auto"])
+    if not plans:
+        return []
+    why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
+    command = f"to train so: {layout_options(plans[0].work, config)}"
+    return ["\n".join([layouts_table(plans, cluster), *why, command])]
 
 
 def calibrate_machine(config: Config) -> None:

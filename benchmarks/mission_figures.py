@@ -130,7 +130,7 @@ def cost_figures() -> list[Figure]:
     fleet, hours = Fleet(cluster, on_demand_nodes=1), round(STATES * EPOCHS / RATES[64] / HOUR)
     on_demand = hours * cluster.devices * cluster.on_demand
     node = hours * fleet.on_demand_devices * cluster.on_demand
-    spot = hours * fleet.spot_devices * cluster.spot
+    spot = hours * (cluster.devices - fleet.on_demand_devices) * cluster.spot
     mixed = node + spot + 2 * 45 / 60 * cluster.devices * cluster.spot  # two preemptions of 45 minutes
     return [
         Figure("on demand", "$24,640", on_demand, "$", 24_640),

@@ -21,13 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import RESULTS, read_lines, record
 from parallelisms.degrees import Degrees
-from planning.anchor import KINDS, layout_kind
 from planning.architecture import ROW, Architecture, Shapes, cut, padded, vit_architecture
 from planning.clusters import load_cluster
 from planning.compute import linear_seconds
 from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
-from planning.error_bands import ANCHORED, BANDS, CALIBRATED, Band
 from planning.hardware import Cluster, Device
+from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
 from planning.step_time import Kind, spread, step_time
 from planning.workload import Workload

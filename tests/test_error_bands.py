@@ -19,10 +19,9 @@ from benchmarks.planner_published import (
     table,
 )
 from parallelisms.degrees import Degrees
-from planning.anchor import KINDS
 from planning.architecture import vit_architecture
 from planning.clusters import load_cluster
-from planning.error_bands import ANCHORED, BANDS, CALIBRATED, band_line, band_of, error_bands, kind_of
+from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, band_line, band_of, error_bands, kind_of
 from planning.workload import Workload
 from tests.test_plan import plan
 
@@ -110,7 +109,7 @@ def test_a_band_is_of_five_runs_that_are_alike():
 def test_kinds(model, cluster, degrees, kind):
     work = Workload(model, degrees, 1, degrees.dp)
     assert kind_of(work, cluster) == kind
-    found, line = band_of(work, cluster), band_line(work, cluster, 1.0)
+    found, line = band_of(work, cluster), band_line(work, cluster)
     if cluster.shared or kind not in error_bands():
         assert found is None and "no run of this kind is known" in line
         return
@@ -121,7 +120,7 @@ def test_kinds(model, cluster, degrees, kind):
 def test_predicted_times_have_their_bands():
     """But for context parallelism and pipelines, of which too few runs are known."""
     text = plan("--cluster", "a100x64", "--layout", "auto")
-    assert "band s" in text and "error band: " in text and ", data parallel)" in text
+    assert "band s" in text and "band: four of five" in text and ", data parallel)" in text
     rows = [line for line in text.splitlines() if re.match(r" +\d+ (dp_|pp )", line)]
     assert len(rows) == 10 and all(
         bool(re.search(r"\d\.\d-\d+\.\d", line)) == (" cp " not in line and "pp " not in line)

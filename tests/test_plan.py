@@ -67,7 +67,7 @@ def test_the_options_of_a_layout_replace_what_the_configuration_has():
 
 def test_nodes_and_storage_are_printed():
     """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
-    made, text = figures(), plan("--cluster", "a100x64")
+    made, text = figures(), plan("--cluster", "a100x64", "--verbose")
     assert made["nodes"] == 8 and "64 x a100 in 8 nodes" in text
     assert made["storage_bytes_per_second"] == 8 * 5e9
     per_sample = 2 * 17 * 1024 * 2048 * 4
@@ -82,7 +82,7 @@ def test_a_storage_that_is_too_slow_is_said(tmp_path):
 
 
 def test_without_checkpoints_no_interval_is_advised():
-    text = plan("--cluster", "a100x8", "--checkpoint.enable", "false")
+    text = plan("--cluster", "a100x8", "--checkpoint.enable", "false", "--verbose")
     assert "0 steps" not in text and "saved never (checkpoint.enable = false)" in text
     (row,) = [line for line in text.splitlines() if line.startswith("  best save every")]
     assert row.split()[3:] == ["-", "-"]
@@ -98,7 +98,9 @@ def test_without_checkpoints_no_interval_is_advised():
 )
 def test_what_is_next_to_try_gives_the_step_that_it_names(options):
     text = plan("--cluster", "a100x64", *options)
-    found = re.search(r"next to try: (\S+) = (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB", text)
+    found = re.search(
+        r"^next +(\S+) = (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB", text, re.MULTILINE
+    )
     assert found, text
     changed = figures(*options, f"--{found[1]}", found[2].strip('"'))
     assert changed["step_seconds"] == pytest.approx(float(found[3]), abs=1e-3)
@@ -129,7 +131,7 @@ def test_averages_of_offloaded_weights_are_on_the_host():
 
 def test_days_and_dollars_are_ranges_of_known_runs():
     """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
-    made, text = figures(), plan("--cluster", "a100x64")
+    made, text = figures(), plan("--cluster", "a100x64", "--verbose")
     planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
     low, high = (end["fleets"]["on demand"] for end in ends)
     band, step = made["step_seconds_band"], made["step_seconds"]
@@ -140,7 +142,8 @@ def test_days_and_dollars_are_ranges_of_known_runs():
     (days,), (dollars,) = (re.findall(f"^  {what} .*", text, re.MULTILINE) for what in ("days", "dollars "))
     assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} " in days
     assert f"{low['dollars']:,.0f} to {high['dollars']:,.0f} " in dollars
-    unknown = plan("--cluster", "cpu2", config="demo")
+    assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; 1 on demand" in text
+    unknown = plan("--cluster", "cpu2", "--verbose", config="demo")
     assert re.search(r"^  days +[\d.]+ +[\d.]+$", unknown, re.MULTILINE)
 
 
@@ -176,6 +179,20 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     assert figures(*tensor)["step_seconds"] == figures(*tensor, "--anchor", str(tmp_path))["step_seconds"]
     (tmp_path / "status.json").unlink()
     assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
+
+
+def test_the_folder_of_a_run_is_its_configuration(tmp_path):
+    """plan.py took the default configuration, with the folder of another."""
+    demo = Path(__file__).parent.parent / "train_configs" / "demo.toml"
+    (tmp_path / "config.toml").write_text(f'extends = "{demo}"\n[model]\ndim = 64\n')
+    found, named = (
+        json.loads(run_plan("--cluster", "cpu2", "--json", *words).stdout)["parameters"]
+        for words in (
+            ["--job.dump_folder", str(tmp_path)],
+            ["--job.config_file", str(tmp_path / "config.toml")],
+        )
+    )
+    assert found == named < 10**6
 
 
 def test_help_fits_a_screen_before_the_keys():
