@@ -222,9 +222,7 @@ def calibrate_machine(config: Config) -> None:
     retain_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
-    measured = calibrate(
-        [block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads, ranks
-    )
+    measured = calibrate([block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads)
     save_calibration(measured, CALIBRATION)
     print(measured.table())
     print(f"\n{CALIBRATION}: measured in {time.perf_counter() - started:.0f} s; use it with --cluster this")

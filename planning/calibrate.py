@@ -7,19 +7,13 @@ operands in the cache because it has just used them.
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import product
-from multiprocessing import get_context
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +21,6 @@ from errors import ConfigError
 from models.attention import attention, check_backend
 from models.vit import Block
 from planning.calibration import Calibration, Timing, processor_name, torch_version
-from planning.hardware import Link
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Larger products and tensors have the rates of these, and would take minutes.
@@ -40,9 +33,6 @@ REPETITIONS = (3, 25)  # at least, whatever they take; at most
 # wait for the scheduler's 8 ms, and a median of all is up to 30 x too long.
 DISTURBED = 1.25
 TIMED_SECONDS = 2e-4  # an operation that takes less is timed several times over
-PAYLOADS = (2**10, 2**16, 2**20, 2**22, 2**24)  # bytes that are all-reduced
-LINK_REPETITIONS, LINK_CALLS = (10, 10), 3
-JOIN_SECONDS = 120  # that a rank waits for the others
 
 
 @dataclass(frozen=True)
@@ -77,27 +67,22 @@ def calibrate(
     backends: Sequence[str],
     device: torch.device,
     threads: int,
-    ranks: int = 1,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Times of a rank of `threads` threads on `device` while `ranks` such ranks do the same on this host.
+    """Times of a rank of `threads` threads on `device`.
 
-    Ranks on a CPU share its caches and its memory: let as many measure as will train at once. TF32 is on or
-    off as torch is set. `seconds` are spent on repetitions, besides the start of processes. `backends` are
-    those of models/attention.py; ConfigError where the device has no kernel for one, in no precision.
+    TF32 is on or off as torch is set. `seconds` are spent on repetitions. `backends` are those of
+    models/attention.py; ConfigError where the device has no kernel for one, in no precision.
     """
     for backend in backends:
         if not any(has_kernel(backend, device.type, dtype) for dtype in DTYPES):
             check_backend(backend, device.type, torch.float32)
-    jobs = ranks if device.type == "cpu" else 1
-    what = (blocks, backends, device, threads, seconds)
-    timings, launch = measure(*what) if jobs == 1 else together(measure, jobs, "gloo", *what)
-    on_gpu = device.type == "cuda"
-    world = torch.cuda.device_count() if on_gpu else 2
-    link = None
-    if world > 1:
-        backend, link_threads = "nccl" if on_gpu else "gloo", max(threads * jobs // world, 1)
-        link = together(_measure_link, world, backend, device.type, link_threads)
+    usual, on_gpu = torch.get_num_threads(), device.type == "cuda"
+    torch.set_num_threads(threads)
+    try:
+        timings = in_turns(list(operations(blocks, backends, device)), device, seconds)
+    finally:
+        torch.set_num_threads(usual)
     return Calibration(
         torch_version=torch_version(),
         device_type=device.type,
@@ -105,11 +90,8 @@ def calibrate(
         processor=processor_name(),
         cores=os.cpu_count() or 1,
         threads=threads,
-        ranks=jobs,
         memory=memory_of(device),
-        launch=launch,
-        allreduce=link,
-        timings=timings,
+        timings=tuple(timings),
     )
 
 
@@ -166,7 +148,7 @@ def linear_operations(
 def attention_operations(
     batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backend: str, device: torch.device
 ) -> Iterator[Operation]:
-    """q, k and v lie in one tensor as in models/vit.py: kernels that want them otherwise copy them."""
+    """q, k and v are parts of one tensor as in models/vit.py: kernels that want them otherwise copy them."""
     whole = int(MAX_FLOPS[device.type] / (8 * tokens**2 * head_dim))  # heads of which a backward may be timed
     heads = min(heads, max(whole, 1))
     batch = min(batch, max(whole // heads, 1))
@@ -244,37 +226,12 @@ def tensors(shapes: list[tuple[int, ...]], dtype: str, device: torch.device) -> 
 # -- timing
 
 
-def measure(
-    blocks: Sequence[BlockShape], backends: Sequence[str], device: torch.device, threads: int, seconds: float
-) -> tuple[tuple[Timing, ...], float]:
-    """Timings of all operations, and the time of an operator on next to nothing."""
-    usual = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        (small,) = tensors([(16,)], "float32", device)
-        tiny = Operation("launch", "float32", (1,), lambda: small + small)
-        *timings, launch = repeat([*operations(blocks, backends, device), tiny], device, seconds)
-    finally:
-        torch.set_num_threads(usual)
-    return tuple(timings), launch.seconds
-
-
-def repeat(todo: list[Operation], device: torch.device, seconds: float) -> list[Timing]:
-    """Each as often as `seconds` allow, after a first round that is not counted."""
-    return rounds(todo, [calls_for(operation, device) for operation in todo], REPETITIONS, device, seconds)
-
-
-def rounds(
-    todo: list[Operation],
-    calls: list[int],
-    repetitions: tuple[int, int],
-    device: torch.device,
-    seconds: float = math.inf,
-) -> list[Timing]:
-    """Each operation in turn, called so many times, round after round: the least number of repetitions, and
-    more of them until `seconds` have passed.
+def in_turns(todo: list[Operation], device: torch.device, seconds: float) -> list[Timing]:
+    """Time each operation in turn, round after round: the least number of repetitions, and more of them until
+    `seconds` have passed. The first two calls are not counted.
     """
-    end, (least, most) = time.perf_counter() + seconds, repetitions
+    calls = [calls_for(operation, device) for operation in todo]
+    end, (least, most) = time.perf_counter() + seconds, REPETITIONS
     times: list[list[float]] = [[] for _ in todo]
     for repetition in range(most):
         if repetition >= least and time.perf_counter() > end:
@@ -312,52 +269,3 @@ def seconds_of(operation: Operation, calls: int, device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# -- several ranks on this host
-
-
-def together(job: Callable[..., Any], world: int, backend: str, *arguments: Any) -> Any:
-    """Result of job(*arguments) on rank 0 of `world` ranks of this host."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, get_context("spawn")) as pool:
-        ranks = [pool.submit(_rank, job, world, backend, folder, rank, arguments) for rank in range(world)]
-        for finished in as_completed(ranks):
-            finished.result()  # raises what a rank raises
-        return ranks[0].result()
-
-
-def _rank(
-    job: Callable[..., Any], world: int, backend: str, folder: str, rank: int, arguments: tuple[Any, ...]
-) -> Any:
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    timeout = timedelta(seconds=JOIN_SECONDS)
-    dist.init_process_group(backend, f"file://{folder}/store", timeout, world_size=world, rank=rank)
-    try:
-        dist.barrier()
-        answer = job(*arguments)
-        dist.barrier()  # a rank that leaves early would free the machine for those that still measure
-        return answer
-    finally:
-        dist.destroy_process_group()
-
-
-def _measure_link(device_type: str, threads: int) -> Link:
-    torch.set_num_threads(threads)
-    device = torch.device(device_type)
-    payloads = [torch.ones(size // 4, device=device) for size in PAYLOADS]
-    todo = [
-        Operation("allreduce", "float32", (4 * p.numel(),), lambda p=p: dist.all_reduce(p)) for p in payloads
-    ]
-    # The same number of calls on all ranks; the first, slow one is not near the fastest.
-    timings = rounds(todo, [LINK_CALLS] * len(todo), LINK_REPETITIONS, device)
-    return fit_link(dist.get_world_size(), PAYLOADS, [timing.seconds for timing in timings])
-
-
-def fit_link(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The ring T = 2 (n-1) a + 2 (n-1)/n S/B through measured all-reduces, by least squares of relative
-    errors; the latency is that of the smallest where the line would go below zero.
-    """
-    slope, base = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds)).tolist()
-    steps = 2 * (ranks - 1)
-    return Link((base if base > 0 else seconds[0]) / steps, steps / ranks / slope)

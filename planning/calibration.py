@@ -16,9 +16,9 @@ from pathlib import Path
 
 from command_line import text_table
 from errors import DataError
-from planning.hardware import PRECISION, Cluster, Device, Link
+from planning.hardware import PRECISION, Cluster, Device
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
 UNITS = {"elementwise": ("GB/s", 1e9), "blocks": ("blocks/s", 1.0)}  # of rates, and what they are
 
@@ -69,7 +69,7 @@ def attention_flops(batch: int, heads: int, tokens: int, head_dim: int, backward
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times on one machine, of a rank of `threads` threads while `ranks` such ranks were busy."""
+    """Times on one machine, of a rank of `threads` threads."""
 
     torch_version: str
     device_type: str  # "cpu" or "cuda"
@@ -77,10 +77,7 @@ class Calibration:
     processor: str  # of the host
     cores: int  # of the host
     threads: int  # of a rank
-    ranks: int  # that measured at once
     memory: int  # bytes: of the GPU, or of the host
-    launch: float  # seconds of an operator on next to nothing
-    allreduce: Link | None  # between two ranks of this host; None where there is one GPU
     timings: tuple[Timing, ...]
     float8: float = 1.0  # rate of products over that in bfloat16: not measured, the data sheet's of a device
 
@@ -114,7 +111,7 @@ class Calibration:
         if not rows:
             there = sorted({f"{row.kind} in {row.dtype}" for row in self.timings})
             raise DataError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
-        return max(work_of(kind, sizes) / interpolated_rate(rows, sizes), self.launch)
+        return work_of(kind, sizes) / interpolated_rate(rows, sizes)
 
     @property
     def noise(self) -> float:
@@ -124,18 +121,14 @@ class Calibration:
     def table(self) -> str:
         """Table of all measurements, one line an operation and shape."""
         device = self.processor if self.device_type == "cpu" else f"{self.device_name} on {self.processor}"
-        link = "one device, no link"
-        if self.allreduce:
-            alpha, beta = self.allreduce.latency * 1e6, self.allreduce.bandwidth / 1e9
-            link = f"all-reduce {alpha:.0f} us a step and {beta:.2f} GB/s"
         rows: list[tuple[object, ...]] = [("", "", "", "ms", "rate")]
         for row in self.timings:
             unit, size = UNITS.get(row.kind.partition("/")[0], ("GFLOP/s", 1e9))
             shape = " x ".join(map(str, row.sizes))
             rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / size, f" {unit}"))
         return (
-            f"{device}: {self.ranks} x {self.threads} threads, torch {self.torch_version}\n"
-            f"an operator takes {self.launch * 1e6:.1f} us; {link}; others slowed all by {self.noise:.0%}\n"
+            f"{device}: {self.threads} threads, torch {self.torch_version}; "
+            f"others slowed all by {self.noise:.0%}\n"
             f"{text_table('<34 <10 <22 >10.3f >8,.0f <8', rows)}"
         )
 
@@ -173,8 +166,7 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
     rates = cluster.device.matmul
     measured = dataclasses.replace(measured, float8=rates.get("fp8", rates["bf16"]) / rates["bf16"])
     device = dataclasses.replace(cluster.device, name=f"{cluster.device.name}, calibrated")
-    inside = measured.allreduce or cluster.inside
-    cluster = dataclasses.replace(cluster, device=device, inside=inside, measured=measured)
+    cluster = dataclasses.replace(cluster, device=device, measured=measured)
     return cluster if devices is None else cluster.with_devices(devices)
 
 
@@ -198,8 +190,7 @@ def load_calibration(path: Path) -> Calibration:
         if values.pop("format") != FORMAT:
             raise ValueError(f"format is not {FORMAT}")
         timings = tuple(Timing(**row | {"sizes": tuple(row["sizes"])}) for row in values.pop("timings"))
-        link = values.pop("allreduce")
-        measured = Calibration(**values, timings=timings, allreduce=Link(**link) if link else None)
+        measured = Calibration(**values, timings=timings)
     except FileNotFoundError as error:
         raise DataError(f"calibration {path}: not there{again}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

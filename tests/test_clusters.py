@@ -149,8 +149,8 @@ def test_later_files_win(tmp_path: Path) -> None:
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "a list of names"),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),
-        ("[mine]\nmemory = 8e9\n", "[mine] is not complete; add reserved, bandwidth"),
-        ("spot = 3\n", "stands outside a machine"),
+        ("[mine]\nmemory = 8e9\n", "[mine] is not complete; add reserved, peak"),
+        ("spot = 3\n", "is outside a machine"),
         ("[a100\n", "give a TOML file"),
     ],
 )
