@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from traces.advice import advice
 from traces.classes import COMPUTE
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main
-from traces.report import collectives_table, comparison, memory_table, ranks_table, tasks
+from traces.report import memory_table, ranks_table
 from traces.timeline import Timeline, build_timeline
 from traces.work import rates_of, work_by_class, work_of
 from train import train
@@ -132,12 +131,10 @@ def test_planted_stalls_are_found_and_named(stalled, capsys):
     (timeline,) = inspect(stalled)
     assert timeline.by_class["data wait"] > STALL * 1e3
     assert timeline.idle_by_cause["gap after optimizer"] > STALL * 1e3
-    assert ("aten::item", "after data", 3) in [(w.what, w.where, w.count) for w in timeline.waits]
     main([str(stalled)])
     told = capsys.readouterr().out
     assert "for data (span data): the training process reads them itself (data.num_workers = 0)" in told
     assert "ms a step in a gap after optimizer" in told
-    assert re.search(r"aten::item after data +1\.0 ", told)
     assert (stalled / "plots/trace-step-00000006-rank0.png").stat().st_size > 10_000
 
 
@@ -160,30 +157,14 @@ def test_flops_of_a_trace_are_those_of_the_model(stalled):
     assert counted == 3 * plan.flops() * batch - 2 * batch * tokens * patch * dim
 
 
-def test_two_traces_side_by_side(stalled, gpu, capsys):
-    main([str(stalled), str(gpu.trace.path)])
-    printed = capsys.readouterr().out
-    assert "B - A" in printed and "\nB: The GPU idles" in printed
-    assert "+0.00    1.00" in comparison(gpu, gpu)
-
-
 def test_the_rank_that_comes_last_waits_least(gpu):
     """A step of the trace has 120 us of a collective, hidden or not."""
     assert gpu.collective_milliseconds == pytest.approx(0.12)
     ranks = [build_timeline(read_trace(gpu.trace.path)) for _ in range(12)]
     for number, timeline in enumerate(ranks):
         timeline.trace.rank, timeline.collective_milliseconds = number, 12.0 - number
-    lines = collectives_table(ranks).splitlines()
-    assert lines[1].split(maxsplit=4)[:4] == ["rank", "11", "1.00", "+0.00"] and "comes last" in lines[1]
-    assert lines[5] == "..." and len(lines) == 10
-    assert lines[-1].split(maxsplit=4)[:4] == ["rank", "0", "12.00", "+11.00"]
-    assert "comes last" not in collectives_table([gpu, gpu]) and "rank 11" not in ranks_table(ranks)
-
-
-def test_kernels_are_listed_with_their_calls(gpu):
-    found = tasks(gpu)
-    assert found.index[0] == "nvjet_hsh"
-    assert found["calls"].iloc[0] == 2 and found["ms"].iloc[0] == pytest.approx(0.3)
+    *_, times, last = ranks_table(ranks).splitlines()
+    assert times.split()[:4] == ["in", "collectives", "12.00", "11.00"] and last.startswith("rank 11 ")
 
 
 # -- bad input

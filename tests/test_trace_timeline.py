@@ -8,7 +8,7 @@ from tests.recordings import Recording, step_of_a_cpu, two_steps_of_a_gpu
 from traces.advice import advice
 from traces.classes import CLASSES, kernel_class, operator_class
 from traces.events import Interval
-from traces.report import report, task_name
+from traces.report import report
 from traces.timeline import Segment, Timeline, fill
 from traces.work import rates_of, work_by_class, work_of
 
@@ -29,11 +29,6 @@ def test_time_of_a_gpu_by_class(gpu):
 
 
 def test_what_a_gpu_waits_for_is_named(gpu):
-    (wait,) = gpu.waits
-    assert (wait.what, wait.where) == ("cudaStreamSynchronize (aten::item)", "after optimizer")
-    assert (
-        wait.count == 2 and wait.waited == pytest.approx(2 * 0.357) and wait.idle == pytest.approx(2 * 0.23)
-    )
     assert list(gpu.idle_by_cause) == ["wait of cudaStreamSynchronize (aten::item) after optimizer"]
     text = advice(gpu, rates_of(gpu))
     assert text.startswith("The GPU idles 0.2 ms a step in a wait of cudaStreamSynchronize (aten::item)")
@@ -127,7 +122,6 @@ def test_time_of_a_cpu_by_class(tmp_path):
     assert timeline.by_class == pytest.approx({name: us / 1000 for name, us in milliseconds.items()})
     assert timeline.hidden_communication == pytest.approx(0.2)
     assert timeline.idle_by_cause["gap after optimizer"] == pytest.approx(2.5)
-    assert [(w.what, w.where, w.count) for w in timeline.waits] == [("aten::item", "after optimizer", 1)]
     text = advice(timeline, rates_of(timeline))
     assert "gap after optimizer" in text and "the loader's threads or processes are slower" in text
 
@@ -192,8 +186,3 @@ def test_class_of_an_operator(name, expected):
 )
 def test_class_of_a_kernel(name, expected):
     assert kernel_class(name) == expected
-
-
-def test_short_kernel():
-    name = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>, std::array<char*, 1ul>>(int)"
-    assert task_name("", name, None, on_gpu=True) == "at::native::reduce_kernel"
