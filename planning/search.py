@@ -134,7 +134,7 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
     comes last: its time hangs on the host, which the planner knows least.
     """
-    tried = list(changes(work, cluster))
+    tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
     found = fitting(tried)
     if len(found) < 3:
         pairs = ((one, two) for one in tried for two in changes(*one[1:]) if key_of(two[0]) != key_of(one[0]))
@@ -144,6 +144,16 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     for name, made in found:
         cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
     return list(cheapest.values())[:3]
+
+
+def speedups(made: Plan, cluster: Cluster) -> list[tuple[str, Plan]]:
+    """(key to set, what that gives) of single changes on the same devices that fit and make a step of the
+    same samples faster, the fastest first.
+    """
+    devices = made.work.degrees.world
+    tried = [each for each in changes(made.work, cluster) if each[1].degrees.world == devices]
+    found = [each for each in fitting(tried) if each[1].time.total < (1 - SIMPLICITY) * made.time.total]
+    return sorted(found, key=lambda change: change[1].time.total)
 
 
 def change_text(name: str, work: Workload, config: Config) -> str:
@@ -162,59 +172,35 @@ def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
     return [(name, found) for name, found, cluster in made if fits(found, cluster)]
 
 
-def change(key: str, value: Any, work: Workload, cluster: Cluster) -> Change:
-    """Return the change that sets a key of the configuration, on the same cluster."""
-    return f"{key} = {json.dumps(value)}", work, cluster
-
-
-def speedups(work: Workload, cluster: Cluster) -> Iterator[Change]:
-    """Every single one that may make a step of the same samples faster."""
-    d, samples = work.degrees, work.local_batch * work.accumulation
-    if not work.compiled:
-        yield change("compile.enable", True, work.replace(compiled=True), cluster)
-    if work.dtype == "float32":
-        yield half_precision(work, cluster)
-    elif not work.float8 and "fp8" in cluster.device.matmul:
-        yield change("float8.enable", True, work.replace(float8=True), cluster)
-    for mode in ("none", "selective"):
-        if work.ac_mode not in ("none", mode):
-            yield change("activation_checkpoint.mode", mode, work.replace(ac_mode=mode), cluster)
-    for batch in (n for n in divisors(samples) if n > work.local_batch and d.pp == 1):
-        yield change("training.local_batch_size", batch, work.replace(local_batch=batch), cluster)
-    for axis, key in AXES.items():
-        fewer = Degrees(**{**vars(d), axis: getattr(d, axis) // 2, "dp_shard": 2 * d.dp_shard})
-        if fewer.world == d.world and work.global_batch % (work.local_batch * fewer.dp) == 0:
-            yield change(key, getattr(fewer, axis), work.replace(degrees=fewer), cluster)
-    if work.uses_fsdp and work.reshard != "never":
-        key = "parallelism.fsdp_reshard_after_forward"
-        yield change(key, "never", work.replace(reshard="never"), cluster)
-
-
-def half_precision(work: Workload, cluster: Cluster) -> Change:
-    return change("training.mixed_precision_param", "bfloat16", work.replace(dtype="bfloat16"), cluster)
-
-
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
-    """Every single one that saves memory."""
-    d = work.degrees
-    for mode in ("selective", "full"):
-        if mode != work.ac_mode:
-            yield change("activation_checkpoint.mode", mode, work.replace(ac_mode=mode), cluster)
-    for batch in (n for n in divisors(work.local_batch) if n < work.local_batch):
-        yield change("training.local_batch_size", batch, work.replace(local_batch=batch), cluster)
-    if work.dtype == "float32":
-        yield half_precision(work, cluster)
+    """Every single change that may save memory or time, of a step of the same samples."""
+    d, samples = work.degrees, work.local_batch * work.accumulation
+    settings: list[tuple[str, Any, dict[str, Any]]] = [
+        ("compile.enable", True, {"compiled": True}),
+        ("training.mixed_precision_param", "bfloat16", {"dtype": "bfloat16"}),
+        *(("activation_checkpoint.mode", m, {"ac_mode": m}) for m in ("none", "selective", "full")),
+    ]
+    if work.dtype != "float32" and "fp8" in cluster.device.matmul:
+        settings.append(("float8.enable", True, {"float8": True}))
+    if d.pp == 1:
+        key = "training.local_batch_size"
+        settings += [(key, batch, {"local_batch": batch}) for batch in divisors(samples)]
+    if work.uses_fsdp:
+        settings.append(("parallelism.fsdp_reshard_after_forward", "never", {"reshard": "never"}))
+        if work.optimizer != "Muon":  # which refuses it
+            settings.append(("parallelism.cpu_offload", True, {"offload": True}))
     if d.dp_replicate > 1:
-        whole = work.replace(degrees=Degrees(d.pp, 1, d.dp, d.cp, d.tp))
-        yield change("parallelism.data_parallel_replicate_degree", 1, whole, cluster)
-    for (axis, key), n in product(AXES.items(), (2, 4, 8)):
-        changed = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
-        if n <= getattr(d, axis) or changed.world != d.world:
-            continue
-        if work.model.heads % (changed.tp * changed.cp) == work.global_batch % changed.dp == 0:
-            yield change(key, n, work.replace(degrees=changed), cluster)
-    if work.uses_fsdp and not work.offload and work.optimizer != "Muon":  # which refuses it
-        yield change("parallelism.cpu_offload", True, work.replace(offload=True), cluster)
+        key = "parallelism.data_parallel_replicate_degree"
+        settings.append((key, 1, {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
+    for (axis, key), n in product(AXES.items(), (1, 2, 4, 8)):
+        layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
+        if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
+            if work.global_batch % (work.local_batch * layout.dp) == 0:
+                settings.append((key, n, {"degrees": layout}))
+    for key, value, changed in settings:
+        after = work.replace(**changed)
+        if after != work:
+            yield f"{key} = {json.dumps(value)}", after, cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:

@@ -27,7 +27,7 @@ from errors import one_line_errors, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
 from models.registry import build_model, registered
-from models.weather_model import GridModel
+from models.weather_model import GridModel, TokenModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
@@ -118,16 +118,12 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     """
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
-    if registered(model.name).has_tokens:
-        key, numbers = (
-            "dim",
-            model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
-        )
-    else:
-        built = build_model(model, 1, 0, grid.shape, grid.periodic)
-        key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
-    _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
+    hosts = max(num_ranks() // local_ranks()[1], 1)
+    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
+    key = "dim" if isinstance(model, TokenModel) else "width"
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    what = ("the parameters", 4 * numbers // hosts, memory)
+    _check_bytes(f"model.{key}", getattr(config.model, key), *what)
     batch = config.training.local_batch_size
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)

@@ -165,13 +165,8 @@ def test_a_season_of_every_year_is_no_gap() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo_passes(ranks: int) -> None:
-    start = ["-m", "jobs.torchrun", "--nproc-per-node", "2"] if ranks == 2 else []
-    command = [sys.executable, *start, "-m", "planning.preflight", "train_configs/demo.toml"]
+def test_the_demo_passes() -> None:
+    command = [sys.executable, "-m", "planning.preflight", "train_configs/demo.toml"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "pass  memory" in ended.stdout and ("all-reduce of 64 MiB over 2 ranks" in ended.stdout) == (
-        ranks == 2
-    )
-    assert ended.stdout.count("memory") == 1 and not ended.stderr  # one table
+    assert ended.stdout.count("pass  memory") == 1 and not ended.stderr
