@@ -20,7 +20,6 @@ from planning.hardware import PRECISION, Cluster, Device
 
 FORMAT = 2  # of the file
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
-UNITS = {"elementwise": ("GB/s", 1e9), "blocks": ("blocks/s", 1.0)}  # of rates, and what they are
 
 
 @dataclass(frozen=True)
@@ -121,15 +120,14 @@ class Calibration:
     def table(self) -> str:
         """Table of all measurements, one line an operation and shape."""
         device = self.processor if self.device_type == "cpu" else f"{self.device_name} on {self.processor}"
-        rows: list[tuple[object, ...]] = [("", "", "", "ms", "rate")]
+        rows: list[tuple[object, ...]] = [("", "", "", "ms", "10^9/s")]  # FLOPs, bytes or blocks
         for row in self.timings:
-            unit, size = UNITS.get(row.kind.partition("/")[0], ("GFLOP/s", 1e9))
             shape = " x ".join(map(str, row.sizes))
-            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / size, f" {unit}"))
+            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / 1e9))
         return (
             f"{device}: {self.threads} threads, torch {self.torch_version}; "
             f"others slowed all by {self.noise:.0%}\n"
-            f"{text_table('<34 <10 <22 >10.3f >8,.0f <8', rows)}"
+            f"{text_table('<34 <10 <28 >10.3f >10,.1f', rows)}"
         )
 
 
