@@ -28,7 +28,7 @@ from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, 
 from planning.hardware import Cluster, Device
 from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
-from planning.step_time import Kind, spread, step_time
+from planning.step_time import spread, step_time
 from planning.workload import Workload
 
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
@@ -252,7 +252,7 @@ def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> fl
         more += work.rank_layers * moved / device.bandwidth
     more *= work.passes * spread(work.degrees.world)
     # Products hide all but the first part of their collectives, or torchao gathers in float8.
-    exposed, computing = time.classes.get("exposed tensor parallel", 0.0), time.of_kind(Kind.COMPUTES)
+    exposed, computing = time.classes.get("exposed tensor parallel", 0.0), sum(time.computing.values())
     part = 1 / tp if overlapped else 0.75 if work.float8 and not model.fused else 1.0
     part *= 1.25 if run.get("ac_mode") == "every_second_product" else 1.0  # which gathers again
     saved = min(exposed * (1 - part), time.classes["matmul"])

@@ -34,7 +34,7 @@ class Timing:
 
     With x (rows, inputs) and a weight (outputs, inputs), "forward" is x w^T, (m, k, n) = (rows, inputs,
     outputs); "input_gradient" is dy w, (rows, outputs, inputs); "weight_gradient" is dy^T x, (outputs, rows,
-    inputs). Their operands lie differently in memory and their rates differ.
+    inputs). The order of their operands in memory differs, and so do their rates.
     """
 
     kind: str

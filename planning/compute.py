@@ -1,7 +1,7 @@
 """Seconds that one rank computes: matrix products, attention, elementwise passes, the update.
 
-FLOPs are exact (tests hold them against torch's counter). Seconds are a roofline by class of kernel: work
-over the rate that the class reaches on a device, or that was measured on this machine for the very shape.
+A roofline by class of kernel: work over the rate that the class reaches on a device, or that was measured on
+this machine for the very shape.
 """
 
 import statistics
@@ -196,31 +196,3 @@ def orthogonal_seconds(work: Workload, rates: Rates) -> float:
         for product in ((m, n, m), (m, m, m), (m, m, n)):
             total += rates.linear_seconds(*product, work.dtype, False)
     return ITERATIONS * work.rank_layers * total
-
-
-# -- FLOPs
-
-
-def hardware_flops(work: Workload) -> float:
-    """FLOPs of one sample, forward and backward, as the kernels run them (torch.utils.flop_counter).
-
-    Attention's fused backward computes the scores again: 10 T^2 D, not 8. Patches have a gradient only where
-    a state before them has one.
-    """
-    model = work.model
-    patches = 2 * model.tokens * model.dim * model.in_features
-    ends = 2 * patches + 3 * 2 * model.tokens * model.dim * model.out_features
-    attention = (3.5 if work.attention != "math" else 3) * model.attention_flops()
-    once = model.layers * (3 * model.matmul_flops() + attention) + ends + recomputed_flops(work)
-    steps = once * work.gradient_steps + patches * (work.gradient_steps - 1)
-    return work.members * (steps + model.flops() * (work.rollout_steps - 1))
-
-
-def recomputed_flops(work: Workload) -> float:
-    """FLOPs of one sample and pass: blocks again, but for the last product of each recomputed segment."""
-    model = work.model
-    if work.ac_mode in ("none", "selective"):
-        return 0.0
-    down = 2 * model.tokens * model.dim * model.mlp_dim
-    again = model.layers * (model.matmul_flops() + model.attention_flops())
-    return again - down * -(-model.layers // work.segment)

@@ -180,7 +180,7 @@ class StepTracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: object) -> None:
-        """Keep the peak of the step alone: torch walks all modules at every operator to keep theirs."""
+        """Keep the peak of the step only: torch walks all modules at every operator to keep theirs."""
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
@@ -214,7 +214,7 @@ def tracking(tracker: StepTracker) -> Iterator[None]:
 
 
 class FakeBatches:
-    """The micro-batches of a step. Those that only accumulate are alike: the first stands for all of them."""
+    """The micro-batches of a step. Those that only accumulate are alike: the first represents all."""
 
     def __init__(self, config: Config, fields: Fields, degrees: Degrees, record: Recorder) -> None:
         training = config.training

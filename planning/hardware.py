@@ -112,7 +112,7 @@ class Cluster:
     pue: float  # power of the whole centre over that of its computers
     cores: float = 0  # of a node's processors; 0: not known
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
-    measured: Any = None  # the Calibration of this machine, which stands in for the device's rates
+    measured: Any = None  # the Calibration of this machine, in place of the device's rates
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
 
     @property

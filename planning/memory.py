@@ -53,7 +53,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     stored_ends = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
     reducing = reduction_bytes(work)
     pipeline = pipeline_gradient_bytes(work, first, last)
-    if work.schedule == "GPipe":  # whose first backward pass has no gradients yet, and the next less stored
+    if work.schedule == "GPipe":  # the first backward pass has no gradients yet, and the next less stored
         pipeline = max(pipeline - stored / copies, 0.0)
     messages = message_bytes(work, first, last)
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
@@ -72,14 +72,14 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # and after it is gathered, and of GELU's; and that of the last product's weight.
     in_mlp = s * (tp + (tp > 1) + model.mlp_dim / model.dim)
     down = work.itemsize * model.mlp_dim * model.dim / tp
-    kept = states["gradients"] if not fresh_gradients(work) else 0.0  # of earlier passes
+    earlier = states["gradients"] if not fresh_gradients(work) else 0.0  # of earlier passes
 
     def backward(done: int, gathered: int, reduction: float) -> dict[str, float]:
         """When `done` blocks have their gradients and the next is in its MLP's backward."""
         own = done / number * states["gradients"] * (not uses_ddp(work) and not work.reduces_last)
         return {
             **step,
-            "gradients": kept or own,
+            "gradients": earlier or own,
             "gathered parameters": gathered_bytes(work, first, last, gathered + done * work.reduces_last),
             "activations": stored * (1 - done / number) + stored_ends,
             "recomputed": recomputed(work),
@@ -89,7 +89,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
 
     loss = {
         **step,
-        "gradients": kept,
+        "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
         "activations": stored + stored_ends + 2 * tokens * model.dim * last,  # with the last norm's
         "loss": loss_bytes(work) * last,
@@ -285,7 +285,7 @@ def normed(work: Workload) -> int:
     """Queries, keys and values that are no parts of the qkv product's output, in units: normed or rotated."""
     around = work.method if work.degrees.cp > 1 else ""
     if not work.model.qk_norm and (not work.model.rotary or around == "ulysses"):
-        return 0  # what came back is kept, not what was rotated
+        return 0  # what came back is stored, not what was rotated
     return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
 
 

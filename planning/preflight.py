@@ -22,7 +22,7 @@ OPTIONS = own_options(cluster="", clusters=[])
 
 
 def named_first(argv: list[str]) -> list[str]:
-    """Return the arguments with --job.config_file before a file that stands first."""
+    """Return the arguments with --job.config_file before a file that is first."""
     return ["--job.config_file", *argv] if argv and not argv[0].startswith("-") else argv
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from command_line import text_table
 from config import Config
-from planning.compute import hardware_flops
 from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
 from planning.hardware import Cluster
@@ -20,7 +19,7 @@ from planning.search import (
     fits,
     speedups,
 )
-from planning.step_time import Kind, StepTime
+from planning.step_time import StepTime
 from planning.workload import Workload, changed_settings
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
@@ -157,10 +156,8 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster, verbose: bool) 
     lines = [text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])]
     lines.append(f"  {band_line(work, cluster)}")
     if verbose:
-        again = max(hardware_flops(work) / work.sample_flops - 1, 0.0)  # attention's own recomputation counts
-        ratio = time.communication / max(time.of_kind(Kind.COMPUTES), 1e-12)
-        lines.append(f"  kernels run {again:.0%} more FLOPs than the model has")
-        lines.append(f"  communication / computation {ratio:.3f}; exposed {time.exposed / time.total:.1%}")
+        hidden, exposed = time.hidden / time.total, time.exposed / time.total
+        lines.append(f"  communication: {exposed:.1%} of the step exposed, {hidden:.1%} hidden")
     return "\n".join(lines)
 
 
@@ -257,7 +254,6 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "history": work.history,
         "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
-        "hardware_flops_per_sample": hardware_flops(work),
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
         "host_memory": plan.memory.host,
         "capacity": capacity(cluster),
@@ -267,7 +263,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "step_seconds_band": band.around(time.total) if band else None,
         "error_kind": kind_of(work, cluster),
         "classes": time.classes,
-        "communication_seconds": time.communication,
+        "hidden_seconds": time.hidden,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
         "read_bytes_per_second": read_bytes,

@@ -132,7 +132,7 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     """(keys to set, what that gives) of the three cheapest changes after which the job fits.
 
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
-    comes last: its time hangs on the host, which the planner knows least.
+    comes last: its time depends on the host, which the planner knows least.
     """
     tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
     found = fitting(tried)

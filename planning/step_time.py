@@ -7,8 +7,7 @@ operations and exposed whole, except the ring's.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from planning.architecture import count, cut, padded
@@ -30,45 +29,30 @@ from planning.network import Route, context_collectives, route, seconds, tensor_
 from planning.workload import Workload
 
 
-class Kind(Enum):
-    COMPUTES = "computes"
-    EXPOSED = "exposed communication"
-    WAITS = "waits"
-
-
-@dataclass(frozen=True)
-class Term:
-    """A part of a step, in seconds."""
-
-    name: str
-    seconds: float
-    kind: Kind = Kind.COMPUTES
-
-
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimiser step on the slowest rank; terms add up to `total`."""
+    """Seconds of an optimiser step on the slowest rank, by class; all classes add up to `total`."""
 
-    terms: tuple[Term, ...]
+    computing: dict[str, float]
+    communicating: dict[str, float]  # exposed
+    waiting: dict[str, float]
     samples: int  # of the global batch
-    communication: float  # seconds of all collectives of a rank, hidden or not
+    hidden: float = 0.0  # seconds of collectives of parameters and gradients, while others compute
 
     @property
     def classes(self) -> dict[str, float]:
-        """Name -> seconds of the terms that take any."""
-        return {term.name: term.seconds for term in self.terms if term.seconds > 0}
-
-    def of_kind(self, kind: Kind) -> float:
-        return sum(term.seconds for term in self.terms if term.kind == kind)
+        """Name -> seconds of the classes that take any."""
+        every = self.computing | self.communicating | self.waiting
+        return {name: seconds for name, seconds in every.items() if seconds > 0}
 
     @property
     def total(self) -> float:
-        return sum(term.seconds for term in self.terms)
+        return sum(self.classes.values())
 
     @property
     def exposed(self) -> float:
         """Seconds of exposed communication."""
-        return self.of_kind(Kind.EXPOSED)
+        return sum(self.communicating.values())
 
     @property
     def samples_per_second(self) -> float:
@@ -81,33 +65,34 @@ class StepTime:
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
     rates, through = cluster.rates, work.passes + work.forecasts / 2  # half of a pass is forward
-    routes = {axis: route(cluster, work.degrees, axis) for axis in ("fsdp", "dp_replicate", "cp", "tp", "pp")}
+    axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
+    routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
     slower = slower_in_a_model(rates, work.dtype)
     blocks = [block_seconds(work, rates, backward) for backward in (False, True)]
     in_block = [slower * sum(times.values()) for times in blocks]
-    computing = computing_seconds(work, rates, blocks, slower)
-    inside, inside_all = inner_communication(work, rates, routes)
-    sharding, sharding_all = sharding_communication(work, cluster, routes, in_block)
-    hidden = max(sharding_all - sharding, 0.0)
+    inside = inner_communication(work, rates, routes)
+    sharding, in_all = sharding_communication(work, cluster, routes, in_block)
+    hidden = max(in_all - sharding, 0.0)
     slowest = work.slowest * (1.0 if cluster.shared else spread(work.degrees.world))
-    terms = [
-        *(Term(name, value) for name, value in computing.items()),
-        Term("update", update_term(work, cluster)),
-        Term("slowed by collectives", slowed_seconds(work, cluster, routes, hidden)),
-        *(Term(name, through * value, Kind.EXPOSED) for name, value in inside.items()),
-        Term("exposed data parallel", sharding, Kind.EXPOSED),
-        Term("exposed gathers of Muon", muon_gathers(work, routes), Kind.EXPOSED),
-        # Stages wait for the slowest rank of the one before.
-        Term("bubble", slowest * bubble(work, in_block, sum(inside.values())), Kind.WAITS),
-        Term("dispatch", dispatch_seconds(work, cluster, sum(in_block)), Kind.WAITS),
-    ]
-    # All ranks wait for the one that computes longest.
-    busy = sum(term.seconds for term in terms if term.kind == Kind.COMPUTES)
-    terms.append(Term("stragglers", (slowest - 1) * busy, Kind.WAITS))
-    if cluster.anchor:
-        factor = cluster.anchor.factor(work)
-        terms = [replace(term, seconds=factor * term.seconds) for term in terms]
-    return StepTime(tuple(terms), work.global_batch, inside_all * through + sharding_all)
+    computing = computing_seconds(work, rates, blocks, slower) | {
+        "update": update_term(work, cluster),
+        "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),
+    }
+    communicating = {name: through * value for name, value in inside.items()} | {
+        "exposed data parallel": sharding,
+        "exposed gathers of Muon": muon_gathers(work, routes),
+    }
+    waiting = {
+        # Stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
+        "bubble": slowest * bubble(work, in_block, sum(inside.values())),
+        "dispatch": dispatch_seconds(work, cluster, sum(in_block)),
+        "stragglers": (slowest - 1) * sum(computing.values()),
+    }
+    factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
+    computing, communicating, waiting = (
+        {name: factor * value for name, value in each.items()} for each in (computing, communicating, waiting)
+    )
+    return StepTime(computing, communicating, waiting, work.global_batch, factor * hidden)
 
 
 def computing_seconds(work: Workload, rates: Rates, blocks: list[Times], slower: float) -> Times:
@@ -173,10 +158,8 @@ def muon_gathers(work: Workload, routes: dict[str, Route]) -> float:
 # -- communication
 
 
-def inner_communication(
-    work: Workload, rates: Rates, routes: dict[str, Route]
-) -> tuple[dict[str, float], float]:
-    """Exposed seconds of one micro-batch by class, and seconds in all."""
+def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> dict[str, float]:
+    """Exposed seconds of one micro-batch by class."""
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # which communicates forward again
     part = again * work.rank_layers / work.model.layers
     tensor, context = (
@@ -187,11 +170,10 @@ def inner_communication(
     if work.method == "ring":
         attending = sum(attention_seconds(work, rates, backward) for backward in (False, True))
         hiding = work.rank_layers * attending * (1 - 1 / work.degrees.cp)
-    exposed = {
+    return {
         "exposed tensor parallel": tensor,
         "exposed context parallel": max(context - hiding, 0.0),
     }
-    return exposed, tensor + context
 
 
 def sharding_communication(

@@ -128,7 +128,7 @@ class Workload:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sample that a rank holds between blocks: padded, then dealt out over cp x tp."""
+        """Tokens of a sample that a rank has between blocks: padded, then sharded over cp x tp."""
         return math.ceil(self.model.tokens / (self.degrees.cp * self.degrees.tp))
 
     @property
@@ -247,7 +247,7 @@ def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
 
 
 def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
-    """Bytes a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
+    """Bytes a parameter, on average: two moments, or one momentum, which Muon has of blocks' matrices."""
     momentum, both = 4.0, 8.0
     if optimizer.name == "Muon":
         return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters

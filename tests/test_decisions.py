@@ -80,7 +80,7 @@ def test_several_devices_wait_for_the_slowest_and_collectives_take_their_share()
     waits = ("exposed", "bubble", "dispatch", "stragglers")
     busy = sum(v for k, v in time.classes.items() if not k.startswith(waits))
     assert time.classes["stragglers"] == pytest.approx((spread(64) - 1) * busy)
-    assert 0 < time.classes["slowed by collectives"] < 0.25 * time.communication
+    assert 0 < time.classes["slowed by collectives"] < 0.25 * time.hidden
     assert "stragglers" not in step_time(work.replace(degrees=Degrees()), cluster.with_devices(1)).classes
 
 

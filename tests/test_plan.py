@@ -13,7 +13,7 @@ from plan import job
 from planning.clusters import load_cluster
 from planning.report import groups_line, groups_of
 from planning.search import best_layouts
-from planning.step_time import StepTime, Term
+from planning.step_time import StepTime
 from tests.planned import run_plan
 
 
@@ -39,7 +39,7 @@ def test_rollout_steps_reach_memory_time_and_cost():
     assert four["model_flops_per_sample"] == 4 * once["model_flops_per_sample"]
     assert four["memory"]["activations"] == once["memory"]["activations"]
     assert four["memory"]["fields"] > once["memory"]["fields"]
-    assert four["communication_seconds"] > 2 * once["communication_seconds"]
+    assert four["hidden_seconds"] > 2 * once["hidden_seconds"]
     staged = figures(*one, "--training.rollout_steps", "[1, 4]")  # the plan of the longest, half of the run
     assert staged["step_seconds"] == four["step_seconds"]
     dollars = [made["cost"]["fleets"]["on demand"]["dollars"] for made in (once, staged, four)]
@@ -152,10 +152,10 @@ def test_layouts_that_the_band_does_not_tell_apart_are_a_group():
     cluster = load_cluster("a100x64")
     near = best_layouts(work, cluster, 2)
     far = [
-        dataclasses.replace(p, time=StepTime((Term("matmul", seconds),), 1, 0.0))
+        dataclasses.replace(p, time=StepTime({"matmul": seconds}, {}, {}, 1))
         for p, seconds in zip(near, (100.0, 115.0), strict=True)
     ]
-    twice = dataclasses.replace(far[1], time=StepTime((Term("matmul", 200.0),), 1, 0.0))
+    twice = dataclasses.replace(far[1], time=StepTime({"matmul": 200.0}, {}, {}, 1))
     assert groups_of(near, cluster) == groups_of(far, cluster) == [1, 1]
     assert groups_of([*far, twice], cluster) == [1, 1, 2]
     assert "these 2 layouts" in groups_line([1, 1, 2]) and "from all others" in groups_line([1, 2])

@@ -13,7 +13,6 @@ from planning.compute import (
     elementwise_seconds,
     elementwise_units,
     exchange_units,
-    hardware_flops,
     update_bytes,
 )
 from planning.constants import ORDINARY
@@ -59,15 +58,12 @@ def test_a_rollout_takes_its_steps(cluster, changes):
     once, four = (step_time(work, load_cluster(cluster)) for work in works)
     assert 4.5 < four.total / once.total < 5.2
     assert four.classes["update"] == pytest.approx(once.classes["update"])  # one update, whatever the rollout
-    assert four.communication > once.communication
+    assert four.hidden > once.hidden
     assert four.mfu(works[1], 1e12) == pytest.approx(0.8 * once.mfu(works[0], 1e12), rel=0.07)
 
 
 def test_a_rollout_keeps_states_and_no_activations():
     four, five, pushed = WORK.rolled_out(4, 4), WORK.rolled_out(5, 5), WORK.rolled_out(4, 1)
-    patches = 2 * MODEL.tokens * MODEL.dim * MODEL.in_features
-    assert hardware_flops(four) == 4 * hardware_flops(WORK) + 3 * (MODEL.flops() + patches)
-    assert hardware_flops(pushed) == hardware_flops(WORK) + 3 * MODEL.flops()
     assert (four.sample_flops, pushed.sample_flops) == (12 * MODEL.flops(), 6 * MODEL.flops())
     # A start and four truths of float32, the states of four steps and a gradient, and token shards of an
     # input, a truth, weights and a gradient, for 4 samples. One step more: another truth, another state.
