@@ -86,18 +86,6 @@ def test_attention_grows_with_the_square_of_tokens() -> None:
     assert twice == pytest.approx(4 * once)
 
 
-def test_float8_multiplies_faster_by_what_the_device_does() -> None:
-    """On an H200 a step with the rates of bfloat16 was planned 16 % too slow (benchmarks/gpu.sh)."""
-    half = MADE.linear_seconds(128, 64, 64, "bfloat16", backward=False)
-    h100 = calibrated(load_cluster("h100x8"), MADE).rates
-    assert h100.linear_seconds(128, 64, 64, "float8", backward=False) == pytest.approx(half * 794 / 1402)
-
-
-def test_what_was_not_measured_is_named() -> None:
-    with pytest.raises(ValueError, match="no attention/math/forward in bfloat16, only attention/sdpa"):
-        MADE.attention_seconds(2, 4, 64, 32, "bfloat16", False, "math")
-
-
 def test_the_table_has_every_operation() -> None:
     lines = MADE.table().splitlines()
     assert lines[0].startswith(
@@ -163,22 +151,6 @@ def test_a_calibrated_cpu() -> None:
     assert one.device.memory == 2 * device.memory and one.device.peak["bf16"] == 2 * device.peak["bf16"]
 
 
-def test_cpu_takes_a_calibration_that_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    save_calibration(MADE, path)
-    assert load_cluster("cpu2", calibration=path).device.name == "cpu, calibrated"
-    this = load_cluster("this2", calibration=path)
-    assert dataclasses.replace(this, name="cpu") == load_cluster("cpu2", calibration=path)
-    assert load_cluster("a100", calibration=path).device.name == "a100"
-
-
-def test_a_gpu_nobody_knows(tmp_path: Path) -> None:
-    path = tmp_path / "calibration.json"
-    save_calibration(dataclasses.replace(MADE, device_type="cuda", device_name="NVIDIA L4"), path)
-    with pytest.raises(ValueError, match='known_as = \\["NVIDIA L4"\\]'):
-        load_cluster("this", calibration=path)
-
-
 # -- measuring
 
 
@@ -195,16 +167,6 @@ def test_repetitions_that_are_disturbed_do_not_count(monkeypatch: pytest.MonkeyP
     (timing,) = in_turns([module.Operation("slow", "float32", (1,), run)], CPU, seconds=0.0)
     assert len(calls) == 2 + 3  # two to find out how long it takes, and no fewer than three
     assert 0.01 <= timing.seconds < 0.1
-
-
-def test_large_shapes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To what a minute allows, in rows and heads and never in width: rates depend on that."""
-    monkeypatch.setattr(module, "MAX_FLOPS", {"cpu": 1e6})
-    monkeypatch.setattr(module, "MAX_VALUES", {"cpu": 2**12})
-    found = list(module.operations([BlockShape(64, 256, 64, 4, 128)], ["sdpa"], CPU))
-    assert next(o for o in found if o.kind == "matmul/forward").sizes == (40, 64, 192)
-    assert next(o for o in found if o.kind == "attention/sdpa/forward").sizes == (1, 1, 256, 16)
-    assert max(o.sizes[0] for o in found if o.kind == "elementwise/copy") == 2 * 4 * 2**12
 
 
 def test_a_backend_without_a_kernel_here() -> None:

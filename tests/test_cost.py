@@ -45,17 +45,6 @@ def test_mission_mixed_fleet() -> None:
     assert 110 * MIXED.dollars_an_hour + lost == pytest.approx(10_775, abs=0.5)
 
 
-def test_mission_expects_two_preemptions() -> None:
-    """Its on-demand node waits too, at its own price: the two preemptions cost $145, not $118."""
-    fleet = Fleet(UNFAILING, on_demand_nodes=1)
-    assert 110 * HOUR * fleet.rate == pytest.approx(2, rel=0.01)
-    assert 2 * 0.75 * MIXED.dollars_an_hour == pytest.approx(145.3, abs=0.1)
-    wall, preemptions = expected_time(110 * HOUR, Saves(HOUR, restart=0.25 * HOUR), fleet.rate)
-    assert preemptions == pytest.approx(2, rel=0.02)
-    # 15 minutes to start again and half an hour of work each: the mission's 45
-    assert wall - 110 * HOUR == pytest.approx(2 * 0.75 * HOUR, rel=0.03)
-
-
 # -- expected time
 
 
@@ -161,12 +150,6 @@ def test_fleets_of_a_cluster() -> None:
     assert part.on_demand_devices == 4
 
 
-def test_money_lost_to_preemptions() -> None:
-    cost = run_cost([(110 * HOUR, Saves(HOUR, stall=1.0, restart=900.0))], MIXED)
-    assert cost.dollars == pytest.approx(110 * MIXED.dollars_an_hour + cost.dollars_lost)
-    assert 100 < cost.dollars_lost < 200
-
-
 def test_nodes_on_demand_fail_too() -> None:
     """419 interruptions of 2,048 nodes in 54 days (Llama 3, section 3.3.4): 8 nodes, a year, 11 of them."""
     year = 365 * 24 * HOUR
@@ -174,15 +157,6 @@ def test_nodes_on_demand_fail_too() -> None:
     assert rate * year == pytest.approx(419 / 2048 / 54 * 365 * 8, rel=0.02)
     cost = run_cost([(110 * HOUR, Saves(HOUR, restart=900.0))], Fleet(A100, 8))
     assert cost.preemptions > 0 and cost.dollars_lost > 0
-
-
-def test_stages_have_saves_of_their_own() -> None:
-    """Of one stage after the other, not of the longest steps' interval for all."""
-    short, long = Saves(HOUR, restart=900.0), Saves(4 * HOUR, restart=900.0)
-    parts = [run_cost([(50 * HOUR, short)], MIXED), run_cost([(60 * HOUR, long)], MIXED)]
-    both = run_cost([(50 * HOUR, short), (60 * HOUR, long)], MIXED)
-    assert both.hours == pytest.approx(sum(part.hours for part in parts))
-    assert both.hours < run_cost([(110 * HOUR, long)], MIXED).hours
 
 
 def test_storage() -> None:

@@ -1,7 +1,6 @@
 """Published runs by machine and framework, what copying a neighbour gives, and bands beside every time."""
 
 import re
-import statistics
 from functools import cache
 
 import pytest
@@ -10,7 +9,6 @@ from benchmarks.planner_published import (
     band,
     bands,
     bands_toml,
-    distance,
     is_useful,
     judged_runs,
     language_model,
@@ -44,26 +42,6 @@ def test_runs_held_out_are_of_all_kinds_of_layout():
     assert all(row["source"].startswith(("https://", "mission.md")) for row in rows())
     figures = [(row["what"], row["published"]) for row in rows()]
     assert len(set(figures)) == len(figures)  # none is in two groups
-
-
-def test_a_neighbour_is_seen_and_near():
-    seen = [row for row in rows() if row["group"] != "held out"]
-    for row in rows():
-        others = [other for other in seen if other is not row]
-        nearest = min(others, key=lambda other: distance(row, other))
-        assert row["neighbour"] == nearest["what"]
-        # What the neighbour's share of its peak would have given of this run's rate, by hand.
-        shares = [run["mfu"] / (1 + run["error"]) for run in (nearest, row)]
-        assert row["neighbour_error"] == pytest.approx(shares[0] / shares[1] - 1)
-
-
-def test_one_utilisation_is_the_median_of_a_device_and_precision():
-    seen = [row for row in rows() if row["group"] != "held out"]
-    (row,) = [r for r in rows() if r["machine"] == "a100-400g" and r["what"].startswith("llama2-7b")]
-    keys = ("peak", "float8", "dtype")
-    others = [r for r in seen if r is not row and all(r[key] == row[key] for key in keys)]
-    shares = statistics.median(r["published_mfu"] for r in others)
-    assert row["average_error"] == pytest.approx(shares / row["published_mfu"] - 1)
 
 
 def test_tables_print_uses_kinds_baselines_and_bands():

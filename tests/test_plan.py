@@ -75,19 +75,6 @@ def test_nodes_and_storage_are_printed():
     assert re.search(r"data to be read: [\d.]+ GB/s .*\n  network: [\d.]+ GB/s a node, of 5\.00", text)
 
 
-def test_a_storage_that_is_too_slow_is_said(tmp_path):
-    slow = tmp_path / "slow.toml"
-    slow.write_text("[a100]\nstorage = 1e8\n", encoding="utf-8")
-    assert "TOO SLOW" in plan("--cluster", "a100x64", "--clusters", str(slow))
-
-
-def test_without_checkpoints_no_interval_is_advised():
-    text = plan("--cluster", "a100x8", "--checkpoint.enable", "false", "--verbose")
-    assert "0 steps" not in text and "saved never (checkpoint.enable = false)" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("  best save every")]
-    assert row.split()[3:] == ["-", "-"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,14 +106,6 @@ def test_advice_keeps_the_global_batch():
         made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *words))
         assert made["global_batch_size"] == 16
         assert made["memory"]["peak"] / 2**30 == pytest.approx(float(peak), abs=0.01)
-
-
-def test_averages_of_offloaded_weights_are_on_the_host():
-    offload = ("--parallelism.cpu_offload=true", "--training.ema_decay=0.9")
-    made, plain = figures(*offload), figures(offload[0])
-    assert made["memory"] == plain["memory"]
-    added = made["host_memory"]["offloaded states"] - plain["host_memory"]["offloaded states"]
-    assert added == pytest.approx(4 * made["parameters"] / 64, rel=1e-3)
 
 
 def test_days_and_dollars_are_ranges_of_known_runs():
@@ -226,11 +205,6 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
         assert made["step_seconds"] <= 1.03 * best["step_seconds"]
 
 
-def test_a_search_compiles():
-    text = plan("--cluster", "a100x64", "--layout", "auto", "--compile.enable", "false")
-    assert "--compile.enable true" in text
-
-
 @pytest.mark.slow
 def test_a_search_chooses_the_local_batch():
     """3,072 samples on 96 GPUs, not in micro-batches of 12; 16 on 64 only over cp or tp."""
@@ -248,14 +222,6 @@ def test_a_search_chooses_the_local_batch():
     assert "training.global_batch_size = -5" in said
 
 
-@pytest.mark.slow
-def test_a_search_keeps_the_batch_that_the_local_one_makes():
-    """global_batch_size = -1: local batch x ranks, which the layout printed has to name."""
-    text = plan("--cluster", "a100x4", "--layout", "auto", config="demo")
-    (batch,) = re.findall(r"global batch (\d+) = ", text)
-    assert int(batch) == 4 * 16
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -265,17 +231,3 @@ def test_a_search_keeps_the_batch_that_the_local_one_makes():
 )
 def test_what_cannot_be_planned_is_one_line(options, said):
     assert said in plan("--cluster", "a100x64", *options, code=2)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--parallelism.data_parallel_replicate_degree", "4"),
-        ("--parallelism.data_parallel_replicate_degree", "4", "--compile.enable"),
-        ("--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "128"),
-    ],
-)
-def test_a_dry_run_knows_replicas(options):
-    """DDP, compiled DDP as it is written, and HSDP."""
-    text = plan("--dry_run", "--world_size", "4", *options, config="demo")
-    assert "dp_replicate  all-reduce" in text and ("not compiled" in text) == ("--compile.enable" in options)

@@ -157,13 +157,6 @@ def test_missing_dates_of_a_period() -> None:
     assert period_row("train", whole, ends[1], ends[1] + np.timedelta64(30, "D")).result == FAIL
 
 
-def test_a_season_of_every_year_is_no_gap() -> None:
-    """As the simulated weather is: 100 days from 1 January on."""
-    days = [np.datetime64(f"{year}-01-01", "s") for year in (2003, 2004, 2005)]
-    there = np.concatenate([dates(str(day), str(day + np.timedelta64(100, "D"))) for day in days])
-    assert period_row("train", there, there[0], there[-1]).result == PASS
-
-
 @pytest.mark.slow
 def test_the_demo_passes() -> None:
     command = [sys.executable, "-m", "planning.preflight", "train_configs/demo.toml"]
