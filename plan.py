@@ -8,12 +8,11 @@
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best,
                       grouped where known errors of plans do not tell them apart
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
-                      its measured steps; a configuration with --anchor_seconds S, on the cluster's devices
+                      its measured steps
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --verbose             also moments of memory, rates of reading, costs by fleet
 --restart_minutes M   from a preemption to the next step (default 30)
---slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -31,14 +30,12 @@ OPTIONS = own_options(
     clusters=[],
     layout="configured",
     anchor="",
-    anchor_seconds=0.0,
     calibrate=False,
     dry_run=False,
     json=False,
     verbose=False,
     world_size=1,
     restart_minutes=30.0,
-    slowest=1.0,
 )
 if __name__ == "__main__":
     answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
@@ -76,7 +73,7 @@ from training.config_checks import check
 if TYPE_CHECKING:
     from datasets.grid import Grid
 
-LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0, "anchor_seconds": 0.0}
+LEAST = {"world_size": 1, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 
 
@@ -116,8 +113,6 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
-    if options.anchor_seconds and not options.anchor:
-        raise ConfigError("--anchor_seconds: name the configuration that took them with --anchor")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
@@ -128,11 +123,11 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
     if options.anchor:
-        cluster = anchored(cluster, options)
+        cluster = anchored(cluster, options.anchor)
     original = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
-    work = job(config, cluster.devices).replace(slowest=options.slowest)
+    work = job(config, cluster.devices)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
@@ -158,17 +153,12 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     return 0 if fit else 1
 
 
-def anchored(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+def anchored(cluster: Cluster, run: str) -> Cluster:
     """Return the cluster with the measured run of --anchor. Raises ConfigError."""
-    where, ranks, seconds = Path(options.anchor), cluster.devices, options.anchor_seconds
-    if not seconds:
-        ranks, seconds = run_record(where)
-    config = load_config(
-        ["--job.config_file", str(where if options.anchor_seconds else where / "config.toml")]
-    )
-    work = job(config, ranks)
+    ranks, seconds = run_record(Path(run))
+    work = job(load_config(["--job.config_file", str(Path(run) / "config.toml")]), ranks)
     planned = step_time(work, cluster.with_devices(ranks)).total
-    return dataclasses.replace(cluster, anchor=Anchor(options.anchor, layout_kind(work), seconds, planned))
+    return dataclasses.replace(cluster, anchor=Anchor(run, layout_kind(work), seconds, planned))
 
 
 def choose_local_batch(config: Config, world: int) -> Config:

@@ -62,8 +62,7 @@ def run_record(folder: Path) -> tuple[int, float]:
         records = [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"not the folder of a run with status.json and metrics.jsonl ({error!r})"
-        fix = "name one, or its configuration with --anchor_seconds"
-        raise ConfigError(f"--anchor {folder}: {reason}; {fix}") from None
+        raise ConfigError(f"--anchor {folder}: {reason}") from None
     seconds = [record["step_seconds"] for record in records if record.get("step_seconds")]
     if not seconds:
         raise ConfigError(f"--anchor {folder}: its metrics.jsonl has no step_seconds; train more steps")

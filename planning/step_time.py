@@ -73,7 +73,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     inside = inner_communication(work, rates, routes)
     sharding, in_all = sharding_communication(work, cluster, routes, in_block)
     hidden = max(in_all - sharding, 0.0)
-    slowest = work.slowest * (1.0 if cluster.shared else spread(work.degrees.world))
+    slowest = 1.0 if cluster.shared else spread(work.degrees.world)
     computing = computing_seconds(work, rates, blocks, slower) | {
         "update": update_term(work, cluster),
         "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),

@@ -49,7 +49,6 @@ class Workload:
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
-    slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
     batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
     copies_ahead: int = 0  # of these that are on their way to the device, or there already

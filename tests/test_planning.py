@@ -121,8 +121,6 @@ def test_a_step_adds_up_and_more_devices_are_faster():
     assert 0.3 < whole.mfu(work, 312e12) < 0.6
     half = step_time(vit1b(Degrees(dp_shard=32)), cluster.with_devices(32))
     assert 1.9 < half.total / whole.total < 2.1
-    slow = step_time(work.replace(slowest=1.1), cluster)
-    assert slow.total / whole.total == pytest.approx(1.1, rel=0.01)
 
 
 def test_pipelines_idle_for_their_bubble():
