@@ -200,8 +200,7 @@ def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
-    from planning.calibrate import BlockShape, calibrate
-    from planning.calibration import save_calibration
+    from planning.calibration import BlockShape, calibrate, save_calibration
     from training.process_settings import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))

@@ -8,24 +8,9 @@ import statistics
 from collections import defaultdict
 
 from parallelisms.degrees import Degrees
+from planning import constants
 from planning.architecture import count, cut, vit_architecture
 from planning.calibration import Rates
-from planning.constants import (
-    ACTIVATION_PASSES,
-    AVERAGE_BYTES,
-    CLIP_BYTES,
-    FIELD_PASSES,
-    FLOAT8_BANDWIDTH,
-    FLOAT8_CAST,
-    FLOAT8_TRANSPOSE,
-    FLOAT32,
-    ITERATIONS,
-    MUON_BYTES,
-    NORM_CASTS,
-    PAIR_PASSES,
-    PASSES,
-    UPDATE_BYTES,
-)
 from planning.memory import shard_parameters, unit_bytes
 from planning.workload import Workload
 
@@ -74,9 +59,9 @@ def linear_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
         if len(shape) == 2:
             outputs, inputs = shape
             times["matmul"] += rates.linear_seconds(rows, inputs, outputs, dtype, backward)
-            units = FLOAT8_CAST * (outputs if backward else inputs)
-            units += FLOAT8_TRANSPOSE * (inputs + outputs) * backward
-            size = work.float8 * work.itemsize * rows * units / FLOAT8_BANDWIDTH
+            units = constants.FLOAT8_CAST * (outputs if backward else inputs)
+            units += constants.FLOAT8_TRANSPOSE * (inputs + outputs) * backward
+            size = work.float8 * work.itemsize * rows * units / constants.FLOAT8_BANDWIDTH
             if size:
                 operation = "float8_backward" if backward else "float8"
                 times["float8 casts"] += rates.elementwise_seconds(size, work.dtype, operation)
@@ -96,10 +81,10 @@ def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
     Gradients of biases are sums over tokens, backward.
     """
     hidden = work.model.mlp_dim / work.model.dim
-    activation, passes = ACTIVATION_PASSES[backward]
-    units = PASSES[work.compiled, backward] | {activation: passes * hidden}
-    if not work.compiled and work.itemsize < FLOAT32:
-        units["norm cast"] = NORM_CASTS[backward]
+    activation, passes = constants.ACTIVATION_PASSES[backward]
+    units = constants.PASSES[work.compiled, backward] | {activation: passes * hidden}
+    if not work.compiled and work.itemsize < constants.FLOAT32:
+        units["norm cast"] = constants.NORM_CASTS[backward]
     return units | {"sum": (5 + hidden) * backward, "exchange": exchange_units(work, backward)}
 
 
@@ -128,8 +113,8 @@ def elementwise_seconds(work: Workload, rates: Rates, backward: bool) -> float:
     round; FSDP moves about as much, as it casts shards and copies what it gathered into place.
     """
     sizes = {name: unit_bytes(work) * units for name, units in elementwise_units(work, backward).items()}
-    if work.itemsize < FLOAT32 or work.uses_fsdp:
-        sizes["cast"] = (FLOAT32 + work.itemsize) * count(cut(work.model.block, work.degrees.tp))
+    if work.itemsize < constants.FLOAT32 or work.uses_fsdp:
+        sizes["cast"] = (constants.FLOAT32 + work.itemsize) * count(cut(work.model.block, work.degrees.tp))
     return sum(rates.elementwise_seconds(size, work.dtype, name) for name, size in sizes.items() if size)
 
 
@@ -166,16 +151,16 @@ def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 def field_seconds(work: Workload, rates: Rates) -> float:
     """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
     values = work.local_batch * work.members * work.field_values * work.rollout_steps
-    newest, older = FIELD_PASSES[work.compiled]
-    pairs = PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
+    newest, older = constants.FIELD_PASSES[work.compiled]
+    pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
     passes = newest + pairs + (work.history - 1) * older
-    return rates.elementwise_seconds(FLOAT32 * passes * values) if values else 0.0
+    return rates.elementwise_seconds(constants.FLOAT32 * passes * values) if values else 0.0
 
 
 def update_seconds(work: Workload, rates: Rates) -> float:
     owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
     kernels = rates.elementwise_seconds(update_bytes(work) / owners, "float32", "adamw")
-    rest = rates.elementwise_seconds((CLIP_BYTES + AVERAGE_BYTES * work.ema) * number)
+    rest = rates.elementwise_seconds((constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * number)
     return kernels + rest + orthogonal_seconds(work, rates) / owners
 
 
@@ -184,7 +169,7 @@ def update_bytes(work: Workload) -> float:
     number, inside = shard_parameters(work), 0.0
     if work.optimizer == "Muon":
         inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
-    return UPDATE_BYTES[work.optimizer] * (number - inside) + MUON_BYTES * inside
+    return constants.UPDATE_BYTES[work.optimizer] * (number - inside) + constants.MUON_BYTES * inside
 
 
 def orthogonal_seconds(work: Workload, rates: Rates) -> float:
@@ -195,4 +180,4 @@ def orthogonal_seconds(work: Workload, rates: Rates) -> float:
     for m, n in map(sorted, work.model.matrices):
         for product in ((m, n, m), (m, m, m), (m, m, n)):
             total += rates.linear_seconds(*product, work.dtype, False)
-    return ITERATIONS * work.rank_layers * total
+    return constants.ITERATIONS * work.rank_layers * total

@@ -20,7 +20,7 @@ from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
 from planning.constants import GIB
 from planning.search import capacity, change_text, changes_that_fit, fits, plan
-from planning.this_machine import cluster_here, workload_here
+from planning.start_checks import cluster_here, workload_here
 from training.process_settings import host_memory
 
 # Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError.

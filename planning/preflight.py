@@ -46,8 +46,7 @@ from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
 from planning.search import Plan, capacity, change_text, changes_that_fit, check_device, fits, plan
-from planning.start_checks import open_checked
-from planning.this_machine import available_memory, cluster_here, workload_here
+from planning.start_checks import available_memory, cluster_here, open_checked, workload_here
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 READ_SECONDS = 2.0

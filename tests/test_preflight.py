@@ -16,8 +16,7 @@ from config import Config
 from planning import preflight as module
 from planning.preflight import FAIL, PASS, WARN, period_row, plan_row, preflight, table
 from planning.search import Plan
-from planning.start_checks import open_checked
-from planning.this_machine import available_memory, cluster_here
+from planning.start_checks import available_memory, cluster_here, open_checked
 from tests.started_jobs import ROOT, write_config
 
 

@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from planning import calibrate as module
-from planning.calibrate import BlockShape, calibrate, in_turns, undisturbed
+from planning import calibration as module
 from planning.calibration import (
+    BlockShape,
     Calibration,
     Timing,
     attention_flops,
+    calibrate,
     calibrated,
+    in_turns,
     load_calibration,
     matmul_flops,
     processor_name,
     save_calibration,
     torch_version,
+    undisturbed,
 )
 from planning.clusters import load_cluster
 
