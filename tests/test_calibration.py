@@ -83,12 +83,6 @@ def test_products_between_the_shapes_that_were_measured() -> None:
     assert seconds(128, 64, 256, backward=True) == pytest.approx(both)
 
 
-def test_attention_grows_with_the_square_of_tokens() -> None:
-    assert MADE.attention_seconds(2, 4, 64, 32, "bfloat16", True, "sdpa") == MADE.timings[6].seconds
-    once, twice = (MADE.attention_seconds(2, 4, t, 32, "bfloat16", False, "sdpa") for t in (64, 128))
-    assert twice == pytest.approx(4 * once)
-
-
 def test_the_table_has_every_operation() -> None:
     lines = MADE.table().splitlines()
     assert lines[0].startswith(

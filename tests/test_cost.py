@@ -56,15 +56,6 @@ def test_without_preemptions_it_is_exact() -> None:
     assert expected_time(0.0, Saves(interval=60.0), rate=1e-4)[0] == 0.0
 
 
-def test_small_rates_are_first_order() -> None:
-    """N (restart + interval/2 + write), with N = rate x work."""
-    saves, rate, work = Saves(interval=600.0, stall=5.0, write=60.0, restart=900.0), 1e-9, 6e6
-    stalls = 1e4 * 5.0
-    each = saves.restart + (saves.interval + saves.stall) / 2 + saves.write
-    lost = expected_time(work, saves, rate)[0] - work - stalls
-    assert lost == pytest.approx(rate * (work + stalls) * each, rel=1e-3)
-
-
 def simulate(work: float, saves: Saves, rate: float, generator: random.Random) -> tuple[float, int]:
     """Seconds and preemptions of one run, event by event: an independent account of the same process."""
     now, done, safe, preemptions = 0.0, 0.0, 0.0, 0

@@ -203,31 +203,3 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
     if config not in ("vit1b_rollout", "vit1b_adamw"):
         best = json.loads(plan("--cluster", cluster, "--json", "--layout", "auto", config=config))
         assert made["step_seconds"] <= 1.03 * best["step_seconds"]
-
-
-@pytest.mark.slow
-def test_a_search_chooses_the_local_batch():
-    """3,072 samples on 96 GPUs, not in micro-batches of 12; 16 on 64 only over cp or tp."""
-    twelve = ("--cluster", "a100x96", "--training.local_batch_size", "12")
-    assert "12 x" not in plan(*twelve, "--layout", "auto").splitlines()[1]
-    said = plan(*twelve, code=2)
-    assert "training.global_batch_size = 3072" in said
-    few = plan("--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "16")
-    assert "global batch 16 = " in few
-    said = plan(
-        "--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "7", config="demo", code=2
-    )
-    assert "no layout of 64 devices" in said
-    said = plan("--cluster", "a100x64", "--layout", "auto", "--training.global_batch_size", "-5", code=2)
-    assert "training.global_batch_size = -5" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--float8.enable",), "float8.enable = True: the a100 does not multiply in float8"),
-        (("--training.rollout_steps", "[0]"), "training.rollout_steps[0] = 0: "),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line(options, said):
-    assert said in plan("--cluster", "a100x64", *options, code=2)

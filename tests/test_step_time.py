@@ -115,18 +115,6 @@ def test_a_search_offers_no_pipeline_that_has_too_few_micro_batches():
 # -- kernels
 
 
-def test_math_attention_moves_its_scores():
-    """A head's forward: T^2 numbers are written after they are computed twice over, and 24 bytes a score are
-    moved between the products.
-    """
-    device, tokens, size = A100.device, 8192, 64
-    took = device.attention_seconds(1, 1, tokens, size, "bfloat16", False, "math")
-    computing = 2 * 2 * tokens**2 * size / (ORDINARY * device.matmul["bf16"])
-    moved = 2 * tokens**2 + 2 * tokens * size + 24 * tokens**2
-    assert took == pytest.approx(computing + moved / device.bandwidth)
-    assert took > 5 * device.attention_seconds(1, 1, tokens, size, "bfloat16", False, "sdpa")
-
-
 def test_uncompiled_norms_are_cast_on_a_gpu():
     """Autocast takes them in float32: 16 and 18 units a block more; FSDP changes nothing in that."""
     rates = A100.device
