@@ -136,16 +136,13 @@ def recomputed_seconds(work: Workload, rates: Rates) -> float:
 
 
 def end_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
-    """Patch embedding, last norm and head of one micro-batch, in half precision; no gradient goes into the
-    patches.
-    """
+    """Patch embedding and head of one micro-batch, in half precision; no gradient goes into the patches."""
     rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
     outputs, inputs = shapes["head.weight"]
     matmul = rates.linear_seconds(rows, inputs, outputs, work.dtype, backward)
     if embedding := shapes.get("patch_embedding.weight"):
         matmul += rates.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
-    norm = rates.elementwise_seconds(unit_bytes(work) * (3 if backward else 2), work.dtype)
-    return {"matmul": matmul, "elementwise": norm}
+    return {"matmul": matmul}
 
 
 def field_seconds(work: Workload, rates: Rates) -> float:

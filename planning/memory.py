@@ -91,7 +91,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         **step,
         "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
-        "activations": stored + stored_ends + 2 * tokens * model.dim * last,  # with the last norm's
+        "activations": stored + stored_ends,
         "loss": loss_bytes(work) * last,
     }
     moments = {
@@ -270,15 +270,13 @@ def block_activations(work: Workload, mode: str) -> float:
         return s / (work.every_n if mode == "every_n_blocks" else 1)
     sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
     if mode == "selective":
-        casts = work.float8 and not work.compiled  # the compiler computes them again, too
-        return s * (1 + qkv + 1 + hidden + casts) + s * tp + scores_bytes(work) + sums
+        return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
         qkv = 0 if model.rotary else qkv  # which are rotated before, and queries with them
-    statistics = 16 * work.states_at_once * work.rank_tokens
     units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden
-    return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics
+    return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
 def normed(work: Workload) -> int:
