@@ -73,7 +73,7 @@ def causes(timeline: Timeline) -> str:
     """Return idle time by what the host did."""
     least = SMALL * timeline.step_milliseconds
     found = timeline.idle_by_cause
-    largest = {short(name): time for name, time in list(found.items())[:TOP] if time > least}
+    largest = {name[:51]: time for name, time in list(found.items())[:TOP] if time > least}
     if not largest:
         return ""
     if (rest := sum(found.values()) - sum(largest.values())) > least:
@@ -97,11 +97,6 @@ def memory_table(trace: Trace) -> str:
     table: Table = pd.DataFrame(rows, columns=["part", "peak", "change"])
     table = table.groupby("part", sort=False).agg({"peak": "max", "change": "mean"})
     return text_table("<52 >10.1f >+12.1f", [(title, "at most", "end - start"), *table.itertuples()])
-
-
-def short(name: str) -> str:
-    """Return a name cut to the width of the first column of a list."""
-    return name if len(name) < 52 else name[:48] + "..."
 
 
 def ranks_table(timelines: Sequence[Timeline]) -> str:

@@ -102,8 +102,9 @@ def build_timeline(trace: Trace) -> Timeline:
     for layer in layers:
         filled, free = fill(free, layer)
         segments += filled
-    idle = gpu_idle(trace, loop, free) if trace.on_gpu else cpu_idle(loop, free)
-    return Timeline(trace, windows, sorted([*segments, *idle], key=lambda segment: segment.start))
+    parts = (part for start, end, _ in free for part in loop.cut(start, end))
+    segments += gpu_idle(trace, loop, free) if trace.on_gpu else map(idle, parts)
+    return Timeline(trace, windows, sorted(segments, key=lambda segment: segment.start))
 
 
 def step_windows(trace: Trace) -> list[Interval]:
@@ -186,12 +187,6 @@ def is_gloo(event: Event) -> bool:
 
 
 # -- what does not run, and why
-
-
-def cpu_idle(loop: Loop, free: list[Interval]) -> Iterator[Segment]:
-    """Name idle time by the part of the loop."""
-    for start, end, _ in free:
-        yield from map(idle, loop.cut(start, end))
 
 
 def idle(part: Interval, detail: str = "") -> Segment:
