@@ -37,11 +37,12 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     band = band_of(work, cluster)
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
+    unit, length = ("days", 24) if cost.planned["on demand"].hours > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.fleets)
     lines = {
         "job": job_text(work, cluster),
         "layout": layout_text(work),
-        "time": f"{cost.between('on demand', 'hours', 24, 2)} days for {cost.steps:,} steps; "
+        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
         f"{time.total:,.3f} s a step{within}",
         "dollars": "; ".join(dollars),
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
