@@ -186,8 +186,8 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     samples = selection.samples_by_lead("train", steps, FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
-    rows, kept = torch.tensor(area, dtype=torch.float32), folder / OWN_FOLDER / "damping.json"
-    fitted = fit_baselines(dataset, mean_field, rows, steps, 1, kept, statistics.fingerprint)
+    rows, cache = torch.tensor(area, dtype=torch.float32), folder / OWN_FOLDER / "damping.json"
+    fitted = fit_baselines(dataset, mean_field, rows, steps, 1, cache, statistics.fingerprint)
     return fitted["damped persistence"], len(samples)
 
 
