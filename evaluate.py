@@ -286,6 +286,8 @@ def run(config: Config, options: Namespace) -> int:
         truth = open_archive(options.truth, picks, access, config.data.region)
     first = next(iter(forecasts.values()))
     variables = common_variables(first, truth, selection.variables)
+    if options.truth:
+        truth.check(variables)
     period, hour = () if config.forecast.period else config.data.test_period, np.timedelta64(1, "h")
     times, leads = common_axes(forecasts, period)
     for gate in options.gates:
@@ -310,6 +312,7 @@ def run(config: Config, options: Namespace) -> int:
             variables=variables,
             lead_hours=(leads // hour).tolist(),
             dates=times,
+            grid=grid,
             regions=regions,
             detailed_hours=(shown_leads(scored) // hour).tolist(),
             boundary_width=width,

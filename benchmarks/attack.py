@@ -661,7 +661,11 @@ KINDS = {each.__name__: each for each in (keys, combinations, data, files)}
 
 
 def main() -> int:
-    commands: dict[str, Any] = {"commands": attack_commands, "scores": oracle.scores, "sources": oracle.sources}
+    commands: dict[str, Any] = {
+        "commands": attack_commands,
+        "scores": oracle.scores,
+        "sources": oracle.sources,
+    }
     of_cases = {"kind": "", "named": "", "cases": 0, "seed": -1, "jobs": 2}
     options = parse(__doc__, commands, **of_cases, seeds=100, first=0)
     return commands[options.command](options)

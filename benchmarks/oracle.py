@@ -19,7 +19,8 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import tomli_w
 import xarray as xr
 
 from benchmarks.results_file import ROOT, record
-from errors import one_line_errors
+from errors import DataError, one_line_errors
 
 DRAWN = tomllib.loads((ROOT / "benchmarks/attack.toml").read_text())["oracle"]
 VARIABLES, AXES = DRAWN["variables"], DRAWN["axes"]
@@ -66,6 +67,7 @@ def draw(rng: np.random.Generator, *choices: Any) -> Any:
 
 def some(rng: np.random.Generator, items: Any, least: int = 1, most: int = 99) -> list:
     """Return some of the items in their order."""
+    items = [*items]
     number = int(rng.integers(least, min(most, len(items)) + 1))
     return [items[i] for i in sorted(rng.choice(len(items), number, replace=False))]
 
@@ -77,11 +79,16 @@ def draw_grid(rng: np.random.Generator) -> tuple[Array, Array]:
     rows, columns = int(rng.integers(5, 10)), int(draw(rng, 6, 8, 9, 12))
     kind = draw(rng, "poles", "cells", "gaussian", "regional", "regional")
     if kind == "regional":
-        spacing, north, west = draw(rng, 2.5, 5.0), draw(rng, 70.0, 40.0, 21.25), draw(rng, -20.0, 172.5, 340.0)
+        spacing, north, west = (
+            draw(rng, 2.5, 5.0),
+            draw(rng, 70.0, 40.0, 21.25),
+            draw(rng, -20.0, 172.5, 340.0),
+        )
         return north - spacing * np.arange(rows), west + spacing * np.arange(columns)
     east = draw(rng, 0.0, 0.0, -180.0, 7.5) + np.arange(columns) * 360 / columns
     if kind == "gaussian":
-        return -np.rad2deg(np.arcsin(np.polynomial.legendre.leggauss(rows)[0])), east
+        north = -np.rad2deg(np.arcsin(np.polynomial.legendre.leggauss(rows)[0]))
+        return north.astype("f4").astype("f8"), east
     half = 0 if kind == "poles" else 90 / rows
     return np.linspace(90 - half, half - 90, rows), east
 
@@ -111,7 +118,9 @@ def encode(rng: np.random.Generator, name: str, values: Array, plain: bool, form
     factor, offset = units[text]
     numbers, attrs, missing = (values - offset) / factor, {"units": text}, np.isnan(values)
     most = np.abs(numbers[~missing]).max(initial=1.0)
-    kinds = ["f4", ">f4", "f8", "packed", "packed"] + ["f2"] * int(most < 6e4 and not format.startswith("net"))
+    kinds = ["f4", ">f4", "f8", "packed", "packed"] + ["f2"] * int(
+        most < 6e4 and not format.startswith("net")
+    )
     kind = "f4" if plain else draw(rng, *kinds)
     kind = "f4" if kind == ">f4" and format in ("zarr3", "sharded") else kind
     if kind == "packed":
@@ -143,7 +152,9 @@ def encode_times(rng: np.random.Generator, times: Array) -> tuple[Array, dict[st
     numbers = (times - np.datetime64(plain, "s")) / np.timedelta64(seconds, "s")
     kind = draw(rng, "f8", "f8" if seconds < 3600 else "f4", "f8" if unit == "days" else "i4")
     kind = "f8" if kind == "i4" and np.abs(numbers).max() > 2**31 - 1 else kind
-    calendar = draw(rng, {}, {"calendar": "standard"}, {"calendar": "gregorian"}, {"calendar": "proleptic_gregorian"})
+    calendar = draw(
+        rng, {}, {"calendar": "standard"}, {"calendar": "gregorian"}, {"calendar": "proleptic_gregorian"}
+    )
     return numbers.astype(kind), {"units": f"{unit} since {since}"} | calendar
 
 
@@ -187,17 +198,25 @@ def disguise(rng: np.random.Generator, fields: Fields, plain: bool, format: str,
                 values, order[role] = np.append(values, values.dtype.type(-99999)), np.append(order[role], 0)
                 attrs |= {"_FillValue": values[-1]}
         elif role == "lead":
-            text, seconds = draw(rng, ("hours", 3600), ("days", 86400), ("nanoseconds", 1e-9), ("minutes", 60))
+            text, seconds = draw(
+                rng, ("hours", 3600), ("days", 86400), ("nanoseconds", 1e-9), ("minutes", 60)
+            )
             values, attrs = values / np.timedelta64(1, "s") / seconds, {"units": text}
             values = values if text == "days" else values.astype("i8" if not format == "netcdf3" else "f8")
         coords[dim[role]] = (dim[role], values, attrs)
     degrees = draw(rng, "f4", "f8")
-    coords[dim["latitude"]] = (dim["latitude"], fields.latitude[rows].astype(degrees), {"units": "degrees_north"})
+    coords[dim["latitude"]] = (
+        dim["latitude"],
+        fields.latitude[rows].astype(degrees),
+        {"units": "degrees_north"},
+    )
     coords[dim["longitude"]] = (dim["longitude"], labels.astype(degrees), {"units": "degrees_east"})
     upper = [name for name in fields.values if ":" in name]
-    levels = [int(each) for each in rng.permutation(list(dict.fromkeys(int(n.partition(":")[2]) for n in upper)))]
+    levels = [
+        int(each) for each in rng.permutation(list(dict.fromkeys(int(n.partition(":")[2]) for n in upper)))
+    ]
     way = "axis" if "hgt" in map(base, upper) else "names"  # of which names with levels are not known
-    way = draw(rng, "axis", "axis", "axis", way, "scalar" if len(levels) == 1 else "axis")
+    way = draw(rng, "axis", "axis", "axis", way, "scalar" if len(levels) == 1 and way == "names" else "axis")
     if upper and way != "names":
         numbers, attrs = encode_levels(rng, levels)
         coords[dim["level"]] = (dim["level"], numbers, attrs) if way == "axis" else ((), numbers[0], attrs)
@@ -239,13 +258,13 @@ def write(rng: np.random.Generator, ds: xr.Dataset, path: Path, format: str) -> 
     if format.startswith("netcdf"):
         names = {name: str(name) for name in ds.data_vars}
         path = path.with_suffix(draw(rng, ".nc", ".nc4" if format == "netcdf4" else ".nc"))
-        chunks = {n: {"chunksizes": tuple(int(rng.integers(1, s + 1)) for s in ds[n].shape), "zlib": True}
+        chunks = {n: {"chunksizes": tuple(int(rng.integers((s + 1) // 2, s + 1)) for s in ds[n].shape), "zlib": True}
                   for n in names if format == "netcdf4" and rng.random() < 0.3}  # fmt: skip
         ds.to_netcdf(path, engine="scipy" if format == "netcdf3" else "h5netcdf", encoding=chunks)
         return str(path)
     encoding: dict[str, Any] = {}
     for name in ds.data_vars:
-        chunks = [int(rng.integers(1, size + 1)) for size in ds[name].shape]
+        chunks = [int(rng.integers((size + 1) // 2, size + 1)) for size in ds[name].shape]
         encoding[str(name)] = {"chunks": tuple(chunks)}
         if format == "sharded":
             encoding[str(name)]["shards"] = tuple(c * int(rng.integers(1, 3)) for c in chunks)
@@ -301,7 +320,9 @@ def add_unreadable(rng: np.random.Generator, ds: xr.Dataset) -> xr.Dataset:
     shape = [ds.sizes[d] for d in dims]
     if rng.random() < 0.2:
         dim = next(each for each in ("lev", "level") if each not in ds.coords)
-        about = draw(rng, ([0.99, 0.98], {"long_name": "hybrid level at midpoints"}), ([0.4, 1], {"units": "hPa"}))
+        about = draw(
+            rng, ([0.99, 0.98], {"long_name": "hybrid level at midpoints"}), ([0.4, 1], {"units": "hPa"})
+        )
         ds = ds.assign_coords({dim: (dim, *about)})
         ds["o3"] = [dim, *dims], rng.normal(size=(2, *shape)).astype("f4")
     return ds
@@ -329,6 +350,8 @@ def compare_archive(path: str, fields: Fields, dtype: str = "") -> list[str]:
     from datasets.archive import open_archive
 
     archive, wrong, times = open_archive(path), [], fields.axes["time"]
+    if refused := {*map(base, fields.values)} & archive.unreadable.keys():
+        raise DataError("; ".join(archive.unreadable[name] for name in refused))
     for what, ours, theirs in (
         ("variables", sorted(fields.values), sorted(set(archive.variables) - {"ozone_mass_mixing_ratio"})),
         ("static", sorted(fields.static), sorted(archive.static_variables)),
@@ -344,7 +367,9 @@ def compare_archive(path: str, fields: Fields, dtype: str = "") -> list[str]:
         return [f"places: {archive.grid.latitude}, {archive.grid.longitude}"]
     for name in fields.values:
         theirs = np.stack([archive.read(i, [name])[0] for i in range(len(times))])
-        wrong += compare_values(name, fields.values[name][..., columns], theirs, rounding_of(path, name, dtype))
+        wrong += compare_values(
+            name, fields.values[name][..., columns], theirs, rounding_of(path, name, dtype)
+        )
     for name, ours in fields.static.items():
         wrong += compare_values(name, ours[..., columns], archive.read_static(name), (0.0, 0.0, 0.0))
     return wrong
@@ -414,7 +439,11 @@ def source(seed: int, folder: Path) -> tuple[str, str]:
     if answer[0] != "right":
         return answer
     path, fields = pickle.loads((folder / "case.pickle").read_bytes())
-    rng, target, dtype = np.random.default_rng([seed, 2]), str(folder / "store"), ("float16", "float32")[seed % 2]
+    rng, target, dtype = (
+        np.random.default_rng([seed, 2]),
+        str(folder / "store"),
+        ("float16", "float32")[seed % 2],
+    )
     times = fields.axes["time"]
     words = [path, target, "--dtype", dtype]
     first = [*words, "--period", str(times[0]), str(times[len(times) // 2])]
@@ -424,6 +453,468 @@ def source(seed: int, folder: Path) -> tuple[str, str]:
             return answer[0], f"convert: {answer[1]}"
     verdict, why = judge(*forked(LIMIT, compare_converted, folder, target, dtype))
     return verdict, f"converted to {dtype}: {why}" if why else ""
+
+
+# -- scoring
+
+# WeatherBench2's: south, north, west, east of boxes, limits included.
+REGIONS = {
+    "global": [(-90, 90, 0, 360)],
+    "tropics": [(-20, 20, 0, 360)],
+    "extra-tropics": [(-90, -20, 0, 360), (20, 90, 0, 360)],
+    "northern-hemisphere": [(20, 90, 0, 360)],
+    "southern-hemisphere": [(-90, -20, 0, 360)],
+    "europe": [(35, 75, 347.5, 360), (35, 75, 0, 42.5)],
+    "north-america": [(25, 60, 240, 285)],
+    "north-atlantic": [(25, 65, 290, 350)],
+    "north-pacific": [(25, 60, 145, 230)],
+    "east-asia": [(25, 60, 102.5, 150)],
+    "ausnz": [(-45, -12.5, 120, 175)],
+    "arctic": [(60, 90, 0, 360)],
+    "antarctic": [(-90, -60, 0, 360)],
+}
+WINDS = {"wind_vector": "u_component_of_wind", "10m_wind_vector": "10m_u_component_of_wind"}
+POWER = {"mse": 2} | dict.fromkeys(("rmse", "rmse_sqrt_before_time_avg", "mae", "bias", "crps", "spread"), 1)
+POWER |= dict.fromkeys(("forecast_activity", "truth_activity"), 1)
+
+
+def row_edges(latitude: Array) -> Array:
+    """Return bounds half-way between rows; a side whose last row is within a spacing of the pole ends there."""
+    ends = []
+    for edge, inner in ((latitude[0], latitude[1]), (latitude[-1], latitude[-2])):
+        spacing = edge - inner
+        pole = np.copysign(90.0, spacing)
+        ends.append(pole if abs(pole - edge) < abs(spacing) + 1e-5 else edge + spacing / 2)
+    return np.concatenate([ends[:1], (latitude[1:] + latitude[:-1]) / 2, ends[1:]])
+
+
+def column_edges(longitude: Array) -> Array:
+    half = (longitude[1] - longitude[0]) / 2
+    return np.append(longitude - half, longitude[-1] + half)
+
+
+def cell_size(fields: Fields) -> float:
+    return float(-np.diff(row_edges(fields.latitude)).mean() * np.diff(column_edges(fields.longitude)).mean())
+
+
+def overlaps(target: Array, source: Array) -> Array:
+    low, high = np.maximum.outer(target[:-1], source[:-1]), np.minimum.outer(target[1:], source[1:])
+    return np.maximum(high - low, 0)
+
+
+def regrid(values: Array, source: Fields, target: Fields) -> Array:
+    """Return first-order conservative means; a cell that is not wholly on the source's grid has none."""
+    heights = [np.sin(np.deg2rad(row_edges(each.latitude)))[::-1] for each in (target, source)]
+    rows = overlaps(*heights)[::-1, ::-1]
+    east, west = (column_edges(each.longitude) for each in (target, source))
+    columns = sum(overlaps(east, west + turn) for turn in (-720, -360, 0, 360, 720))
+    area = np.outer(np.diff(heights[0])[::-1], np.diff(east))
+    whole = np.outer(rows.sum(1), columns.sum(1)) > 0.999 * area
+    there = ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        finite = np.where(np.isfinite(values), values, 0.0)
+        mean = (rows @ finite @ columns.T) / (rows @ there.astype(float) @ columns.T)
+        mean = np.where(rows @ np.isinf(values).astype(float) @ columns.T > 0, np.inf, mean)
+    return np.where(whole, mean, np.nan)
+
+
+def on_grid(fields: Fields, target: Fields) -> Fields:
+    same = [
+        np.array_equal(getattr(fields, each), getattr(target, each)) for each in ("latitude", "longitude")
+    ]
+    if all(same):
+        return fields
+    values = {name: regrid(each, fields, target) for name, each in fields.values.items()}
+    return replace(fields, values=values, latitude=target.latitude, longitude=target.longitude)
+
+
+def crop(fields: Fields, region: list[float]) -> Fields:
+    if not region:
+        return fields
+    north, west, south, east = region
+    rows = (fields.latitude <= north) & (fields.latitude >= south)
+    offset = (fields.longitude - west + 1e-9) % 360 - 1e-9
+    columns = np.argsort(offset)[
+        : int((offset <= (360 if east - west == 360 else (east - west) % 360)).sum())
+    ]
+    values = {name: each[..., rows, :][..., columns] for name, each in fields.values.items()}
+    return replace(fields, values=values, latitude=fields.latitude[rows], longitude=(west + offset)[columns])
+
+
+def region_weights(fields: Fields, names: list[str]) -> dict[str, Array]:
+    """Return area weights (H, W) inside of each region that has a cell."""
+    area = -np.diff(np.sin(np.deg2rad(row_edges(fields.latitude))))
+    north, east, found = fields.latitude[:, None], fields.longitude % 360, {}
+    for name in REGIONS if "all" in names else names:
+        inside = [(north >= a - 1e-4) & (north <= b + 1e-4) & (east >= c - 1e-4) & (east <= d + 1e-4)
+                  for a, b, c, d in REGIONS[name]]  # fmt: skip
+        found[name] = area[:, None] * np.any(inside, axis=0)
+    return {name: each for name, each in found.items() if each.any()}
+
+
+def pick(values: Array, labels: Array, wanted: Array) -> Array:
+    """Return the values at labels of their first axis, NaN where there is none."""
+    there = np.isin(wanted, labels)
+    found = np.full((len(wanted), *values.shape[1:]), np.nan)
+    order = np.argsort(labels)
+    found[there] = values[order][np.searchsorted(labels[order], wanted[there])]
+    return found
+
+
+def climatology_at(fields: Fields, name: str, times: Array) -> Array:
+    """Return (D, H, W), NaN for hours and days that it lacks."""
+    stamps = pd.DatetimeIndex(times)
+    labels = {"hour": np.asarray(stamps.hour), "dayofyear": np.asarray(stamps.dayofyear)}
+    key, there = [], np.ones(len(times), bool)
+    for axis, own in fields.axes.items():
+        position = {int(label): i for i, label in enumerate(own)}
+        rows = np.array([position.get(int(label), -1) for label in labels[axis]])
+        there &= rows >= 0
+        key.append(rows)
+    return np.where(there[:, None, None], fields.values[name][tuple(key)], np.nan)
+
+
+def statistics(
+    state: Array, truth: Array, clim: Array | None, mask: Array, weights: Array
+) -> dict[str, Array]:
+    """Return area means (D, R) of one variable and lead: state (D[, M], H, W), others (D, H, W)."""
+
+    def mean(x: Array, where: Array) -> Array:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            total, area, broken = (
+                np.einsum("dhw,rhw->dr", each, weights)
+                for each in (
+                    np.where(where & np.isfinite(x), x, 0.0),
+                    where.astype(float),
+                    where & ~np.isfinite(x),
+                )
+            )
+            return np.where(broken > 0, np.inf, total) / area
+
+    members = state.shape[1] if state.ndim == 4 else 1
+    with np.errstate(invalid="ignore"):
+        middle = state.mean(axis=1) if members > 1 else state.reshape(truth.shape)
+        error = middle - truth
+        found = {"mse": mean(error**2, mask), "mae": mean(abs(error), mask), "bias": mean(error, mask)}
+        if clim is not None:
+            both, ours, theirs = mask & np.isfinite(clim), middle - clim, truth - clim
+            found |= {"covariance": mean(ours * theirs, both), "ours": mean(ours**2, both)}
+            found |= {"theirs": mean(theirs**2, both)}
+        if members > 1:
+            apart = sum(abs(state[:, m] - state[:, n]) for m in range(members) for n in range(members))
+            crps = abs(state - truth[:, None]).mean(axis=1) - apart / (2 * members * (members - 1))
+            found |= {"crps": mean(crps, mask), "variance": mean(state.var(axis=1, ddof=1), mask)}
+    return found
+
+
+def mean_of(values: Array) -> Array:
+    """Return the mean over dates that have a value: infinite ones make it infinite."""
+    there = ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(there, values, 0.0).sum(axis=0) / there.sum(axis=0)
+
+
+def final(by_date: dict[str, Array], members: int) -> dict[str, Array]:
+    """Return scores (R,) from the statistics (D, R)."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mse = mean_of(by_date["mse"])
+        scores = {"mse": mse, "rmse": np.sqrt(mse)}
+        scores["rmse_sqrt_before_time_avg"] = mean_of(np.sqrt(by_date["mse"]))
+        scores |= {name: mean_of(by_date[name]) for name in ("mae", "bias", "crps") if name in by_date}
+        if "ours" in by_date:
+            ours, theirs = by_date["ours"], by_date["theirs"]
+            scores["acc"] = mean_of(by_date["covariance"] / np.sqrt(ours * theirs))
+            ours, theirs = mean_of(ours), mean_of(theirs)
+            scores["acc_ratio_of_means"] = mean_of(by_date["covariance"]) / np.sqrt(ours * theirs)
+            scores |= {"forecast_activity": np.sqrt(ours), "truth_activity": np.sqrt(theirs)}
+        if "variance" in by_date:
+            variance = mean_of(by_date["variance"])
+            scores |= {"spread": np.sqrt(variance), "spread_skill_ratio": np.sqrt(variance / mse)}
+            scores["unbiased_spread_skill_ratio"] = np.sqrt(variance / (mse - variance / members))
+    broken = ~np.isfinite(mse) & ~np.isnan(by_date["mse"]).all(axis=0)
+    if broken.any():
+        scores.pop("truth_activity", None)
+    return {name: np.where(broken, np.nan, each) for name, each in scores.items()}
+
+
+@dataclass
+class Case:
+    """One evaluation. forecasts: the second and later ones may lack variables."""
+
+    truth: Fields
+    forecasts: dict[str, Fields]
+    climatology: Fields | None
+    variables: list[str]
+    step: np.timedelta64
+    words: list[str]
+    baselines: list[str]
+    regions: list[str]
+    against: str
+    region: list[float]
+    boundary: int
+
+
+def baselines_of(case: Case, truth: Fields, dates: Array, leads: Array) -> dict[str, Fields]:
+    there = [
+        bool(np.isin(dates + lead, truth.axes["time"]).any()) and lead % case.step == 0 * HOUR
+        for lead in leads
+    ]
+    axes, found = {"time": dates, "lead": leads[there]}, {}
+    if "persistence" in case.baselines:
+        today = {n: pick(v, truth.axes["time"], dates) for n, v in truth.values.items()}
+        values = {n: np.repeat(v[:, None], sum(there), axis=1) for n, v in today.items()}
+        found["persistence"] = replace(truth, values=values, axes=axes)
+    clim = case.climatology
+    if "climatology" in case.baselines and clim is not None:
+        valid = (dates[:, None] + axes["lead"]).ravel()
+        name = next(iter(clim.values))
+        ones = replace(clim, values={name: np.ones_like(clim.values[name])})
+        if not np.isnan(climatology_at(ones, name, valid)).any():
+            shape = (len(dates), sum(there), len(clim.latitude), len(clim.longitude))
+            values = {n: climatology_at(clim, n, valid).reshape(shape) for n in clim.values}
+            found["climatology"] = replace(clim, values=values, axes=axes)
+    return found
+
+
+def expected(case: Case) -> tuple[dict[tuple[str, str, str, int], Any], list[str], Any, bool]:
+    """Return forecast, metric, variable and lead in hours -> values of the regions; the regions; the rows of the
+    scorecard, variable and lead in hours -> per cent; True where nothing is rounded.
+    """
+    truth, first = crop(case.truth, case.region), next(iter(case.forecasts.values()))
+    names = [n for n in case.variables if n in first.values and n in truth.values]
+    dates, leads = (sorted(set.intersection(*({*f.axes[axis].tolist()} for f in case.forecasts.values())))
+                    for axis in ("time", "lead"))  # fmt: skip
+    dates, leads = np.array(dates, "M8[s]"), np.array([lead for lead in leads if lead], "m8[s]")
+    leads = leads[leads > 0 * HOUR]
+    compared = case.forecasts | baselines_of(case, truth, dates, leads)
+    target = truth
+    for each in case.forecasts.values():
+        target = each if cell_size(each) > cell_size(target) * 1.000001 else target
+    used = [*compared.values(), truth, *([case.climatology] if case.climatology else [])]
+    exact = all(each.plain and on_grid(each, target) is each for each in used)
+    compared = {name: on_grid(each, target) for name, each in compared.items()}
+    clim = case.climatology and on_grid(case.climatology, target)
+    regions, truth = region_weights(target, case.regions), on_grid(truth, target)
+    weights, found, by_date = np.stack([*regions.values()]), {}, {}
+    inside, width = np.zeros(weights.shape[1:], bool), case.boundary
+    inside[width : len(inside) - width, width : inside.shape[1] - width] = True
+    for lead in leads:
+        hours = int(lead / HOUR)
+        there = {name: f for name, f in compared.items() if lead in f.axes["lead"]}
+        for name in names:
+            own = {n: pick(f.values[name].swapaxes(0, 1)[[*f.axes["lead"]].index(lead)], f.axes["time"], dates)
+                   for n, f in there.items() if name in f.values}  # fmt: skip
+            analysis = pick(truth.values[name], truth.axes["time"], dates + lead)
+            whole = mask = np.isfinite(analysis) & inside
+            for state in own.values():
+                mask = mask & ~np.isnan(state.reshape(len(dates), -1, *inside.shape)).any(axis=1)
+            means = climatology_at(clim, name, dates + lead) if clim and name in clim.values else None
+            means = analysis * np.nan if clim and means is None else means
+            for n, state in own.items():
+                statistic = by_date[n, name, hours] = statistics(state, analysis, means, mask, weights)
+                scores = final(statistic, state.shape[1] if state.ndim == 4 else 1)
+                areas = [np.einsum("dhw,rhw->dr", each.astype(float), weights) for each in (mask, whole)]
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    part = np.where(areas[0] > 0, areas[0] / areas[1], np.nan)
+                scores |= {"num_dates": (areas[0] > 0).sum(axis=0), "common_area": mean_of(part)}
+                found |= {(n, metric, name, hours): each for metric, each in scores.items()}
+        for n, (vector, component) in product(there, WINDS.items()):
+            for name in [each for each in names if base(each) == component]:
+                key = n, name.replace("u_comp", "v_comp"), hours
+                if key in by_date and (n, name, hours) in by_date:
+                    mse = by_date[n, name, hours]["mse"] + by_date[key]["mse"]
+                    whole_name = name.replace(component, vector)
+                    by_date[n, whole_name, hours] = {"mse": mse}
+                    scores = final({"mse": mse, "mae": mse, "bias": mse}, 1)
+                    for metric in ("mse", "rmse", "rmse_sqrt_before_time_avg"):
+                        found[n, metric, whole_name, hours] = scores[metric]
+    return found, [*regions], scorecard(case, compared, by_date), exact
+
+
+def scorecard(case: Case, compared: dict[str, Fields], by_date: dict) -> dict[tuple[str, int], float]:
+    """Return per cent by variable and lead in hours, of the first forecast relative to another."""
+    first, second = next(iter(compared)), case.against
+    found = {}
+    for (name, variable, hours), own in by_date.items():
+        if name == first and (second, variable, hours) in by_date:
+            ours, theirs = own["mse"][:, 0], by_date[second, variable, hours]["mse"][:, 0]
+            both = ~np.isnan(ours) & ~np.isnan(theirs)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                rmse = [np.sqrt(each[both].sum() / both.sum()) for each in (ours, theirs)]
+                found[variable, hours] = 100 * (rmse[0] - rmse[1]) / rmse[1]
+    return {key: value for key, value in found.items() if np.isfinite(value)}
+
+
+def other_grid(rng: np.random.Generator, fields: Fields) -> tuple[Array, Array]:
+    """Return a coarser or finer grid of the same part of the globe."""
+    rows, east = len(fields.latitude), fields.longitude
+    spacing = east[1] - east[0]
+    if abs(spacing * len(east) - 360) > 1e-6:
+        factor = draw(rng, 0.5, 1.5, 2)
+        apart = spacing * factor
+        north = fields.latitude[0] - draw(rng, 0, apart / 4)
+        return (north - apart * np.arange(max(2, int(rows / factor))),
+                draw(rng, 0, 0, -360) + east[0] + apart / 4 + apart * np.arange(max(2, int(len(east) / factor))))  # fmt: skip
+    rows, columns = draw(rng, (4, 5), (3, 6), (12, 16), (11, 15))
+    half = draw(rng, 0, 90 / rows)
+    return np.linspace(90 - half, half - 90, rows), draw(rng, 0, -180, 10) + np.arange(
+        columns
+    ) * 360 / columns
+
+
+def generate_scores(seed: int, folder: Path) -> None:
+    rng = np.random.default_rng([seed, 3])
+    number, hours = int(rng.integers(11, 20)), int(draw(rng, 6, 6, 12, 24))
+    step = hours * HOUR
+    start = np.datetime64(draw(rng, "2020-02-25T00", "2020-12-28T12", "2019-12-29T18", "2021-02-26T06"), "s")
+    times, holes, plain = start + step * np.arange(number), float(draw(rng, 0, 0.3)), rng.random() < 0.5
+    kept = np.append(np.arange(3), np.setdiff1d(np.arange(3, number), rng.integers(3, number, 3)))
+    grid, names = draw_grid(rng), draw_names(rng, 4)
+    split = draw(rng, "one", "one", "variables", "dates")
+    truth = random_fields(rng, names, {"time": times[kept]}, grid, holes)
+    path, truth = write_archive(rng, folder / "truth", truth, plain, split)
+    core, core_leads = some(rng, range(3, number - 2), 3, 6), some(rng, [1, 2, 4], 1, 3)
+    forecasts, words, same = {}, [], rng.random() < 0.6
+    for i in range(int(rng.integers(1, 4))):
+        rows = sorted({*core, *some(rng, range(-3, number + 3), 1, 8)})
+        more = some(rng, [0, 0.5, 3, number + 3], 0)
+        leads = np.array(sorted({*core_leads, *more})) * hours * 3600
+        axes = {"time": start + step * np.array(rows), "lead": leads.astype("m8[s]")}
+        if members := int(draw(rng, 0, 0, 1, 2, 5)):
+            axes["number"] = np.arange(members)
+        lacking = draw(rng, "", "", base(str(draw(rng, *names)))) if len({*map(base, names)}) > 1 else ""
+        own = [n for n in rng.permutation(names).tolist() if base(n) != lacking]
+        where = grid if same or rng.random() < 0.5 else other_grid(rng, truth)
+        fields, format = random_fields(rng, own, axes, where, holes), draw(rng, *FORMATS)
+        name = draw(rng, f"model {i}", f"f{i}", f"HRES-{i}")
+        if infinite := rng.random() < 0.1:
+            fields.values[own[0]][tuple(int(rng.integers(size)) for size in fields.values[own[0]].shape)] = (
+                np.inf
+            )
+        ds, forecasts[name] = disguise(rng, fields, plain or infinite, format, False)
+        words += ["--forecast", f"{name}={write(rng, ds, folder / f'forecast{i}', format)}"]
+    clim, baselines, regions = (
+        None,
+        some(rng, ["persistence", "climatology"], 0),
+        ["global", *some(rng, REGIONS, 0, 4)],
+    )
+    if rng.random() < 0.7:
+        hours_of_day = some(rng, [0, 6, 12, 18], 1) if rng.random() < 0.3 else [0, 6, 12, 18]
+        days = np.arange(1, draw(rng, 366, 367, 367))
+        days = days if rng.random() < 0.8 else days[np.abs(days - int(draw(rng, 1, 60, 366))) < 40]
+        axes = {"hour": np.array(hours_of_day), "dayofyear": days}
+        axes = axes if rng.random() < 0.8 else {draw(rng, *axes): axes["hour"]}
+        axes = {axis: days if axis == "dayofyear" else labels for axis, labels in axes.items()}
+        own = names if rng.random() < 0.7 else some(rng, names)
+        own = [n for n in names if base(n) in {*map(base, own)}]
+        where, format = grid if rng.random() < 0.7 else other_grid(rng, truth), draw(rng, *FORMATS)
+        ds, clim = disguise(rng, random_fields(rng, own, axes, where, 0), plain, format, False)
+        words += ["--climatology", write(rng, ds, folder / "climatology", format)]
+    baselines = [each for each in baselines if clim or each != "climatology"]
+    region, boundary = [], 0
+    if (is_global := abs((grid[1][1] - grid[1][0]) * len(grid[1]) - 360) < 1e-6) and rng.random() < 0.25:
+        region = draw(rng, [60.0, -100.0, -60.0, 100.0], [90.0, 0.0, 0.0, 360.0], [45.0, 170.0, -80.0, -40.0])
+    if same and not is_global and rng.random() < 0.3:
+        boundary = 1
+    regions = (
+        ["all"]
+        if rng.random() < 0.2
+        else [str(each) for each in rng.permutation(list(dict.fromkeys(regions)))]
+    )
+    against = [*forecasts][1] if len(forecasts) > 1 else "persistence" if "persistence" in baselines else ""
+    if len(forecasts) > 1 and rng.random() < 0.4:
+        against = [*forecasts][-1]
+        words += ["--against", against]
+    if not against and "climatology" in baselines:
+        against = "climatology"
+    variables = rng.permutation(names).tolist()
+    data = {
+        "path": path,
+        "variables": variables,
+        "step_hours": hours,
+        "region": region,
+        "boundary_width": boundary,
+    }
+    (folder / "run.toml").write_text(
+        tomli_w.dumps({"data": data, "model": {"patch_size": [1, 1]}, "validation": {"lead_hours": [hours]}})
+    )
+    words += ["--job.config_file", str(folder / "run.toml"), "--job.dump_folder", str(folder / "run")]
+    words += [f"--baselines={','.join(baselines)}", f"--regions={','.join(regions)}"]
+    regions = [*REGIONS] if "all" in regions else sorted(regions, key=lambda name: name != "global")
+    case = Case(truth, forecasts, clim, variables, step, words, baselines, regions, against, region, boundary)
+    (folder / "case.pickle").write_bytes(pickle.dumps(case))
+
+
+def evaluate_case(folder: Path) -> None:
+    import evaluate
+
+    case = pickle.loads((folder / "case.pickle").read_bytes())
+    evaluate.plot_evaluation = lambda *_: None  # seconds a case, and no numbers
+    sys.modules["verification.scorecard"].plot_scorecard = lambda *_: None  # type: ignore[attr-defined]
+    sys.argv = ["evaluate.py", *case.words]
+    evaluate.main()
+
+
+def compare_scores(folder: Path) -> int:
+    case: Case = pickle.loads((folder / "case.pickle").read_bytes())
+    ours, regions, card, exact = expected(case)
+    with xr.open_dataset(folder / "run/evaluation/scores.nc", engine="h5netcdf") as ds:
+        theirs, wrong = ds.load(), []
+    if [*theirs.region.values] != regions:
+        return report([f"regions: {[*theirs.region.values]}, not {regions}"])
+    worst: dict[str, tuple[float, str]] = {}
+    for (forecast, metric, variable, hours), values in ours.items():
+        name, _, level = variable.partition(":")
+        at: dict[str, Any] = {
+            "forecast": forecast,
+            "metric": metric,
+            "lead_time": hours * HOUR.astype("m8[ns]"),
+        }
+        try:
+            found = theirs[name].sel(at | ({"level": int(level)} if level else {})).values
+        except KeyError:
+            found = np.full(len(regions), np.nan)
+        found = np.nan_to_num(found) if metric == "num_dates" else found
+        mean, size = VARIABLES[
+            base(variable).replace("wind_vector", "u_component_of_wind").replace("10m_u", "u")
+        ]["size"]
+        power = POWER.get(metric, 0)
+        rounding = EXACT if exact else ROUNDED + 5e-7 * mean / size  # float32 of large means
+        room = rounding * (np.abs(values) + size**power)
+        room = room * (100 if metric.startswith("unbiased") else 1)  # a difference of alike numbers
+        off = np.where(
+            np.isnan(values) | np.isnan(found),
+            np.isnan(values) != np.isnan(found),
+            np.abs(values - found) > room,
+        )
+        if off.any():
+            r = int(off.argmax())
+            by = np.nan_to_num(abs(found[r] / values[r] - 1), nan=np.inf)
+            text = f"{metric} of {forecast!r}, {variable} at {hours} h, {regions[r]}: {found[r]:.9g}, not {values[r]:.9g}"
+            worst[metric] = max(worst.get(metric, (-1.0, "")), (by, text))
+    wrong = [text for _, text in worst.values()]
+    extra = sum(int(each.sel(metric="rmse").notnull().sum()) for each in theirs.values())
+    mine = sum(np.isfinite(v).sum() for (_, metric, _, _), v in ours.items() if metric == "rmse")
+    wrong += [f"{extra} RMSEs, not {mine}"] if extra != mine else []
+    path = folder / "run/evaluation/scorecard.csv"
+    rows = pd.read_csv(path).itertuples() if path.exists() else []
+    percent = {(row.variable, row.lead_hours): row.percent for row in rows}
+    if case.against and percent.keys() != card.keys():
+        wrong.append(f"scorecard: rows {sorted(percent.keys() ^ card.keys())} are in one of both")
+    off = {
+        key: value
+        for key, value in percent.items()
+        if abs(value - card.get(key, value)) > 2e-4 + (1e-4 - exact * 1e-4) * (100 + abs(value))
+    }
+    wrong += [f"scorecard: {key}: {value}, not {card[key]:.4f}" for key, value in off.items()][:2]
+    return report(wrong)
+
+
+def score(seed: int, folder: Path) -> tuple[str, str]:
+    """Return the verdict on one evaluation, and why."""
+    ask(generate_scores, seed, folder)
+    answer = judge(*forked(LIMIT, evaluate_case, folder))
+    return answer if answer[0] != "right" else judge(*forked(LIMIT, compare_scores, folder))
 
 
 # -- commands in processes of their own
@@ -468,7 +959,7 @@ def judge(code: int | None, text: str) -> tuple[str, str]:
     if code is None:
         return "hang", ""
     if "Traceback (most recent" in text or code < 0:
-        return "traceback", text[-1500:] + f" signal {-code}" * (code < 0)
+        return "traceback", text.strip()[-900:] + f" signal {-code}" * (code < 0)
     if code == 2:
         return "refused", [line for line in text.splitlines() if line.startswith("rossby:")][-1]
     if code == 3:
@@ -477,6 +968,8 @@ def judge(code: int | None, text: str) -> tuple[str, str]:
 
 
 def run(kind: str, one: Callable[[int, Path], tuple[str, str]], options: Namespace) -> int:
+    for name in ("evaluate", "datasets.convert"):  # forks have them
+        import_module(name)
     began, counts, wrong, messages = time.monotonic(), Counter(), [], Counter()
     seeds = [options.seed] if options.seed >= 0 else range(options.first, options.first + options.seeds)
     for seed in seeds:
@@ -503,7 +996,7 @@ def run(kind: str, one: Callable[[int, Path], tuple[str, str]], options: Namespa
 
 
 def scores(options: Namespace) -> int:
-    return 0
+    return run("scores", score, options)
 
 
 def sources(options: Namespace) -> int:

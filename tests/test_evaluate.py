@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 import evaluate
-from tests.forecasts import analyses, forecasts, grid, write
+from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
 from verification.details import MIDLATITUDES, mean_over_latitudes
@@ -143,6 +143,26 @@ def test_the_dates_are_counted_as_here_and_as_in_training(run, truth):
     assert code == 0, said
     assert "initial dates by lead, truth anywhere in the data: 6 h 10, 12 h 10, 24 h 10" in said
     assert "truth inside data.validation_period: 6 h 15, 12 h 14, 24 h 12" in said
+
+
+def test_a_coarse_climatology_does_not_coarsen_the_comparison(run, truth):
+    """As a baseline it did, and regions were chosen on another grid than they were scored on."""
+    coarse = truth.isel(latitude=slice(1, None, 5), longitude=slice(None, None, 6))
+    path = write(climatology(coarse), run.folder / "coarse.zarr")
+    options = [
+        f"--forecast=model={run.folder / 'ours.zarr'}",
+        "--regions=global,europe",
+        "--climatology",
+        path,
+    ]
+    found = []
+    for baselines in ("", "climatology"):
+        code, said, out = run(*options, f"--baselines={baselines}", output=f"coarse {baselines}")
+        assert code == 0, said
+        scores = xr.open_dataset(out / "scores.nc", engine="h5netcdf").load()
+        found.append(scores.sel(forecast="model", metric=["rmse", "acc"]))
+    assert found[0]["2m_temperature"].notnull().all()
+    xr.testing.assert_equal(*found)
 
 
 @pytest.mark.slow
