@@ -1,6 +1,8 @@
 """Attack the program from outside, as a stranger would, and count how it answers.
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
+    .venv/bin/python benchmarks/attack.py scores --seeds 100 [--first 0] [--seed S]     evaluate.py: oracle.py
+    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]    datasets/: oracle.py
 
 Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of
 a run's folder may change where nothing was to be written. "other" is an answer of several lines, or with

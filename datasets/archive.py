@@ -88,8 +88,8 @@ class Archive:
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
     def check(self, variables: Sequence[str], every_date: bool = False) -> None:
-        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`; log
-        variables that only some of the arrays with their name are read for.
+        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`;
+        log a variable that cannot be read from all of the arrays with its name.
         """
         for name in variables:
             fields = self._fields(name)

@@ -256,7 +256,7 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
 
 
 def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray:
-    """Return datetime64[ns] of numbers in the units and calendar of `attrs`. Raises what pandas and xarray do."""
+    """Return datetime64[ns] of numbers in the units and calendar of `attrs`. Raises what xarray raises."""
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     dims = [f"dim_{i}" for i in range(numbers.ndim)]
     times = decode_cf_variable("time", xr.Variable(dims, numbers, attrs), decode_times=coder).values

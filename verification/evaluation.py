@@ -148,8 +148,8 @@ def evaluate_together(
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
 ) -> dict[str, Evaluation]:
-    """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and leads
-    that all of them have; what is not given is all that the first has.
+    """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and
+    leads that all of them have; what is not given is all that the first has.
 
     A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
     levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and spectra.
