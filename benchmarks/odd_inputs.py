@@ -71,6 +71,8 @@ class Case:
     against: str
     region: list[float]
     boundary: int
+    analyses: Fields  # of data.path, from which persistence starts; the truth where there is no other
+    test_period: tuple[np.datetime64, np.datetime64] | None
 
 
 def base(name: str) -> str:
@@ -163,7 +165,19 @@ def encode(rng: np.random.Generator, name: str, values: Array, plain: bool, form
         fill = np.int16(draw(rng, -32767, -32768, 32767))
         stored = np.where(missing, fill, np.round((values_or_0(numbers) - middle) / scale)).astype("i2")
         attrs |= {"scale_factor": scale, "add_offset": middle, draw(rng, "_FillValue", "missing_value"): fill}
+        if (unsigned := format.startswith("net") and rng.random() < 0.3) and high > low:
+            scale, middle = (high - low) / 65000, low
+            stored = np.round((values_or_0(numbers) - middle) / scale).clip(0, 65000)
+            stored = np.where(missing, 65535, stored).astype("u2")
+            attrs |= {
+                "scale_factor": scale,
+                "add_offset": middle,
+                "_FillValue": np.int16(-1),
+                "_Unsigned": "true",
+            }
+            attrs.pop("missing_value", None)
         decoded = stored * float(scale) + float(middle)
+        stored = stored.view("i2") if unsigned else stored
     else:
         fill = np.nan if plain else draw(rng, np.nan, -999.0, -32767.0, 1e20)
         fill = np.nan if kind == "f2" and abs(fill) > 1000 else fill
@@ -348,9 +362,12 @@ def write_archive(rng: np.random.Generator, folder: Path, fields: Fields, plain:
 
 
 def add_unreadable(rng: np.random.Generator, ds: xr.Dataset) -> xr.Dataset:
-    """Add, now and then, a variable on levels that cannot be read."""
+    """Add, now and then, a variable on levels that cannot be read, and a dimension of one element."""
     dims = [d for role in ("latitude", "longitude") for d in AXES[role] if d in ds.coords]
     shape = [ds.sizes[d] for d in dims]
+    if rng.random() < 0.2:
+        single = draw(rng, "number", "height", "expver")
+        ds = ds.assign({name: ds[name].expand_dims(single, int(rng.integers(2))) for name in ds.data_vars})
     if rng.random() < 0.2:
         dim = next(each for each in ("lev", "level") if each not in ds.coords)
         about = draw(
@@ -424,10 +441,17 @@ def generate_scores(seed: int, folder: Path) -> None:
         ds, clim = disguise(rng, random_fields(rng, own, axes, where, 0), plain, format, False)
         words += ["--climatology", write(rng, ds, folder / "climatology", format)]
     baselines = [each for each in baselines if clim or each != "climatology"]
+    analyses, is_global = truth, abs((grid[1][1] - grid[1][0]) * len(grid[1]) - 360) < 1e-6
+    if rng.random() < 0.2:
+        where = grid if rng.random() < 0.5 else other_grid(rng, truth)
+        own = np.append(np.arange(3), np.setdiff1d(np.arange(3, number), rng.integers(3, number, 3)))
+        analyses = random_fields(rng, names, {"time": times[own]}, where, holes)
+        words += ["--truth", path]
+        path, analyses = write_archive(rng, folder / "analyses", analyses, plain, "one")
     region, boundary = [], 0
-    if (is_global := abs((grid[1][1] - grid[1][0]) * len(grid[1]) - 360) < 1e-6) and rng.random() < 0.25:
+    if is_global and analyses is truth and rng.random() < 0.25:
         region = draw(rng, [60.0, -100.0, -60.0, 100.0], [90.0, 0.0, 0.0, 360.0], [45.0, 170.0, -80.0, -40.0])
-    if same and not is_global and rng.random() < 0.3:
+    if same and not is_global and analyses is truth and rng.random() < 0.3:
         boundary = 1
     regions = (
         ["all"]
@@ -448,11 +472,17 @@ def generate_scores(seed: int, folder: Path) -> None:
         "region": region,
         "boundary_width": boundary,
     }
+    period = None
+    if rng.random() < 0.2:  # the common dates but the first
+        period = times[core[1]], times[core[-1]]
+        data["test_period"] = [str(each) for each in period]
+        data["train_period"] = [str(times[0]), str(times[2])]
     (folder / "run.toml").write_text(
         tomli_w.dumps({"data": data, "model": {"patch_size": [1, 1]}, "validation": {"lead_hours": [hours]}})
     )
     words += ["--job.config_file", str(folder / "run.toml"), "--job.dump_folder", str(folder / "run")]
     words += [f"--baselines={','.join(baselines)}", f"--regions={','.join(regions)}"]
     regions = [*REGIONS] if "all" in regions else sorted(regions, key=lambda name: name != "global")
-    case = Case(truth, forecasts, clim, variables, step, words, baselines, regions, against, region, boundary)
+    about = (variables, step, words, baselines, regions, against, region, boundary)
+    case = Case(truth, forecasts, clim, *about, analyses, period)
     (folder / "case.pickle").write_bytes(pickle.dumps(case))

@@ -291,14 +291,14 @@ def run(kind: str, one: Callable[[int, Path], tuple[str, str]], options: Namespa
         except AssertionError as error:
             verdict, why = "traceback", f"generator: {error}"
         counts[verdict] += 1
+        if verdict == "right":
+            shutil.rmtree(folder)
+            continue
+        print(f"seed {seed}: {verdict}: {why}; kept: {folder}", flush=True)
         if verdict in WRONG:
             wrong.append(f"seed {seed}: {verdict}: {why}")
-            print(f"{wrong[-1]}; kept: {folder}", flush=True)
-            continue
-        shutil.rmtree(folder)
-        if verdict == "refused":
+        else:
             messages[re.sub(r"'/tmp\S*'|[\d.:-]+", "#", why)] += 1
-            print(f"seed {seed}: {why}", flush=True)
     for text, number in messages.most_common():
         print(f"refused {number} x: {text}")
     row = {"kind": kind, "cases": len(seeds), "first": min(seeds), "counts": counts, "wrong": wrong}

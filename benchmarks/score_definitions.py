@@ -37,7 +37,7 @@ def cell_size(fields: Fields) -> float:
 
 def overlaps(target: Array, source: Array) -> Array:
     low, high = np.maximum.outer(target[:-1], source[:-1]), np.minimum.outer(target[1:], source[1:])
-    return np.maximum(high - low, 0)
+    return np.where(high - low > 1e-9, high - low, 0)  # cells that touch do not overlap
 
 
 def regrid(values: Array, source: Fields, target: Fields) -> Array:
@@ -176,15 +176,14 @@ def final(by_date: dict[str, Array], members: int) -> dict[str, Array]:
 
 
 def baselines_of(case: Case, truth: Fields, dates: Array, leads: Array) -> dict[str, Fields]:
-    there = [
-        bool(np.isin(dates + lead, truth.axes["time"]).any()) and lead % case.step == 0 * HOUR
-        for lead in leads
-    ]
+    there = np.array([np.isin(dates + lead, case.analyses.axes["time"]).any() for lead in leads], bool)
+    there &= leads % case.step == 0 * HOUR
     axes, found = {"time": dates, "lead": leads[there]}, {}
     if "persistence" in case.baselines:
-        today = {n: pick(v, truth.axes["time"], dates) for n, v in truth.values.items()}
+        first = truth if case.analyses is case.truth else case.analyses  # which data.region crops
+        today = {n: pick(v, first.axes["time"], dates) for n, v in first.values.items()}
         values = {n: np.repeat(v[:, None], sum(there), axis=1) for n, v in today.items()}
-        found["persistence"] = replace(truth, values=values, axes=axes)
+        found["persistence"] = replace(first, values=values, axes=axes)
     clim = case.climatology
     if "climatology" in case.baselines and clim is not None:
         valid = (dates[:, None] + axes["lead"]).ravel()
@@ -207,6 +206,8 @@ def expected(case: Case) -> tuple[dict[tuple[str, str, str, int], Any], list[str
                     for axis in ("time", "lead"))  # fmt: skip
     dates, leads = np.array(dates, "M8[s]"), np.array([lead for lead in leads if lead], "m8[s]")
     leads = leads[leads > 0 * HOUR]
+    if case.test_period:
+        dates = dates[(dates >= case.test_period[0]) & (dates <= case.test_period[1])]
     compared = case.forecasts | baselines_of(case, truth, dates, leads)
     target = truth
     for each in case.forecasts.values():

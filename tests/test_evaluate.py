@@ -165,6 +165,20 @@ def test_a_coarse_climatology_does_not_coarsen_the_comparison(run, truth):
     xr.testing.assert_equal(*found)
 
 
+def test_what_has_none_of_the_variables_is_no_part_of_a_comparison(run, truth):
+    """It was a traceback about a dimension of size 0."""
+    path, only = run.folder / "surface.zarr", ["2m_temperature"]
+    write(forecasts(truth, 10, LEADS)[only], path)
+    clim = write(climatology(truth[["geopotential"]]), run.folder / "heights.zarr")
+    options = [f"--forecast=surface={path}", "--climatology", clim, "--baselines=climatology,persistence"]
+    code, said, out = run(*options, output="surface")
+    assert code == 0 and "climatology is no baseline" in said, said
+    assert rows(out, "persistence").keys() == rows(out, "surface").keys()
+    write(forecasts(truth, 10, LEADS)[["geopotential"]], run.folder / "upper.zarr")
+    code, said, _ = run(*options, f"--forecast=upper={run.folder / 'upper.zarr'}", output="surface")
+    assert code == 2 and "'upper': it has none of the variables" in said and said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_two_ranks_give_the_same_bits(run):
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
